@@ -1,0 +1,48 @@
+# `make demo` and `make test` do all the set-up; `make venv` only builds .venv with everything in it.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PROJECTS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+SOURCES := $(addsuffix /src,$(PROJECTS))
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TESTS ?= tests $(addsuffix /tests,$(PROJECTS))
+
+.PHONY: demo test lint venv base clean
+
+demo: venv
+	$(BIN)/rlhf run sft
+
+test: venv lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+
+venv: $(VENV)/.installed
+
+# Editable installs see every change of the sources: only the metadata and the development tools count.
+$(VENV)/.installed: Makefile requirements-dev.txt $(addsuffix /pyproject.toml,$(PROJECTS))
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlhf needs Python >= 3.11: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# A machine without an NVIDIA driver gets the CPU build of torch, which is gigabytes smaller.
+	$(BIN)/python -c 'import torch' 2>/dev/null || if command -v nvidia-smi >/dev/null; \
+		then $(BIN)/pip install -q '$(TORCH)'; \
+		else $(BIN)/pip install -q --retries 1 --extra-index-url $(CPU_INDEX) '$(TORCH)+cpu' \
+			|| $(BIN)/pip install -q '$(TORCH)'; fi
+	$(BIN)/pip install -q -r requirements-dev.txt
+	$(BIN)/pip install -q $(addprefix -e ,$(PROJECTS))
+	touch $@
+
+# The embedded base model, made again from random weights by the recipe beside it.
+base: venv
+	mkdir -p build
+	$(BIN)/python -m rlhf.demo.scratch build/scratch
+	$(BIN)/rlhf run sft core/src/rlhf/demo/base.yaml --overwrite
+	cp build/base/model/* core/src/rlhf/demo/base/
+
+clean:
+	rm -rf $(VENV) build dist runs

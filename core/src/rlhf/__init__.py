@@ -1,0 +1,1 @@
+"""Pluggable post-training: a small core, a backend plugin, one plugin per workflow."""

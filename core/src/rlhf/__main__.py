@@ -1,0 +1,8 @@
+"""`python -m rlhf`: the same command for torchrun, srun and the deepspeed launcher."""
+
+import sys
+
+from rlhf.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

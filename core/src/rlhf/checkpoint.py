@@ -1,0 +1,155 @@
+"""Checkpoints on disk: a folder is complete or absent, and says so itself in a manifest.
+
+A checkpoint is written to a hidden folder, synced, given its manifest (size and SHA-256 of every
+file) and renamed. The newest one is found by looking, never by a pointer that can lie; older ones
+go only afterwards.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf.errors import RLHFError
+
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step-(\d{6,})$")
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands once it is whole."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def part_folder(checkpoints: Path, step: int) -> Path:
+    """Where it is written until then."""
+    return checkpoints / f".step-{step:06d}.part"
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """An empty hidden folder to write the checkpoint of `step` into; left-overs of a killed save
+    go."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    folder = part_folder(checkpoints, step)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def digest(folder: Path, *, share: int = 0, of: int = 1) -> dict[str, dict[str, object]]:
+    """Size and SHA-256 of the files below `folder`, each synced to disk; `share` of `of` ranks does
+    its part."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {str(path.relative_to(folder)): _describe(path) for path in paths[share::of]}
+
+
+def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, object]]) -> Path:
+    """Give the folder its manifest and its name, in this order. Returns where it stands now."""
+    manifest = part / MANIFEST
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1, sort_keys=True))
+    _sync(manifest)
+    for folder in [*(path for path in part.rglob("*") if path.is_dir()), part]:
+        _sync(folder)
+    target = step_folder(checkpoints, step)
+    if target.exists():
+        shutil.rmtree(target)
+    part.rename(target)
+    _sync(checkpoints)
+    return target
+
+
+def rotate(checkpoints: Path, *, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints. Folders of other names are never touched."""
+    for folder in all_checkpoints(checkpoints)[:-keep]:
+        # The manifest goes first: what a kill leaves half removed is no checkpoint any more.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def all_checkpoints(checkpoints: Path) -> list[Path]:
+    """The folders named like a checkpoint, oldest first, whole or not."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if NAME.match(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = NAME.match(folder.name)
+    if match is None:
+        raise RLHFError(f"{folder} is not named like a checkpoint: give a folder step-NNNNNN")
+    return int(match[1])
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest checkpoint, or None without one. Raises RLHFError when the newest is damaged:
+    which older one to take instead is the user's decision."""
+    folders = all_checkpoints(checkpoints)
+    if not folders:
+        return None
+    problem = damage(folders[-1])
+    if problem is None:
+        return folders[-1]
+    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_older(folders[:-1])}")
+
+
+def named(checkpoints: Path, name: str) -> Path:
+    """The checkpoint of that name, whole, or RLHFError."""
+    folder = checkpoints / name
+    if not NAME.match(name) or not folder.is_dir():
+        known = ", ".join(path.name for path in all_checkpoints(checkpoints)) or "none"
+        raise RLHFError(f"there is no checkpoint {name!r} in {checkpoints}: there are {known}")
+    problem = damage(folder)
+    if problem is not None:
+        older = [path for path in all_checkpoints(checkpoints) if step_of(path) < step_of(folder)]
+        raise RLHFError(f"checkpoint {name} is damaged: {problem}; {_older(older)}")
+    return folder
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint against its manifest, or None when every byte is as it was
+    written."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{folder} has no {MANIFEST}"
+    except ValueError:
+        return f"{folder / MANIFEST} cannot be read"
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{path} has {path.stat().st_size} bytes instead of {expected['size']}"
+        if _hash(path) != expected["sha256"]:
+            return f"{path} has other content than was written"
+    return None
+
+
+def _older(folders: Iterable[Path]) -> str:
+    whole = [folder.name for folder in folders if damage(folder) is None]
+    if not whole:
+        return "there is no older one: start again with --overwrite"
+    return f"go on from the one before with --resume {whole[-1]}"
+
+
+def _describe(path: Path) -> dict[str, object]:
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

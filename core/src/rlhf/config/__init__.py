@@ -1,0 +1,5 @@
+"""What a run is asked to do; `rlhf.config.reader` reads it."""
+
+from rlhf.config.sections import Config
+
+__all__ = ["Config"]

@@ -1,0 +1,213 @@
+"""A strict reader on cattrs: plain data become attrs classes, and every problem has its path."""
+
+import difflib
+import json
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+import cattrs
+
+from rlhf.config.foreign import FOREIGN
+
+Path = tuple[str, ...]
+
+
+class ProblemsError(ValueError):
+    """Everything that is wrong in a tree: paths and texts; without a text nobody knows the key."""
+
+    def __init__(self, found: list[tuple[Path, str]]) -> None:
+        super().__init__(found)
+        self.found = found
+
+
+def structure(tree: Mapping[str, Any], cls: type) -> tuple[Any, list[str]]:
+    """The instance of `cls` that `tree` describes and no problem, or None and all problems."""
+    try:
+        return _converter.structure(tree, cls), []
+    except ProblemsError as problems:
+        return None, [_tell(path, text, cls) for path, text in problems.found]
+
+
+def section_class(kind: Any) -> type | None:
+    """The attrs class of a field that is a section or an optional one, else None."""
+    return next((each for each in (kind, *_members(kind)) if attrs.has(each)), None)
+
+
+def as_mapping(cls: type, value: Any) -> dict[str, Any]:
+    """A section's tree: a bare value sets the first field, nothing at all is an empty section."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {} if value is None else {attrs.fields(cls)[0].name: value}
+
+
+def expected(kind: Any) -> str:
+    """What a value of this type is called."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if _members(kind):
+        return " or ".join(map(expected, _members(kind)))
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names |= {tuple: "a list", types.NoneType: "null"}
+    return names.get(get_origin(kind) or kind, "a mapping")
+
+
+def _wrong(value: Any, kind: Any) -> ValueError:
+    text = f"{expected(kind)} is expected, not {json.dumps(value, default=str)}"
+    near = difflib.get_close_matches(str(value), map(str, get_args(kind)), n=1)
+    if near and get_origin(kind) is Literal:
+        text += f"; did you mean {near[0]}?"
+    if kind is str and isinstance(value, int | float):
+        text += f"; quote it: '{value}' in YAML, \"'{value}'\" in a shell"
+    return ValueError(text)
+
+
+def _read_exactly(value: Any, kind: Any) -> Any:
+    """No conversion at all: cattrs by itself makes True of "false" and 2 of 2.7."""
+    if type(value) is not kind:
+        raise _wrong(value, kind)
+    return value
+
+
+def _read_float(value: Any, kind: Any) -> float:
+    """Numeric text counts: YAML 1.1 reads 1e-6 as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise _wrong(value, kind)
+    return number
+
+
+def _read_literal(value: Any, kind: Any) -> Any:
+    """True is not 1 here."""
+    if not any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
+        raise _wrong(value, kind)
+    return value
+
+
+def _read_union(value: Any, kind: Any) -> Any:
+    """None where it is a member, else the first member that fits."""
+    members = [member for member in _members(kind) if member is not types.NoneType]
+    if value is None and types.NoneType in _members(kind):
+        return None
+    for member in members:
+        try:
+            return _converter.structure(value, member)
+        except ValueError:
+            if len(members) == 1:
+                raise
+    raise _wrong(value, kind)
+
+
+def _read_tuple(value: Any, kind: Any) -> Any:
+    """A single value stands for a list of one, except where the length is fixed."""
+    inner = get_args(kind)
+    fixed = ... not in inner
+    if value is None or (fixed and not isinstance(value, list | tuple)):
+        raise _wrong(value, kind)
+    items = value if isinstance(value, list | tuple) else [value]
+    if fixed and len(items) != len(inner):
+        raise ValueError(f"a list of {len(inner)} is expected, not of {len(items)}")
+    kinds = inner if fixed else inner[:1] * len(items)
+    return tuple(_read_all(zip(map(str, range(len(items))), items, kinds, strict=True)).values())
+
+
+def _read_dict(value: Any, kind: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _wrong(value, kind)
+    return _read_all((str(key), item, get_args(kind)[1]) for key, item in value.items())
+
+
+def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
+    """Instead of cattrs' own, which stops at the first validator that complains."""
+    fields = {item.name: item for item in attrs.fields(attrs.resolve_types(cls)) if item.init}
+
+    def read(value: Any, _: Any) -> Any:
+        tree = as_mapping(cls, value)
+        problems: list[tuple[Path, str]] = [((str(key),), "") for key in tree if key not in fields]
+        problems += [
+            ((name,), "has no default: give it")
+            for name, item in fields.items()
+            if name not in tree and item.default is attrs.NOTHING
+        ]
+        given = [(name, tree[name], item) for name, item in fields.items() if name in tree]
+        try:
+            values = _read_all(given)
+        except ProblemsError as error:
+            problems += error.found
+        if problems:
+            raise ProblemsError(problems)
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:  # A plugin's own check across its fields.
+            raise ProblemsError([((), str(error.args[0]))]) from error
+
+    return read
+
+
+def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Each (key, value, type or attrs field) read by key; the problems of all together."""
+    values: dict[str, Any] = {}
+    problems: list[tuple[Path, str]] = []
+    for key, value, kind in items:
+        try:
+            values[key] = _converter.structure(value, getattr(kind, "type", kind))
+            if getattr(kind, "validator", None):
+                kind.validator(None, kind, values[key])
+        except ProblemsError as error:
+            problems += [((key, *path), text) for path, text in error.found]
+        except (TypeError, ValueError) as error:
+            problems.append(((key,), str(error.args[0]).removeprefix(f"'{key}' ")))
+    if problems:
+        raise ProblemsError(problems)
+    return values
+
+
+def _tell(path: Path, text: str, root: type) -> str:
+    """A problem in words; an unknown key with what may have been meant."""
+    dotted = ".".join(path)
+    if text:
+        return f"{dotted}: {text}"
+    *above, key = path
+    here = {item.name: ".".join((*above, item.name)) for item in attrs.fields(_at(above, root))}
+    anywhere = {
+        inner.name: f"{item.name}.{inner.name}"
+        for item in attrs.fields(root)
+        for inner in attrs.fields(section_class(item.type) or root)
+        if section_class(item.type)
+    }
+    ours = anywhere.get(key) or FOREIGN.get(key)
+    if ours:
+        return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
+    for names in (here, anywhere):
+        for near in difflib.get_close_matches(key, names, n=1):
+            return f"{dotted}: no such setting; did you mean {names[near]}?"
+    return f"{dotted}: no such setting; there are {', '.join(here)}"
+
+
+def _at(path: Iterable[str], root: type) -> type:
+    """The class that `path` leads to."""
+    for key in path:
+        if not key.isdigit():
+            kind = getattr(attrs.fields(root), key).type
+            root = section_class(kind) or next(filter(attrs.has, get_args(kind)))
+    return root
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+_converter = cattrs.Converter()
+for _kind in (bool, int, str):
+    _converter.register_structure_hook(_kind, _read_exactly)
+_converter.register_structure_hook(float, _read_float)
+_converter.register_structure_hook_factory(attrs.has, _class_reader)
+_converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _read_literal)
+_converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _read_tuple)
+_converter.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _read_dict)
+_converter.register_structure_hook_func(lambda kind: bool(_members(kind)), _read_union)

@@ -1,0 +1,150 @@
+"""The tokenised rows of a run, as a sequence of examples with everything that is known about them
+before a forward."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+from attrs import field, frozen
+from numpy.typing import NDArray
+
+from rlhf.data.example import Example
+from rlhf.data.trees import TreeFile
+from rlhf.errors import RLHFError
+
+NAMED_ROWS = 5
+
+
+@frozen(kw_only=True)
+class Report:
+    """What became of the rows; `str` gives one line."""
+
+    rows: int
+    """Rows read (after limit and sampling)."""
+    examples: int
+    """Examples made of them, rows taken several times counted once."""
+    too_long: int = 0
+    """Dropped, since a path is longer than `data.max_tokens`."""
+    cut: int = 0
+    """Cut at `data.max_tokens`; they are among the examples."""
+    empty: int = 0
+    """Dropped, since nothing in them is trained on."""
+    split: int = 0
+    """Conversations that became several examples."""
+    tokens: int = 0
+    """Tokens of all trees, prompts counted once."""
+    trained: int = 0
+    """Tokens that are predicted by the loss."""
+    lost: Mapping[str, tuple[str, ...]] = field(factory=dict)
+    """Names of the first few rows that were `too_long`, `cut` or `empty`."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.rows:,} rows"]
+        for count, what in (
+            (self.too_long, "too long (dropped)"),
+            (self.cut, "too long (cut)"),
+            (self.empty, "with nothing to train on (dropped)"),
+            (self.split, "split into several examples"),
+        ):
+            if count:
+                parts.append(f"{count:,} {what}, {_percent(count, self.rows)}")
+        parts.append(f"{self.examples:,} examples of {self.tokens:,} tokens")
+        parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
+        return "; ".join(parts)
+
+    def __add__(self, other: "Report") -> "Report":
+        names = [*self.lost, *(name for name in other.lost if name not in self.lost)]
+        both = {n: (self.lost.get(n, ()) + other.lost.get(n, ()))[:NAMED_ROWS] for n in names}
+        counts = ("rows", "examples", "too_long", "cut", "empty", "split", "tokens", "trained")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return Report(**sums, lost=both)
+
+
+@frozen
+class Part:
+    """The examples of one entry of `data.train` or `data.eval`."""
+
+    file: Path
+    source: str
+    """The entry's path, for error texts."""
+    take: NDArray[np.int64]
+    """Which examples of the file, in order; one may stand there several times."""
+
+
+class Examples(Sequence[Example]):
+    """All examples of a run. Reading one copies nothing; pickles as the paths of its files."""
+
+    def __init__(self, parts: Sequence[Part], report: Report) -> None:
+        self.report = report
+        self._parts = tuple(parts)
+        self._files = [TreeFile(part.file) for part in parts]
+        self._part = np.repeat(np.arange(len(parts)), [len(part.take) for part in parts])
+        self._place = np.concatenate([part.take for part in parts])
+        self.lengths = self._column("length")
+        """Tokens of each packed tree [n]."""
+        self.longest_path = self._column("path")
+        """Tokens of each tree's longest path [n]."""
+        self.counts: dict[str, NDArray[np.int64]] = {
+            "examples": np.ones(len(self), np.int64),
+            "answers": self._column("answers"),
+            "tokens": self._column("predictions"),
+            "labels": self._column("labels"),
+        }
+        """What a term of a loss may be per, for each example [n]."""
+        self.row_numbers = self._column("row")
+        """Row of its file that each example came from, from 0 [n]."""
+        self._lines = self._column("line")
+        self.value_kinds = self._kinds()
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    @overload
+    def __getitem__(self, number: int) -> Example: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Example]: ...
+    def __getitem__(self, number: int | slice) -> Example | list[Example]:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        # A negative number means the same as in a list: numpy's arrays know it.
+        return self._files[self._part[number]][int(self._place[number])]
+
+    def __reduce__(self) -> tuple[type["Examples"], tuple[tuple[Part, ...], Report]]:
+        return type(self), (self._parts, self.report)
+
+    def name(self, number: int) -> str:
+        """Where an example came from: path and line, or row."""
+        source = self._parts[self._part[number]].source
+        line = int(self._lines[number])
+        return f"{source} line {line}" if line else f"{source} row {self.row_numbers[number]}"
+
+    def names(self, numbers: Iterable[int]) -> str:
+        """Where several came from, the first few by name."""
+        found = list(numbers)
+        shown = ", ".join(self.name(number) for number in found[:NAMED_ROWS])
+        more = len(found) - NAMED_ROWS
+        return f"{shown} and {more} more" if more > 0 else shown
+
+    def _column(self, name: str) -> NDArray[np.int64]:
+        columns = [
+            file.column(name)[part.take]
+            for file, part in zip(self._files, self._parts, strict=True)
+        ]
+        return np.concatenate(columns)
+
+    def _kinds(self) -> dict[str, str]:
+        kinds = [kind for file in self._files for kind in file.kinds]
+        for kind in kinds[1:]:
+            if kind != kinds[0]:
+                raise RLHFError(
+                    f"the rows of {', '.join(part.source for part in self._parts)} differ in "
+                    "their values: "
+                    f"some have {kinds[0] or 'none'}, some {kind or 'none'}; give all rows "
+                    "the same columns"
+                )
+        return kinds[0] if kinds else {}
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"

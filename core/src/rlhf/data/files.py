@@ -1,0 +1,233 @@
+"""Where rows come from: files, folders, hub names and the embedded demo, as Arrow tables read
+through `datasets`."""
+
+import codecs
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from attrs import frozen
+
+from rlhf.config.sections import DataEntry
+from rlhf.data.formats import RawRow
+from rlhf.errors import RLHFError
+
+LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
+TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+DEMO = "demo:"
+TEXT = "json text"
+"""The column that holds a row of JSON as it stands in the file. Arrow's own JSON reader would give
+every row the keys of all the others (with null), which tools and their arguments do not survive."""
+LINE = "line"
+CHUNK = 10_000
+WHITE = b" \t\r\n"
+
+
+@frozen
+class Source:
+    """One entry of `data.train` or `data.eval`, found but not yet read."""
+
+    entry: DataEntry
+    which: str
+    """`train` or `eval`."""
+    format: str
+    """The row format that a demo is asked for."""
+
+    @property
+    def path(self) -> str:
+        return self.entry.path
+
+    @functools.cached_property
+    def has_lines(self) -> bool:
+        """Whether rows are lines of a text file, which error texts then name."""
+        return not self.path.startswith(DEMO) and _suffix(Path(self.path)) in LINES
+
+    def digest(self) -> str:
+        """A digest of the content, from the bytes of the files. Raises RLHFError if they are not
+        there."""
+        if self.path.startswith(DEMO):
+            return _digest(json.dumps(row).encode() for row in self._demo_rows())
+        place = self._local()
+        if place is None:
+            return str(self._hub()._fingerprint)
+        if place.is_file():
+            return f"{_file_digest(place)}{_suffix(place)}"
+        files = sorted(file for file in place.rglob("*") if file.is_file())
+        return _digest(f"{f.relative_to(place)} {_file_digest(f)}".encode() for f in files)
+
+    def read(self, scratch: Path) -> datasets.Dataset:
+        """The rows, mapped into memory; `scratch` is a folder for what must be written for that."""
+        if self.path.startswith(DEMO):
+            rows = [json.dumps(row) for row in self._demo_rows()]
+            return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
+        place = self._local()
+        if place is None:
+            return self._hub()
+        if place.is_dir():
+            return self._folder(place)
+        suffix = _suffix(place)
+        if suffix in LINES:
+            return _json_rows(place, scratch)
+        if suffix in TABLES:
+            return self._load(TABLES[suffix], data_files=str(place), split="train")
+        known = ", ".join([*LINES, *TABLES])
+        raise RLHFError(f"data.{self.which}: {place} has no known ending: {known}")
+
+    def row(self, columns: Mapping[str, Any], number: int) -> RawRow:
+        """One row of `read` with its renames. Raises RLHFError for bad JSON or a column that is not
+        there."""
+        if TEXT not in columns:
+            where = f"{self.path} row {number}"
+            return RawRow(where, self._renamed(where, without_nulls(columns)))
+        line = columns[LINE] if self.has_lines else 0
+        where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
+        return RawRow(where, self._renamed(where, _parse(where, columns[TEXT])))
+
+    def _renamed(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+        for target, source in self.entry.columns.items():
+            if source not in row:
+                raise RLHFError(
+                    f"{where}: data.{self.which} takes `{target}` from a column `{source}`, "
+                    f"which is not there: there is {', '.join(row)}"
+                )
+        taken = set(self.entry.columns.values())
+        kept = {name: value for name, value in row.items() if name not in taken}
+        return kept | {target: row[source] for target, source in self.entry.columns.items()}
+
+    def _local(self) -> Path | None:
+        """The file or folder, None for a hub name. Raises RLHFError for a file that is not
+        there."""
+        place = Path(self.path).expanduser()
+        if place.exists():
+            return place
+        is_file = _suffix(place) in (*LINES, *TABLES) or place.is_absolute()
+        if is_file or self.path.startswith((".", "~")) or self.path.count("/") > 1:
+            raise RLHFError(f"data.{self.which}: there is no file or folder {self.path}")
+        return None
+
+    def _folder(self, place: Path) -> datasets.Dataset:
+        if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
+            return self._load(str(place), name=self.entry.subset, split=self.entry.split or "train")
+        try:
+            found = datasets.load_from_disk(str(place))
+        except Exception as error:
+            raise RLHFError(f"data.{self.which}: cannot read {place}: {_line(error)}") from error
+        if isinstance(found, datasets.Dataset):
+            return found
+        split = self.entry.split or "train"
+        if split not in found:
+            raise RLHFError(
+                f"data.{self.which}: {place} has no split {split!r}: there is {', '.join(found)}"
+            )
+        return found[split]
+
+    def _hub(self) -> datasets.Dataset:
+        return self._load(self.path, name=self.entry.subset, split=self.entry.split or "train")
+
+    def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
+        try:
+            return datasets.load_dataset(what, **keywords)
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise RLHFError(
+                f"data.{self.which}: cannot read {self.path}: {_line(cause)}"
+            ) from error
+
+    def _demo_rows(self) -> list[dict[str, Any]]:
+        from rlhf import demo
+
+        split = self.entry.split or self.which
+        return demo.rows(self.path.removeprefix(DEMO), split, self.format)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the keys that are null: Arrow gives every mapping the keys of all its
+    neighbours."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
+    """The rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
+    schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
+    target = scratch / "rows.arrow"
+    texts: list[str] = []
+    lines: list[int] = []
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for line, text in _texts(path):
+            texts.append(text)
+            lines.append(line)
+            if len(texts) == CHUNK:
+                writer.write_batch(pa.record_batch([texts, lines], schema=schema))
+                texts, lines = [], []
+        writer.write_batch(pa.record_batch([texts, lines], schema=schema))
+    return datasets.Dataset.from_file(str(target))
+
+
+def _texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Line number from 1 and text of each row; line 0 in a JSON array."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1 and line.lstrip(codecs.BOM_UTF8 + WHITE).startswith(b"["):
+                    yield from _array(path, line + file.read())
+                    return
+                if line.strip():
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise RLHFError(f"{path} line {number}: not UTF-8: {_line(error)}") from error
+    except (OSError, EOFError) as error:
+        raise RLHFError(f"{path} line {number + 1}: cannot be read: {_line(error)}") from error
+
+
+def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise RLHFError(f"{path}: not valid JSON: {error}") from None
+    for row in rows:
+        yield 0, json.dumps(row)
+
+
+def _parse(where: str, text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise RLHFError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RLHFError(f"{where}: a row must be a JSON object, not {text.strip()[:40]}")
+    return row
+
+
+def _suffix(path: Path) -> str:
+    ending = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + ending if ending == ".gz" else ending
+
+
+def _digest(parts: Iterator[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part + b"\n")
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

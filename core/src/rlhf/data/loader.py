@@ -1,0 +1,249 @@
+"""The order of a run: which micro-batches this rank sees in which step, and the processes that pack
+them ahead."""
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+from attrs import field, frozen
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from rlhf.config.sections import Config
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.data.examples import Examples
+from rlhf.data.packing import pack
+from rlhf.data.schedule import Rows, costs, layout, steps
+
+if TYPE_CHECKING:
+    from rlhf.engine import Mesh
+
+ROUND_ON_ACCELERATOR = 128
+SHAPES = 16
+"""T is rounded up to at most so many sizes: compiled kernels are reused, and on average 3 % of the
+tokens are wasted."""
+NO_STATE_EVERY = 1 << 30
+"""The plan is the only truth about where a run is, so the loader's own state is never carried
+about."""
+
+
+@frozen(kw_only=True)
+class StepPlan:
+    """One optimizer step before any of it is run: the same on every rank, but for `micro`."""
+
+    step: int
+    epoch: int
+    epoch_done: float
+    """Epochs behind us once this step is done."""
+    rows: Rows
+    """Numbers of the step's examples in its order, over all ranks."""
+    lengths: NDArray[np.int64]
+    """Tokens of their packed trees."""
+    paths: NDArray[np.int64]
+    """Tokens of their longest paths."""
+    totals: Mapping[str, float]
+    """What the terms of the loss are per, over the whole step and all ranks."""
+    layout: Sequence[Sequence[Rows]]
+    """Numbers of examples as `[micro][rank]`."""
+    micro: Sequence[Rows]
+    """This rank's share of it; an empty array is a filler."""
+
+
+@frozen(kw_only=True)
+class RunOrder:
+    """The whole course of a run over its examples; any step can be asked for, nothing is kept but
+    an epoch's order."""
+
+    examples: Examples
+    size: int
+    """Examples per optimizer step over all ranks."""
+    tokens: int
+    """Tokens per micro-batch."""
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
+    ranks: int = 1
+    round_to: int = 1
+    """T of a micro-batch is rounded up to a multiple of this, within the budget."""
+    _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
+
+    @classmethod
+    def for_training(cls, examples: Examples, config: Config, mesh: "Mesh") -> "RunOrder":
+        """A new order of rows in every epoch, from `train.seed`."""
+        return cls._of(examples, config, mesh, shuffle=True)
+
+    @classmethod
+    def for_evaluation(cls, examples: Examples, config: Config, mesh: "Mesh") -> "RunOrder":
+        """Every row once, as they stand."""
+        return cls._of(examples, config, mesh, shuffle=False)
+
+    @classmethod
+    def _of(cls, examples: Examples, config: Config, mesh: "Mesh", *, shuffle: bool) -> "RunOrder":
+        share = config.batch.tokens // SHAPES // ROUND_ON_ACCELERATOR
+        coarse = ROUND_ON_ACCELERATOR * max(1, share)
+        return cls(
+            examples=examples,
+            size=config.batch.size,
+            tokens=config.batch.tokens,
+            seed=config.train.seed,
+            shuffle=shuffle,
+            rank=mesh.rank,
+            ranks=mesh.world,
+            round_to=1 if mesh.device.type == "cpu" else coarse,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.examples) // self.size)
+
+    def step(self, number: int) -> StepPlan:
+        """The plan of step `number`, counted from 0 over all epochs."""
+        epoch, place = divmod(number, self.steps_per_epoch)
+        rows = self._epoch(epoch)[place]
+        lengths, paths = self.examples.lengths[rows], self.examples.longest_path[rows]
+        laid = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        numbers = [[rows[positions] for positions in micro] for micro in laid]
+        counts = self.examples.counts
+        return StepPlan(
+            step=number,
+            epoch=epoch,
+            epoch_done=epoch + (place + 1) / self.steps_per_epoch,
+            rows=rows,
+            lengths=lengths,
+            paths=paths,
+            totals={name: float(count[rows].sum()) for name, count in counts.items()},
+            layout=numbers,
+            micro=[micro[self.rank] for micro in numbers],
+        )
+
+    def micro_batches(self, first_step: int = 0, last_step: int | None = None) -> Iterator[Rows]:
+        """This rank's micro-batches from `first_step` on, without an end or up to `last_step`
+        (exclusive)."""
+        number = first_step
+        while last_step is None or number < last_step:
+            yield from self.step(number).micro
+            number += 1
+
+    def row_names(self, numbers: Iterable[int]) -> str:
+        """Where examples came from, for error texts."""
+        return self.examples.names(numbers)
+
+    def _epoch(self, epoch: int) -> list[Rows]:
+        if epoch not in self._epochs:
+            self._epochs.clear()
+            self._epochs[epoch] = steps(
+                len(self.examples), self.size, self.seed, epoch, shuffle=self.shuffle
+            )
+        return self._epochs[epoch]
+
+
+def batches_from(
+    order: RunOrder, *, first_step: int = 0, workers: int = 0, pin: bool = False
+) -> Iterator[PackedBatch]:
+    """This rank's packed micro-batches from `first_step` on: endless in training, one pass without
+    shuffling.
+
+    `workers` processes pack ahead; a worker that dies raises RuntimeError here. `pin` puts the
+    tensors into page-locked memory.
+    """
+    last = None if order.shuffle else order.steps_per_epoch
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
+        loader = StatefulDataLoader(
+            Packing(order.examples, order.round_to, order.tokens),
+            batch_size=None,
+            sampler=MicroBatches(order, first_step, last),
+            num_workers=workers,
+            pin_memory=pin,
+            collate_fn=_as_it_is,
+            worker_init_fn=_keep_to_one_thread if workers else None,
+            # The rows are mapped into memory and no worker touches an accelerator: a fork costs
+            # nothing.
+            multiprocessing_context="fork" if workers else None,
+            snapshot_every_n_steps=NO_STATE_EVERY,
+        )
+    return (parcel.unpack() for parcel in loader)
+
+
+class MicroBatches(Sampler[Rows]):
+    """The plan as a sampler, computed as it is read."""
+
+    def __init__(self, order: RunOrder, first: int, last: int | None) -> None:
+        self._order, self._first, self._last = order, first, last
+
+    def __iter__(self) -> Iterator[Rows]:
+        return self._order.micro_batches(self._first, self._last)
+
+
+class Packing:
+    """Arrays of example numbers to parcels; what the worker processes run."""
+
+    def __init__(self, examples: Sequence[Example], round_to: int, at_most: int) -> None:
+        self._pack = functools.partial(pack, examples, round_to=round_to, at_most=at_most)
+
+    def __getitem__(self, rows: Rows) -> "Parcel":
+        return Parcel.of(self._pack(rows.tolist()))
+
+
+@frozen
+class Parcel:
+    """A PackedBatch on its way from a worker: one tensor per dtype, since each costs a segment of
+    shared memory."""
+
+    flats: dict[torch.dtype, Tensor]
+    shapes: dict[tuple[str, str], tuple[torch.dtype, torch.Size]]
+    """By field and name in it, in the order in which the flat tensors hold them."""
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "Parcel":
+        """The batch, folded."""
+        parts: dict[tuple[str, str], Tensor] = {}
+        rest = {}
+        for item in attrs.fields(PackedBatch):
+            value = getattr(batch, item.name)
+            if isinstance(value, Tensor):
+                parts[item.name, ""] = value
+            elif isinstance(value, dict):
+                parts |= {(item.name, name): tensor for name, tensor in value.items()}
+            else:
+                rest[item.name] = value
+        groups: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in parts.values():
+            groups.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+        shapes = {place: (tensor.dtype, tensor.shape) for place, tensor in parts.items()}
+        return cls({dtype: torch.cat(group) for dtype, group in groups.items()}, shapes, rest)
+
+    def unpack(self) -> PackedBatch:
+        """The batch, whose tensors are views of the parcel's."""
+        fields: dict[str, Any] = dict(self.rest)
+        starts = dict.fromkeys(self.flats, 0)
+        for (name, key), (dtype, shape) in self.shapes.items():
+            start = starts[dtype]
+            starts[dtype] += shape.numel()
+            view = self.flats[dtype][start : starts[dtype]].view(shape)
+            if key:
+                fields.setdefault(name, {})[key] = view
+            else:
+                fields[name] = view
+        return PackedBatch(**fields)
+
+    def pin_memory(self) -> "Parcel":
+        """The parcel in page-locked memory; torch's loader calls this."""
+        return attrs.evolve(self, flats={d: flat.pin_memory() for d, flat in self.flats.items()})
+
+
+def _as_it_is(parcel: Parcel) -> Parcel:
+    return parcel
+
+
+def _keep_to_one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

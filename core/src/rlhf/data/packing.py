@@ -1,0 +1,196 @@
+"""Trees into one row of tokens without padding, and back into their paths."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+
+FILLER_TOKENS = 2
+PER_EXAMPLE, PER_ANSWER, PER_TOKEN = "example", "answer", "token"
+
+
+@frozen
+class Layout:
+    """The segments of a row: each example's prompt, then its answers; integers per segment [S]."""
+
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    """Row index of the first token."""
+    example: NDArray[np.int64]
+    branch: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    """Position of the first token in its path."""
+    before: NDArray[np.int64]
+    """Row index of the token before the first one in its path, -1 where there is none."""
+
+
+def pack(
+    examples: Sequence[Example], rows: Sequence[int], *, round_to: int = 1, at_most: int = 0
+) -> PackedBatch:
+    """The examples with the numbers `rows` as one row; without any, a filler.
+
+    T is rounded up to a multiple of `round_to`, but not beyond `at_most` if the tokens fit without.
+    """
+    kinds = value_kinds(examples)
+    if not len(rows):
+        return filler(kinds, round_to=round_to)
+    chosen = [examples[int(row)] for row in rows]
+    spans = tuple((len(e.prompt), tuple(len(a.tokens) for a in e.answers)) for e in chosen)
+    segments = _segments(spans)
+    num_tokens = int(segments.lengths.sum())
+    size = max(num_tokens, min(-(-num_tokens // round_to) * round_to, at_most or 1 << 62))
+    parts = [part for e in chosen for part in (e.prompt, *(a.tokens for a in e.answers))]
+    tokens = _padded(np.concatenate([np.asarray(part, np.int64) for part in parts]), size, 0)
+    arrays = _per_token(segments, size) | _predictions(chosen, segments, tokens)
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        rows=tuple(int(row) for row in rows),
+        spans=spans,
+        values=_values(chosen, kinds, segments, size),
+        inputs=_inputs(chosen),
+        **tensors,
+    )
+
+
+def filler(kinds: Mapping[str, str] | None = None, *, round_to: int = 1) -> PackedBatch:
+    """A row without examples, answers or predictions, which keeps a rank in step with the
+    others."""
+    size = max(FILLER_TOKENS, round_to)
+    none = torch.empty(0, dtype=torch.int64)
+    zeros = torch.zeros(size, dtype=torch.int64)
+    values = {
+        name: torch.full((size if kind == PER_TOKEN else 0,), torch.nan)
+        for name, kind in (kinds or {}).items()
+    }
+    return PackedBatch(
+        tokens=zeros, positions=zeros.clone(), example=zeros - 1, branch=zeros.clone(),
+        predict_from=none, predict_at=none, predict=none, answer=none,
+        answer_example=none, answer_end=none, values=values,
+    )  # fmt: skip
+
+
+def paths(batch: PackedBatch) -> list[tuple[int, int, Tensor]]:
+    """Every path of the batch as `(example, answer, row indices [L])`; answers count through the
+    batch."""
+    start = answer = 0
+    out = []
+    for example, (prompt, lengths) in enumerate(batch.spans):
+        first = torch.arange(start, start + prompt, device=batch.tokens.device)
+        start += prompt
+        for length in lengths:
+            rest = torch.arange(start, start + length, device=batch.tokens.device)
+            out.append((example, answer, torch.cat([first, rest])))
+            start, answer = start + length, answer + 1
+    return out
+
+
+def value_kinds(examples: Sequence[Example]) -> Mapping[str, str]:
+    """What each value is per: `example`, `answer` or `token`."""
+    kinds = getattr(examples, "value_kinds", None)
+    if kinds is not None:
+        return dict(kinds)
+    return {name: kind_of(value) for name, value in examples[0].values.items()} if examples else {}
+
+
+def kind_of(value: Any) -> str:
+    """What a value of an example is per, from its nesting."""
+    if not hasattr(value, "__len__"):
+        return PER_EXAMPLE
+    return PER_TOKEN if len(value) and hasattr(value[0], "__len__") else PER_ANSWER
+
+
+def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Layout:
+    lengths = np.array([n for prompt, answers in spans for n in (prompt, *answers)], np.int64)
+    ends = np.cumsum(lengths)
+    counts = np.array([len(answers) + 1 for _, answers in spans], np.int64)
+    firsts = np.cumsum(counts) - counts
+    example = np.repeat(np.arange(len(spans)), counts)
+    branch = np.arange(len(lengths)) - firsts[example]
+    prompt = lengths[firsts][example]
+    prompt_end = ends[firsts][example] - 1
+    on_answer = branch > 0
+    return Layout(
+        lengths=lengths,
+        starts=ends - lengths,
+        example=example,
+        branch=branch,
+        offset=np.where(on_answer, prompt, 0),
+        before=np.where(on_answer & (prompt > 0), prompt_end, -1),
+    )
+
+
+def _per_token(segments: Layout, size: int) -> dict[str, NDArray[np.int64]]:
+    row = np.arange(int(segments.lengths.sum()))
+    shift = np.repeat(segments.offset - segments.starts, segments.lengths)
+    return {
+        "positions": _padded(row + shift, size, 0),
+        "example": _padded(np.repeat(segments.example, segments.lengths), size, -1),
+        "branch": _padded(np.repeat(segments.branch, segments.lengths), size, 0),
+    }
+
+
+def _predictions(
+    chosen: Sequence[Example], segments: Layout, tokens: NDArray[np.int64]
+) -> dict[str, NDArray[np.int64]]:
+    """The index tensors of the loss."""
+    on_answer = segments.branch > 0
+    starts, lengths = segments.starts[on_answer], segments.lengths[on_answer]
+    assert bool((lengths > 0).all()), "an answer without tokens"
+    trained = np.zeros(int(segments.lengths.sum()), bool)
+    masks = (answer.trained for example in chosen for answer in example.answers)
+    for start, length, mask in zip(starts, lengths, masks, strict=True):
+        trained[start : start + length] = True if mask is None else mask
+    # Position t predicts token t + 1; an answer's first token is predicted from its prompt's last.
+    previous = np.arange(-1, len(trained) - 1)
+    filled = segments.lengths > 0
+    previous[segments.starts[filled]] = segments.before[filled]
+    at = np.flatnonzero(trained & (previous >= 0))
+    return {
+        "predict_from": previous[at],
+        "predict_at": at,
+        "predict": tokens[at],
+        "answer": np.repeat(np.cumsum(on_answer) - 1, segments.lengths)[at],
+        "answer_example": segments.example[on_answer],
+        "answer_end": starts + lengths - 1,
+    }
+
+
+def _values(
+    chosen: Sequence[Example], kinds: Mapping[str, str], segments: Layout, size: int
+) -> dict[str, Tensor]:
+    out = {}
+    for name, kind in kinds.items():
+        given = [example.values[name] for example in chosen]
+        if kind == PER_EXAMPLE:
+            flat = np.array(given, np.float32)
+        elif kind == PER_ANSWER:
+            flat = np.concatenate([np.asarray(value, np.float32) for value in given])
+        else:
+            flat = np.full(size, np.nan, np.float32)
+            on_answer = np.repeat(segments.branch > 0, segments.lengths)
+            rows = [np.asarray(row, np.float32) for value in given for row in value]
+            flat[: len(on_answer)][on_answer] = np.concatenate(rows)
+        out[name] = torch.from_numpy(flat)
+    return out
+
+
+def _inputs(chosen: Sequence[Example]) -> dict[str, Any]:
+    """Model keywords, one after another along the first dimension."""
+    return {
+        name: torch.cat([torch.as_tensor(example.inputs[name]) for example in chosen])
+        for name in chosen[0].inputs
+    }
+
+
+def _padded(values: NDArray[np.int64], size: int, fill: int) -> NDArray[np.int64]:
+    if len(values) == size:
+        return values
+    return np.concatenate([values, np.full(size - len(values), fill, np.int64)])

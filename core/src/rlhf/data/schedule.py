@@ -1,0 +1,129 @@
+"""Which rows form which optimizer step, and how a step is laid out over ranks and micro-batches."""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf.errors import RLHFError
+
+Rows = NDArray[np.int64]
+QUADRATIC = 1 / 32_768
+"""Weight of attention's quadratic part beside the linear one: at a path of 32k tokens both cost
+about the same."""
+
+
+def steps(num_rows: int, size: int, seed: int, epoch: int, *, shuffle: bool = True) -> list[Rows]:
+    """The rows of each optimizer step of one epoch; the last takes what is left.
+
+    Depends on nothing but the arguments, so the order is the same on any hardware.
+    """
+    if shuffle:
+        order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
+    else:
+        order = np.arange(num_rows)
+    return [order[start : start + size] for start in range(0, num_rows, size)]
+
+
+def costs(lengths: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Relative work per example, from the tokens of its tree and its longest path [n]."""
+    return lengths * (1.0 + QUADRATIC * paths)
+
+
+def layout(
+    lengths: Sequence[int] | NDArray[np.int64],
+    ranks: int,
+    tokens: int,
+    costs: Sequence[float] | NDArray[np.float64] | None = None,
+) -> list[list[Rows]]:
+    """Positions within the step as `[micro][rank]`: each at most `tokens` long, empty where a rank
+    has nothing left.
+
+    Every rank has the same number of micro-batches, as few as will do; the work is spread evenly
+    over all of them, and those that run at the same time are alike. Raises RLHFError for an example
+    that is larger than the budget.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    total = int(sizes.sum())
+    if len(sizes) and int(sizes.max()) > tokens:
+        raise RLHFError(
+            f"an example has {int(sizes.max())} tokens but batch.tokens is {tokens}: "
+            f"set batch.tokens to at least {int(sizes.max())}"
+        )
+    micro = max(1, -(-total // (tokens * ranks)))
+    if micro * ranks == 1:
+        return [[np.arange(len(sizes))]]
+    work = sizes if costs is None else np.asarray(costs)
+    by_work = np.argsort(-work, kind="stable")
+    plain_sizes, plain_work = sizes.tolist(), work.tolist()
+    while True:
+        bins = micro * ranks
+        found = _balanced(by_work.tolist(), plain_sizes, plain_work, bins, tokens)
+        if found is None:
+            found = _tight(np.argsort(-sizes, kind="stable").tolist(), plain_sizes, bins, tokens)
+        if found is not None:
+            return _arrange(found, plain_work, micro, ranks)
+        micro += 1
+
+
+def _balanced(
+    order: list[int], sizes: list[int], work: list[float], bins: int, tokens: int
+) -> list[list[int]] | None:
+    """Longest first into the bin with the least work that has room; None if one does not fit."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0.0, number, 0) for number in range(bins)]
+    for item in order:
+        size = sizes[item]
+        load, number, used = heap[0]
+        if used + size <= tokens:
+            heapq.heapreplace(heap, (load + work[item], number, used + size))
+            filled[number].append(item)
+            continue
+        full = []
+        while heap and heap[0][2] + size > tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, number, used = heapq.heapreplace(
+            heap, (heap[0][0] + work[item], heap[0][1], heap[0][2] + size)
+        )
+        filled[number].append(item)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return filled
+
+
+def _tight(order: list[int], sizes: list[int], bins: int, tokens: int) -> list[list[int]] | None:
+    """Longest first into the first bin with room: packs closer, balances worse."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    room = [tokens] * bins
+    for item in order:
+        size = sizes[item]
+        for number, left in enumerate(room):
+            if size <= left:
+                room[number] = left - size
+                filled[number].append(item)
+                break
+        else:
+            return None
+    return filled
+
+
+def _arrange(
+    filled: list[list[int]], work: list[float], micro: int, ranks: int
+) -> list[list[Rows]]:
+    """Bins of like work at the same time; the heavier end of each group goes to the rank with the
+    least so far."""
+    loads = [sum([work[item] for item in items]) for items in filled]
+    order = sorted(range(len(filled)), key=lambda number: (-loads[number], number))
+    done = [0.0] * ranks
+    out = []
+    for start in range(0, micro * ranks, ranks):
+        group = order[start : start + ranks]
+        row: list[Rows] = [np.empty(0, np.int64)] * ranks
+        for number, rank in zip(group, sorted(range(ranks), key=done.__getitem__), strict=True):
+            row[rank] = np.array(sorted(filled[number]), dtype=np.int64)
+            done[rank] += loads[number]
+        out.append(row)
+    return out

@@ -1,0 +1,213 @@
+"""Rows become examples: once, in parallel processes, kept in a cache that is found by content."""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlhf.config.sections import Config, DataConfig, DataEntry
+from rlhf.data import trees
+from rlhf.data.cache import cache_root, key, once
+from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
+from rlhf.data.files import Source
+from rlhf.data.formats import Reader
+from rlhf.data.mapping import RowsToTrees
+from rlhf.errors import RLHFError
+from rlhf.trainer import Trainer
+
+BATCH_ROWS = 256
+ROWS_PER_PROCESS = 2000
+"""Fewer rows than this are not worth another process."""
+
+
+def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> Examples:
+    """The examples of `data.train` or `data.eval` (`which`), from the cache or made now.
+
+    Needs no process group: of several processes one makes them and the others watch for the file.
+    Raises RLHFError for rows that cannot be read, for data in which nothing is left to train on,
+    and for an example larger than `batch.tokens`.
+    """
+    entries: Sequence[DataEntry] = getattr(config.data, which)
+    format = trainer.rows or "raw"
+    made = [
+        _prepare_entry(Source(entry, which, format), place, config, trainer, tokenizer)
+        for place, entry in enumerate(entries)
+    ]
+    report = made[0][1]
+    for _, other in made[1:]:
+        report = report + other
+    _check_not_empty(report, config.data, which, [entry.path for entry in entries])
+    parts = [part for part, _ in made if len(part.take)]
+    examples = Examples(parts, report)
+    _check_budget(examples, config.batch.tokens)
+    return examples
+
+
+def _prepare_entry(
+    source: Source, place: int, config: Config, trainer: Trainer, tokenizer: Any
+) -> tuple[Part, Report]:
+    entry, data, seed = source.entry, config.data, [config.train.seed, place]
+    chosen = key(
+        trainer,
+        tokenizer,
+        rows=source.digest(),
+        entry=attrs.asdict(attrs.evolve(entry, path="", weight=1.0)),
+        sample=[entry.weight, seed] if entry.weight < 1 else None,
+        limits=[data.max_tokens, data.too_long],
+    )
+
+    def build(folder: Path) -> None:
+        rows = source.read(folder)
+        numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
+        table = _tokenised(rows, numbers, source, data, trainer, tokenizer, folder)
+        trees.write(table, folder / "examples.arrow")
+        report = _report(table)
+        (folder / "report.json").write_text(json.dumps(attrs.asdict(report)))
+        for file in folder.iterdir():
+            if file.name not in ("examples.arrow", "report.json"):
+                file.unlink()
+
+    folder = once(cache_root() / "examples" / chosen, build)
+    report = Report(**json.loads((folder / "report.json").read_text()))
+    named = {
+        why: tuple(f"{source.path} {row}" for row in rows) for why, rows in report.lost.items()
+    }
+    report = attrs.evolve(report, lost=named)
+    take = _repeat(report.examples, entry.weight, seed)
+    return Part(folder / "examples.arrow", source.path, take), report
+
+
+def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
+    """The rows that are read: all of them, or a share drawn by the seed, in the order of the
+    file."""
+    if weight >= 1:
+        return np.arange(count)
+    drawn = np.random.Generator(np.random.PCG64([*seed, 1])).permutation(count)
+    return np.sort(drawn[: max(1, round(count * weight))])
+
+
+def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
+    """How often each example is taken: the whole part of the weight, and a drawn share once
+    more."""
+    if weight <= 1:
+        return np.arange(count)
+    whole = int(weight)
+    drawn = np.random.Generator(np.random.PCG64([*seed, 2])).permutation(count)
+    extra = np.sort(drawn[: round(count * (weight - whole))])
+    return np.concatenate([np.tile(np.arange(count), whole), extra])
+
+
+def _tokenised(
+    rows: datasets.Dataset,
+    numbers: NDArray[np.int64],
+    source: Source,
+    data: DataConfig,
+    trainer: Trainer,
+    tokenizer: Any,
+    folder: Path,
+) -> pa.Table:
+    if not len(numbers):
+        return trees.to_table([])
+    if len(numbers) < len(rows):
+        rows = rows.select(numbers)
+    wanted = data.processes or len(os.sched_getaffinity(0))
+    processes = max(1, min(wanted, len(numbers) // ROWS_PER_PROCESS))
+    with _quiet(processes):
+        done = rows.with_format("arrow").map(
+            RowsToTrees(source, numbers, data, trainer, Reader(tokenizer)),
+            batched=True,
+            batch_size=BATCH_ROWS,
+            with_indices=True,
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(folder / "part.arrow"),
+            new_fingerprint=folder.name,
+            load_from_cache_file=False,
+            desc=f"tokenising {source.path}",
+        )
+    return done.data.table
+
+
+def _report(table: pa.Table) -> Report:
+    """The counts of a table of trees, kept and dropped ones."""
+    column = {name: table[name].to_numpy() for name in trees.NUMBERS}
+    status, kept = column["status"], column["status"] <= trees.CUT
+    rows, counts = np.unique(column["row"], return_counts=True)
+    lost = {}
+    for name, code in (("too_long", trees.TOO_LONG), ("cut", trees.CUT), ("empty", trees.EMPTY)):
+        places = np.flatnonzero(status == code)[:NAMED_ROWS]
+        lost[name] = tuple(
+            f"line {column['line'][i]}" if column["line"][i] else f"row {column['row'][i]}"
+            for i in places
+        )
+    return Report(
+        rows=len(rows),
+        examples=int(kept.sum()),
+        too_long=int((status == trees.TOO_LONG).sum()),
+        cut=int((status == trees.CUT).sum()),
+        empty=int((status == trees.EMPTY).sum()),
+        split=int((counts > 1).sum()),
+        tokens=int(column["length"][kept].sum()),
+        trained=int(column["predictions"][kept].sum()),
+        lost={name: rows for name, rows in lost.items() if rows},
+    )
+
+
+def _check_not_empty(report: Report, data: DataConfig, which: str, paths: Sequence[str]) -> None:
+    if report.examples:
+        return
+    if not report.rows:
+        raise RLHFError(f"data.{which}: there are no rows in {', '.join(paths)}")
+    reasons = []
+    if report.too_long:
+        rows = ", ".join(report.lost["too_long"])
+        reasons.append(f"{report.too_long} longer than data.max_tokens {data.max_tokens} ({rows})")
+    if report.empty:
+        rows = ", ".join(report.lost["empty"])
+        reasons.append(f"{report.empty} with nothing to train on ({rows})")
+    raise RLHFError(
+        f"data.{which}: none of the {report.rows} rows is left to train on: {', '.join(reasons)}"
+    )
+
+
+def _check_budget(examples: Examples, tokens: int) -> None:
+    largest = int(examples.lengths.argmax())
+    size = int(examples.lengths[largest])
+    if size > tokens:
+        raise RLHFError(
+            f"{examples.name(largest)}: the example has {size} tokens but batch.tokens is "
+            f"{tokens}: "
+            f"set batch.tokens to at least {size}, or lower data.max_tokens"
+        )
+
+
+@contextlib.contextmanager
+def _quiet(processes: int) -> Iterator[None]:
+    """No progress bar where nobody looks, no threads of the tokenizer beside its processes, and no
+    search for garbage among the modules, which costs a fifth of the time."""
+    shown = not datasets.are_progress_bars_disabled()
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    if processes > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if shown:
+            datasets.enable_progress_bars()
+        if processes > 1:
+            os.environ.pop("TOKENIZERS_PARALLELISM")
+            if before is not None:
+                os.environ["TOKENIZERS_PARALLELISM"] = before

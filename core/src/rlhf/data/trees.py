@@ -1,0 +1,174 @@
+"""Examples as Arrow columns: flat token ids with offsets, so that reading one copies nothing."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from attrs import frozen
+from numpy.typing import NDArray
+
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, kind_of
+
+KEPT, CUT, TOO_LONG, EMPTY = range(4)
+NUMBERS = ("row", "line", "status", "length", "path", "answers", "predictions", "labels")
+LISTS = {
+    "prompt": np.int32,
+    "tokens": np.int32,
+    "ends": np.int32,
+    "trained": np.uint8,
+    "values": np.float32,
+}
+TEXTS = ("kinds", "inputs")
+CHUNK_ROWS = 8192
+
+
+@frozen
+class Tree:
+    """An example and what is counted about it, as it goes into the table."""
+
+    row: int
+    line: int
+    """Line of the file from 1, 0 where there are no lines."""
+    status: int
+    example: Example
+    predictions: int = 0
+    labels: int = 0
+
+
+def to_table(trees: Sequence[Tree]) -> pa.Table:
+    """The columns of the trees."""
+    columns: dict[str, Any] = {name: [] for name in (*NUMBERS, *LISTS, *TEXTS)}
+    for tree in trees:
+        example, answers = tree.example, tree.example.answers
+        sizes = [len(answer.tokens) for answer in answers]
+        columns["row"].append(tree.row)
+        columns["line"].append(tree.line)
+        columns["status"].append(tree.status)
+        columns["length"].append(len(example.prompt) + sum(sizes))
+        columns["path"].append(len(example.prompt) + max(sizes, default=0))
+        columns["answers"].append(len(sizes))
+        columns["predictions"].append(tree.predictions)
+        columns["labels"].append(tree.labels)
+        columns["prompt"].append(example.prompt)
+        columns["tokens"].append(_joined([answer.tokens for answer in answers]))
+        columns["ends"].append(np.cumsum(sizes))
+        columns["trained"].append(_masks(answers, sizes))
+        names = sorted(example.values)
+        columns["values"].append([x for name in names for x in _flat(example.values[name])])
+        kinds = {name: kind_of(example.values[name]) for name in names}
+        columns["kinds"].append(json.dumps(kinds) if kinds else "")
+        columns["inputs"].append(json.dumps(dict(example.inputs)) if example.inputs else "")
+    arrays = {name: pa.array(columns[name], pa.int64()) for name in NUMBERS}
+    arrays |= {name: _lists(columns[name], kind) for name, kind in LISTS.items()}
+    arrays |= {name: pa.array(columns[name], pa.string()) for name in TEXTS}
+    return pa.table(arrays)
+
+
+class TreeFile:
+    """The examples of one file of `write`, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        batches = self._table.to_batches()
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
+        self._chunks = [{name: _numpy(batch[name]) for name in LISTS} for batch in batches]
+        self._inputs = any(len(text) for text in self._table["inputs"].unique().to_pylist())
+        kinds = self._table["kinds"].unique().to_pylist()
+        self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: int) -> Example:
+        place = bisect_right(self._starts, number) - 1
+        chunk, index = self._chunks[place], number - self._starts[place]
+
+        def part(name: str) -> Any:
+            offsets, values = chunk[name]
+            return values[offsets[index] : offsets[index + 1]]
+
+        tokens, trained = part("tokens"), part("trained")
+        answers, start = [], 0
+        for end in part("ends").tolist():
+            mask = trained[start:end].view(np.bool_) if len(trained) else None
+            answers.append(Answer(tokens[start:end], mask))
+            start = end
+        values = _nested(part("values"), self.kinds[0], answers) if self.kinds[0] else {}
+        inputs = json.loads(self._table["inputs"][number].as_py() or "{}") if self._inputs else {}
+        return Example(part("prompt"), answers, values, inputs)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """A column of numbers [n]."""
+        return self._table[name].to_numpy()
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """The kept rows of the table as a file of chunks that `TreeFile` maps."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        for start in range(0, table.num_rows, CHUNK_ROWS):
+            part = table.slice(start, CHUNK_ROWS)
+            status = part["status"].to_numpy()
+            kept = part.filter(pa.array(status <= CUT)).combine_chunks()
+            if kept.num_rows:
+                writer.write_table(kept)
+
+
+def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    if len(parts) == 1:
+        return parts[0]
+    return [token for part in parts for token in part]
+
+
+def _masks(answers: Sequence[Answer], sizes: Sequence[int]) -> Sequence[Any]:
+    """The masks of all answers, or nothing if everything is trained on."""
+    if all(answer.trained is None for answer in answers):
+        return []
+    masks = [
+        a.trained if a.trained is not None else [True] * n
+        for a, n in zip(answers, sizes, strict=True)
+    ]
+    return _joined(masks)
+
+
+def _flat(value: Any) -> list[float]:
+    if not hasattr(value, "__len__"):
+        return [float(value)]
+    return [float(x) for item in value for x in (item if hasattr(item, "__len__") else [item])]
+
+
+def _nested(
+    flat: NDArray[np.float32], kinds: Mapping[str, str], answers: Sequence[Answer]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    start = 0
+    for name, kind in kinds.items():
+        if kind == PER_EXAMPLE:
+            values[name] = float(flat[start])
+            start += 1
+        elif kind == PER_ANSWER:
+            values[name] = flat[start : start + len(answers)]
+            start += len(answers)
+        else:
+            rows = []
+            for answer in answers:
+                rows.append(flat[start : start + len(answer.tokens)])
+                start += len(answer.tokens)
+            values[name] = rows
+    return values
+
+
+def _lists(rows: Sequence[Sequence[Any]], kind: Any) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64).astype(np.int32)
+    parts = [np.asarray(row, dtype=kind) for row in rows if len(row)]
+    flat = np.concatenate(parts) if parts else np.empty(0, kind)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _numpy(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    return array.offsets.to_numpy(), array.values.to_numpy()

@@ -1,0 +1,34 @@
+"""The embedded demo: rows made by rule and a small base model that the project trained itself."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf.demo import arithmetic
+from rlhf.errors import RLHFError
+
+FORMATS: dict[str, Callable[[arithmetic.Problem, random.Random], dict[str, Any]]] = {
+    "demonstration": arithmetic.demonstration,
+    "preference": arithmetic.preference,
+    "unpaired": arithmetic.unpaired,
+    "stepwise": arithmetic.stepwise,
+}
+
+
+def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
+    """The rows of `demo:arithmetic` or `demo:equations` (plain text) in a trainer's row format."""
+    if split not in arithmetic.SIZES:
+        raise RLHFError(f"demo:{name} has no split {split!r}: there are train and eval")
+    if name == "equations":
+        return [{"text": text} for text in arithmetic.equations(split)]
+    if name != "arithmetic" or format not in FORMATS:
+        raise RLHFError(f"there is no demo:{name} with {format} rows: there is demo:arithmetic")
+    draw = random.Random(f"{format} {split}")
+    return [FORMATS[format](problem, draw) for problem in arithmetic.problems(split)]
+
+
+def base_model_folder() -> Path:
+    """The base model `demo:base`: a Llama of 0.4 M parameters that has seen nothing but
+    equations."""
+    return Path(__file__).parent / "base"

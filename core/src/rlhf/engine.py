@@ -1,0 +1,116 @@
+"""What core asks of a live engine, and where it runs: the protocols between the loop and a
+backend."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+
+Readout = Callable[..., Mapping[str, Tensor]]
+"""`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
+
+
+@frozen(kw_only=True)
+class ModelShape:
+    """The size of a model, counted on the meta device before any weight is read."""
+
+    parameters: int
+    """All parameters, tied ones counted once."""
+    trainable: int
+    """Parameters that get a gradient (all of them without LoRA and freezing)."""
+    largest_layer: int
+    """Parameters of the largest decoder layer or embedding: what ZeRO-3 gathers at once."""
+    hidden: int
+    layers: int
+    vocabulary: int
+
+
+@frozen(kw_only=True)
+class Plan:
+    """What `configure_zero` made of the configuration; plain data, written to `plan.json`."""
+
+    stage: int
+    """ZeRO stage, 0 to 3; at 3 the weights are sharded too."""
+    precision: str
+    """`fp32`, `bf16` or `fp16`."""
+    settings: dict[str, Any] = field(factory=dict)
+    """The backend's own configuration, as it will be given to it (DeepSpeed's JSON)."""
+    summary: str = ""
+    """One line for the start of the run: stage, offload, optimizer, and why."""
+
+
+@frozen(kw_only=True)
+class Mesh:
+    """This process's place among the ranks. With one process there is no group and collectives are
+    no-ops."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    device: torch.device = field(factory=lambda: torch.device("cpu"))
+    axes: Any = None
+    """The torch DeviceMesh with axes (data, sequence, tensor), or None with one process."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce `values` in place over all ranks by addition; collective."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's picklable `value`, in the order of ranks, on every rank; collective."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Return once every rank has come here; collective."""
+        if self.world > 1:
+            torch.distributed.barrier()
+
+
+@frozen(kw_only=True)
+class StepOutcome:
+    """What one optimizer step did."""
+
+    moved: bool
+    """False when a gradient was not finite on some rank: no weight has changed."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping, over all ranks; nan or inf when not moved."""
+    skipped_by_scaler: bool = False
+    """fp16 only: the dynamic loss scaler lowered its scale and skipped; training goes on."""
+
+
+class Engine(Protocol):
+    """A model prepared by a backend. The only source of truth for stage, precision and device."""
+
+    module: Any
+    """The `rlhf.model.packed.PackedModel` that was prepared, unwrapped."""
+    role: str
+    stage: int
+    precision: str
+    device: torch.device
+
+    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+        """Run the wrapped forward; collective at stage 3."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` (a scalar). Gradients add over micro-batches and over ranks:
+        the backend undoes any averaging of its own. `last` marks the step's last micro-batch.
+        Collective."""
+
+    def step(self) -> StepOutcome:
+        """Clip, update, clear the gradients, advance the schedule. Never lets a non-finite gradient
+        reach a weight. Collective."""
+
+    def train(self) -> None:
+        """Dropout and recomputation on."""
+
+    def eval(self) -> None:
+        """Dropout and recomputation off."""

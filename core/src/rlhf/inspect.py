@@ -1,0 +1,128 @@
+"""`rlhf inspect NAME ...`: the rows as the model sees them, and how they fill the micro-batches; no
+weights are read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from rlhf.config.reader import Request
+from rlhf.config.sections import Config
+from rlhf.data.example import Example
+from rlhf.data.loader import RunOrder
+from rlhf.data.tokenise import Examples, prepare
+from rlhf.engine import Mesh
+from rlhf.model.load import load_tokenizer
+from rlhf.registry import load_object
+
+SHOWN_ROWS = 3
+SHOWN_STEPS = 50
+SHOWN_TOKENS = 400
+"""Of a longer stretch of one kind the middle is left out."""
+BINS, BAR = 8, 40
+PROMPT, TRAINED, UNTRAINED = "dim", "green", "yellow"
+
+
+def inspect_command(request: Request, console: Console | None = None) -> int:
+    """Show the rows, their lengths and the fill of the micro-batches on one device. Returns the
+    exit code 0."""
+    config, console = request.config, console or Console(highlight=False)
+    tokenizer = load_tokenizer(config)
+    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    found = {
+        which: prepare(config, trainer, tokenizer, which=which)
+        for which in ("train", "eval")
+        if getattr(config.data, which)
+    }
+    for which, examples in found.items():
+        console.print(Text(f"{which}: {examples.report}", style="bold"))
+        for reason, rows in examples.report.lost.items():
+            console.print(Text(f"  {reason.replace('_', ' ')}: {', '.join(rows)}", style=UNTRAINED))
+    train = found["train"]
+    console.print(_legend())
+    for number in range(min(SHOWN_ROWS, len(train))):
+        show_example(train[number], train.name(number), tokenizer, console)
+    console.print(Text("\ntokens per example", style="bold"))
+    show_histogram(train.lengths, console)
+    show_fill(train, config, console)
+    return 0
+
+
+def show_example(example: Example, name: str, tokenizer: Any, console: Console) -> None:
+    """One tree: its prompt, then its answers, each stretch in the colour of what is done with
+    it."""
+    sizes = " + ".join(str(len(answer.tokens)) for answer in example.answers)
+    console.print(
+        Text(f"\n{name}: {len(example.prompt)} prompt tokens, {sizes} in answers", style="bold")
+    )
+    text = Text()
+    text.append_text(_stretch(example.prompt, tokenizer, PROMPT))
+    for number, answer in enumerate(example.answers, start=1):
+        if len(example.answers) > 1:
+            text.append(f"\n[answer {number}] ", style="bold")
+        mask = (
+            np.ones(len(answer.tokens), bool)
+            if answer.trained is None
+            else np.asarray(answer.trained)
+        )
+        edges = np.flatnonzero(np.diff(mask)) + 1
+        for low, high in zip([0, *edges], [*edges, len(mask)], strict=True):
+            style = TRAINED if high > low and mask[low] else UNTRAINED
+            text.append_text(_stretch(answer.tokens[low:high], tokenizer, style))
+    console.print(text)
+    for key, value in example.values.items():
+        console.print(Text(f"{key}: {_brief(value)}", style=PROMPT))
+
+
+def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
+    """How many examples have how many tokens, as bars."""
+    counts, edges = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        bar = "#" * round(BAR * count / counts.max())
+        console.print(Text(f"  {int(np.ceil(low)):>7} to {int(high):>7}  {bar} {count:,}"))
+
+
+def show_fill(examples: Examples, config: Config, console: Console) -> None:
+    """How many micro-batches a step takes on one device, and how full they are."""
+    order = RunOrder.for_training(examples, config, Mesh(device=torch.device("cpu")))
+    plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
+    micro = [len(plan.micro) for plan in plans]
+    tokens = sum(int(plan.lengths.sum()) for plan in plans)
+    fill = tokens / (sum(micro) * config.batch.tokens)
+    console.print(
+        Text(
+            f"\n{order.steps_per_epoch:,} steps of {config.batch.size} examples per epoch; "
+            f"on one device {min(micro)} to {max(micro)} micro-batches per step, "
+            f"{100 * fill:.0f} % of batch.tokens {config.batch.tokens} filled; "
+            f"{tokens / len(plans):,.0f} tokens per step"
+        )
+    )
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        "\n", ("prompt", PROMPT), "  ", ("trained on", TRAINED), "  ", ("not trained on", UNTRAINED)
+    )
+
+
+def _stretch(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
+    """The tokens as text, special ones too; bytes that are no characters as a replacement mark."""
+    ids = [int(token) for token in tokens]
+    if len(ids) <= SHOWN_TOKENS:
+        return Text.assemble((tokenizer.decode(ids), style))
+    half = SHOWN_TOKENS // 2
+    left_out = f" ... {len(ids) - 2 * half} tokens ... "
+    return Text.assemble(
+        (tokenizer.decode(ids[:half]), style), left_out, (tokenizer.decode(ids[-half:]), style)
+    )
+
+
+def _brief(value: Any) -> str:
+    if not hasattr(value, "__len__"):
+        return f"{value:g}"
+    items = [_brief(item) for item in value if hasattr(item, "__len__") or not np.isnan(item)]
+    return f"[{', '.join(items)}]"

@@ -1,0 +1,44 @@
+"""`rlhf merge`: an adapter folded into its base, as a model folder of its own."""
+
+from pathlib import Path
+
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf.errors import RLHFError
+
+
+def merge_command(adapter: str, output: str) -> int:
+    """Write base plus adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
+
+    `adapter` is an adapter folder, or a run folder whose `model/` is one.
+    """
+    source, target = adapter_folder(Path(adapter)), Path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RLHFError(f"{target} is not empty: give a new folder")
+    base = PeftConfig.from_pretrained(source).base_model_name_or_path
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", weights_only=True)
+    except (OSError, ValueError) as error:
+        raise RLHFError(
+            f"the base model {base} of {source} does not load: correct base_model_name_or_path in "
+            f"its "
+            f"adapter_config.json"
+        ) from error
+    merged = PeftModel.from_pretrained(model, source).merge_and_unload()
+    merged.save_pretrained(target)
+    if (source / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    if (source / "generation_config.json").is_file():
+        text = (source / "generation_config.json").read_text(encoding="utf-8")
+        (target / "generation_config.json").write_text(text, encoding="utf-8")
+    print(f"merged {source} into {base} and wrote {target}")
+    return 0
+
+
+def adapter_folder(path: Path) -> Path:
+    """The folder with the adapter's config."""
+    for folder in (path, path / "model"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    raise RLHFError(f"{path} is no adapter folder: it has no adapter_config.json")

@@ -1,0 +1,233 @@
+"""Tree attention over packed rows, registered with transformers as an attention of its own name.
+
+A model that runs under the name `rlhf_tree` gets a TreeMask per kind of layer where the attention
+mask carries a tree, and transformers' own SDPA where it does not (generation, padded rows).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from rlhf.errors import RLHFError
+from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
+
+NAME = "rlhf_tree"
+"""No "sdpa", "flash" or "flex" in it: transformers would run its checks for those kernels."""
+
+COMPILED_SHAPES = 64
+"""Row lengths, times kinds of layers, that may be compiled before torch falls back to eager."""
+
+
+def register() -> None:
+    """Make `attn_implementation="rlhf_tree"` known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, tree_attention)
+    AttentionMaskInterface.register(NAME, tree_mask)
+
+
+def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """transformers' mask function: the TreeMask of one kind of layer, or SDPA's own mask.
+
+    transformers calls it once per forward and kind of layer with the kind's `mask_function` over
+    positions; `local_size` is the window or chunk, if there is one.
+    """
+    tree = getattr(attention_mask, "tree", None)
+    # A model that adds a pattern of its own (images, say) is beyond positions: it gets a
+    # plain mask.
+    if tree is None or kwargs.get("use_vmap"):
+        if isinstance(attention_mask, TreeTokens):
+            attention_mask = attention_mask.as_subclass(torch.Tensor)
+        return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    if kwargs.get("local_size") is None:
+        return TreeMask(tree, None)
+    return TreeMask(tree, lowest_visible(tree, kwargs["mask_function"]))
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, heads, T, D], key and value [1, KV heads, T, D]
+    -> [1, T, heads, D]. `softcap` bounds the scores (Gemma 2), `s_aux` [heads] are sinks
+    (GPT-OSS)."""
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if isinstance(attention_mask, TreeMask):
+        assert kwargs.get("position_bias") is None, "tree attention has no position bias"
+        if query.device.type == "cuda":
+            output = flex_tree(query, key, value, attention_mask, dropout=dropout, **options)
+        else:
+            output = split_tree(query, key, value, attention_mask, dropout=dropout, **options)
+    elif softcap is None and s_aux is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    else:
+        output = scored(query, key, value, attention_mask, dropout=dropout, **options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:
+    """On the CPU one product per example: a dense mask over the whole row costs its square."""
+    lengths = list(mask.tree.lengths)
+    parts = [list(tensor.split(lengths, dim=2)) for tensor in (query, key, value)]
+    simple = options["softcap"] is None and options["sinks"] is None
+    attend: Callable[..., Tensor] = plain if simple else scored
+    outputs = [
+        attend(*(part[index] for part in parts), dense, **options)
+        for index, dense in enumerate(mask.dense)
+    ]
+    outputs.append(alone(*(part[-1] for part in parts), **options))
+    return torch.cat(outputs, dim=2)
+
+
+def alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Tokens that only round the row up see themselves: their own value, less a sink's share.
+
+    Scores stay in the graph at zero: a filler must give query and key weights a gradient, or the
+    ranks that sum gradients fall out of step.
+    """
+    score = (query * repeat_heads(key, query)).sum(-1, keepdim=True)
+    score = score * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    share = 1 + 0 * score if sinks is None else torch.sigmoid(score - sinks.view(1, -1, 1, 1))
+    return repeat_heads(value, query) * share.to(value.dtype)
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    scale: float | None,
+    softcap: None,
+    sinks: None,
+) -> Tensor:
+    """SDPA of one example [1, heads, L, D]; causal where `mask` [L, L] is None."""
+    return scaled_dot_product_attention(
+        query,
+        repeat_heads(key, query),
+        repeat_heads(value, query),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+    )
+
+
+def scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with its scores written out, for soft caps and sinks, which SDPA has not. A sink is
+    a score without a value: it takes its share of the softmax."""
+    scores = query @ repeat_heads(key, query).transpose(2, 3)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+        scores = torch.cat((scores, sink), dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    shares = nn.functional.dropout(shares[..., : key.shape[2]], p=dropout)
+    return shares @ repeat_heads(value, query)
+
+
+def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    """Key or value [1, KV heads, L, D] -> [1, heads, L, D]."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+def flex_tree(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TreeMask,
+    *,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """On CUDA one compiled flex attention over the row. Sinks are folded in afterwards: they scale
+    a token's output by the share that the softmax leaves them not."""
+    if dropout > 0:
+        raise RLHFError(
+            f"tree attention on CUDA has no attention dropout, and the model's is {dropout}: set "
+            f"it to 0 "
+            f"in the model's config.json"
+        )
+    output, aux = compiled_flex()(
+        query,
+        key,
+        value,
+        score_mod=capped(softcap),
+        block_mask=mask.blocks,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        kept = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
+        output = output * kept.unsqueeze(-1).to(output.dtype)
+    return output
+
+
+@lru_cache
+def compiled_flex() -> Callable[..., Any]:
+    """flex_attention, compiled once per process; a new row length is a new shape, and these are
+    few."""
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_SHAPES)
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache
+def capped(softcap: float | None) -> Callable[..., Tensor] | None:
+    """flex attention's `score_mod` for a soft cap; the same object each time, so nothing
+    recompiles."""
+    if softcap is None:
+        return None
+
+    def cap(score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap

@@ -1,0 +1,61 @@
+"""The last step from hidden states to logits: weight, bias, scale and soft cap, read per family."""
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Config fields by which logits are multiplied: Cohere, Falcon-H1, and models with
+mu-parametrisation."""
+
+DIVISOR = "logits_scaling"
+"""Config field by which logits are divided (Granite), except in the families below."""
+
+MULTIPLY_BY_DIVISOR = ("hyperclovax",)
+"""`model_type`s that multiply by the field of Granite's name."""
+
+
+@frozen(kw_only=True)
+class Head:
+    """logits = cap(scale * (hidden @ weight.T + bias)), with cap(x) = softcap * tanh(x /
+    softcap)."""
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    """[V]."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] -> logits [N, V] in float32. For a few rows: it holds all of them at
+        once."""
+        raw = nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
+        return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+
+
+def read_head(causal: nn.Module) -> Head:
+    """The head of a transformers causal LM. Touches the weight, so at ZeRO-3 only inside a
+    forward."""
+    output = causal.get_output_embeddings()  # type: ignore[operator]
+    config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
+    return Head(
+        weight=output.weight,
+        bias=getattr(output, "bias", None),
+        scale=logit_scale(config),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def logit_scale(config: Any) -> float:
+    """The factor between the head's product and the model's logits."""
+    scale = 1.0
+    for name in MULTIPLIERS:
+        value = getattr(config, name, None)
+        scale *= 1.0 if value is None else float(value)
+    divisor = getattr(config, DIVISOR, None)
+    if divisor is None:
+        return scale
+    return scale * divisor if config.model_type in MULTIPLY_BY_DIVISOR else scale / divisor

@@ -1,0 +1,211 @@
+"""The start-up probe: which way of running packed batches is right for this model, by trial."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.engine import Engine, Mesh
+from rlhf.errors import RLHFError
+from rlhf.model.head import Head
+from rlhf.model.packed import PackedModel, PathName, takes_our_attention
+
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
+"""Largest error of a hidden state as a share of its norm. A wrong mask errs by 0.3 and more,
+rounding over some dozens of layers by about 1e-6, 2e-3 and 2e-2."""
+
+MOST_TOKENS = 8192
+"""Longest path of the probe: a wider window is not reached, and the probe says nothing of it."""
+
+LONGEST_MATTERS = ("longrope", "dynamic")
+"""Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
+
+
+@frozen(kw_only=True)
+class AttentionPath:
+    """How packed batches are run, and why not in the better ways."""
+
+    path: PathName
+    reason: str
+    """Why the paths above it were not taken; empty for tree."""
+
+    def __str__(self) -> str:
+        """One line for the start of the run."""
+        what = {
+            "tree": "tree: a prompt is computed once for all its answers, no padding",
+            "packed": "packed: no padding, every answer with its own copy of the prompt",
+            "padded": "padded rows with the model's own attention",
+            "separate": "one path at a time with the model's own attention",
+        }[self.path]
+        return f"attention: {what}" + (f" ({self.reason})" if self.reason else "")
+
+
+def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> AttentionPath:
+    """Set `engine.module.path` to the best path that gives the model's own hidden states.
+
+    Runs a small tree, longer than the attention window where `longest` (the longest path that
+    training will see) allows it, against one path at a time, without gradient. The same on all
+    ranks; collective. Raises RLHFError when the model's logits are not those of a head that core
+    knows.
+    """
+    module = engine.module
+    assert isinstance(module, PackedModel)
+    batch = probe_batch(engine, min(longest, MOST_TOKENS))
+    engine.eval()
+    module.path = "separate"
+    with torch.no_grad():
+        truth = engine(batch, partial(hidden_and_head_error, module))
+        tolerance = TOLERANCE[engine.precision]
+        check_head(module, mesh, float(truth["head_error"]), tolerance)
+        found = first_right(engine, batch, truth["hidden"], longest)
+    # All ranks take the most careful path that any of them found.
+    ladder = get_args(PathName)
+    found = max(mesh.gather(found), key=lambda item: ladder.index(item.path))
+    module.path = found.path
+    return found
+
+
+def first_right(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int) -> AttentionPath:
+    """The first path down the ladder whose hidden states are those of one path at a time."""
+    module: Any = engine.module
+    candidates, reason = candidates_of(module.causal, longest, engine.device)
+    for path in candidates:
+        module.path = path
+        try:
+            hidden = engine(batch, only_hidden)["hidden"]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            # A model may do anything with its mask; that it cannot run this way is the finding.
+            lines = str(error).splitlines() or [""]
+            reason = f"{path} failed with {type(error).__name__}: {lines[0]}"
+            continue
+        exact = engine.precision == "fp32"
+        distance = largest_error(hidden, truth, batch.spans, exact=exact)
+        if distance <= TOLERANCE[engine.precision]:
+            return AttentionPath(path=path, reason=reason)
+        reason = f"{path} was off by {distance:.1e}"
+    return AttentionPath(path="separate", reason=reason)
+
+
+def candidates_of(
+    causal: Any, longest: int, device: torch.device
+) -> tuple[tuple[PathName, ...], str]:
+    """The paths worth trying above `separate`, and why others are not."""
+    config = causal.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in LONGEST_MATTERS:
+            name = "original_max_position_embeddings"
+            before = rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
+            if longest > before:
+                kind = rope["rope_type"]
+                return (), f"its {kind} positions depend on the longest row beyond {before} tokens"
+    refusal = takes_our_attention(causal)
+    if refusal is not None:
+        return ("padded",), refusal
+    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ATTENTION_DROPOUTS)
+    if dropout > 0 and device.type == "cuda":
+        return ("padded",), f"its attention dropout is {dropout}"
+    return ("tree", "packed", "padded"), ""
+
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of attention dropout in transformers configs; flex attention has none."""
+
+
+def only_hidden(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+    """A readout: the hidden states themselves [T, H]."""
+    return {"hidden": hidden}
+
+
+def hidden_and_head_error(
+    module: PackedModel, hidden: Tensor, head: Head, batch: PackedBatch
+) -> dict[str, Tensor]:
+    """A readout: the hidden states, and how far the head's logits at the first prompt are from the
+    model's own, as a share of their spread."""
+    prompt = slice(0, batch.spans[0][0])
+    # First the head: under ZeRO-3 the model's own forward gives its weight back when it ends.
+    logits = head.logits(hidden[prompt])
+    own = module.causal(input_ids=batch.tokens[None, prompt], use_cache=False).logits[0].float()
+    error = (logits - own).norm(dim=-1) / own.norm(dim=-1)
+    return {"hidden": hidden, "head_error": error.max()}
+
+
+def check_head(module: PackedModel, mesh: Mesh, error: float, tolerance: float) -> None:
+    """Raise where weight, bias, scale and soft cap are not all of the model's head."""
+    worst = max(mesh.gather(error))
+    if not worst <= tolerance:
+        raise RLHFError(
+            f"the logits of {type(module.causal).__name__} are not its head's weight, bias, scale "
+            f"and "
+            f"soft cap applied to the last hidden states (off by {worst:.1e}): this family cannot "
+            f"be "
+            f"trained; choose another model.path"
+        )
+
+
+def largest_error(
+    hidden: Tensor, truth: Tensor, spans: Sequence[tuple[int, tuple[int, ...]]], *, exact: bool
+) -> float:
+    """The largest error over prompts and answers [T, H] -> share of the norm.
+
+    `exact` takes the worst token of each. Else the median one: in 16 bits a router may send a token
+    to another expert by rounding alone, while a wrong mask changes most tokens of a prompt or
+    answer.
+    """
+    lengths = [length for prompt, answers in spans for length in (prompt, *answers)]
+    error = (hidden - truth).float().norm(dim=-1) / truth.float().norm(dim=-1)
+    parts = error[: sum(lengths)].split(lengths)
+    worst = [part.max() if exact else part.median() for part in parts]
+    value = float(torch.stack(worst).max())
+    return value if value == value else float("inf")
+
+
+def probe_batch(engine: Engine, longest: int) -> PackedBatch:
+    """Two trees, with two answers and one, whose answers lie beyond the window: the same on every
+    rank."""
+    module: Any = engine.module
+    config = module.causal.config.get_text_config()
+    window = max(
+        (getattr(config, name, None) or 0) for name in ("sliding_window", "attention_chunk_size")
+    )
+    prompt = max(min(window, longest - 24), 16)
+    spans = ((prompt, (24, 17)), (9, (21,)))
+    generator = torch.Generator().manual_seed(0)
+    total = sum(length for prompt, answers in spans for length in (prompt, *answers))
+    total = -(-total // 128) * 128
+    tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
+    return blank_batch(tokens, spans).to(engine.device)
+
+
+def blank_batch(tokens: Tensor, spans: tuple[tuple[int, tuple[int, ...]], ...]) -> PackedBatch:
+    """A packed batch over `tokens` [T] laid out by `spans`, with nothing to predict."""
+    example, branch, positions = (torch.zeros_like(tokens) for _ in range(3))
+    example.fill_(-1)
+    place = 0
+    for index, (prompt, answers) in enumerate(spans):
+        for number, length in enumerate((prompt, *answers)):
+            part = slice(place, place + length)
+            example[part], branch[part] = index, number
+            start = 0 if number == 0 else prompt
+            positions[part] = torch.arange(start, start + length)
+            place += length
+    empty = torch.zeros(0, dtype=torch.long)
+    return PackedBatch(
+        tokens=tokens,
+        positions=positions,
+        example=example,
+        branch=branch,
+        predict_from=empty,
+        predict_at=empty,
+        predict=empty,
+        answer=empty,
+        answer_example=empty,
+        answer_end=empty,
+        spans=spans,
+    )

@@ -1,0 +1,167 @@
+"""What of a model is trained: adapters, freezing, recomputation."""
+
+import difflib
+import fnmatch
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError
+
+
+def prepare_trainable(causal: Any, config: Config, *, shape_only: bool = False) -> nn.Module:
+    """The causal LM with adapters, frozen parameters and recomputation as `config` says; peft wraps
+    it where there is an adapter. `shape_only` leaves out an adapter's values: for the meta
+    device."""
+    if config.model.quantize is not None and not shape_only:
+        freeze_quantised(causal)
+    model = with_adapter(causal, config, shape_only=shape_only)
+    freeze(model, config.model.freeze)
+    if config.model.recompute == "full" and not shape_only:
+        recompute(causal)
+    return model
+
+
+def with_adapter(causal: Any, config: Config, *, shape_only: bool) -> nn.Module:
+    """The model under peft, with a new adapter or the one of `model.adapter`; itself without
+    either.
+
+    New adapters are drawn on the host from `train.seed`: the same for any rank, stage and device.
+    They keep the model's dtype, since ZeRO-3 wants one; the optimizer holds the masters.
+    """
+    adapter = config.model.adapter
+    if adapter is None and config.lora is None:
+        return causal
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        if adapter is None:
+            settings = lora_settings(causal, config)
+        else:
+            settings = read_adapter(adapter)
+            if not shape_only:
+                return PeftModel.from_pretrained(
+                    causal, adapter, is_trainable=True, autocast_adapter_dtype=False
+                )
+        try:
+            return get_peft_model(causal, settings, autocast_adapter_dtype=False)
+        except ValueError as error:
+            targets = sorted(as_names(settings.target_modules))
+            raise RLHFError(
+                f"lora.targets {', '.join(targets)} names no module of {type(causal).__name__}: "
+                f"its linear "
+                f"modules are {', '.join(linear_names(causal))}"
+            ) from error
+
+
+def lora_settings(causal: Any, config: Config) -> LoraConfig:
+    """peft's form of the section `lora`."""
+    lora = config.lora
+    assert lora is not None
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if targets != "all-linear":
+        targets = as_names(targets)
+        head = head_name(causal)
+        if head in targets:
+            raise RLHFError(
+                f"lora.targets names the head {head}, whose adapter would not reach the "
+                f"log-probabilities: "
+                f"take it out"
+            )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def as_names(targets: Any) -> list[str]:
+    """Module names of `lora.targets` as a list."""
+    return [targets] if isinstance(targets, str) else list(targets or ())
+
+
+def head_name(causal: Any) -> str:
+    """The last part of the output head's module name."""
+    head = causal.get_output_embeddings()
+    return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]
+
+
+def linear_names(causal: Any) -> list[str]:
+    """The last parts of the names of linear modules but the head."""
+    kinds = [
+        name.split(".")[-1]
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
+    return sorted(set(kinds) - {head_name(causal)})
+
+
+def read_adapter(folder: str) -> PeftConfig:
+    """The settings of an adapter folder."""
+    try:
+        settings = PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise RLHFError(
+            f"{folder} is no adapter folder: it has no readable adapter_config.json"
+        ) from error
+    settings.inference_mode = False
+    return settings
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Train no parameter whose name matches one of the shell patterns."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matches = fnmatch.filter(named, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.0)
+            raise RLHFError(
+                f"model.freeze pattern {pattern} matches no parameter: near names are "
+                f"{', '.join(near)}"
+            )
+        for name in matches:
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise RLHFError(f"model.freeze {', '.join(patterns)} leaves nothing to train: freeze less")
+
+
+def freeze_quantised(causal: Any) -> None:
+    """Freeze a base held in 4 bits; its adapters come later and are trained."""
+    for parameter in causal.parameters():
+        parameter.requires_grad_(False)
+
+
+def recompute(causal: Any) -> None:
+    """Keep only each layer's input and compute the layer again in backward."""
+    # The second name is the first's in transformers before it was renamed.
+    enable = getattr(causal, "activation_checkpointing_enable", None)
+    (enable or causal.gradient_checkpointing_enable)({"use_reentrant": False})
+    if not causal.get_input_embeddings().weight.requires_grad:
+        causal.enable_input_require_grads()
+
+
+def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
+    """transformers' settings for an NF4 base (QLoRA, arXiv 2305.14314)."""
+    if config.lora is None and config.model.adapter is None:
+        raise RLHFError(
+            "model.quantize nf4 freezes the whole model: add lora to have something to train"
+        )
+    if device.type != "cuda":
+        raise RLHFError(f"model.quantize nf4 needs a CUDA device and this run is on {device.type}")
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise RLHFError(
+            "model.quantize nf4 needs bitsandbytes: pip install 'rlhf-core[quantize]'"
+        ) from error
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )

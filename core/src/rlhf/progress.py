@@ -1,0 +1,87 @@
+"""The terminal's view of a run: a bar where somebody watches, a line now and then where a file
+does."""
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+SECONDS_BETWEEN_LINES = 15.0
+SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
+
+
+class Progress:
+    """Steps done of all, the newest metrics, time left."""
+
+    def __init__(self, done: int, steps: int) -> None:
+        self._steps, self._first = steps, done
+        self._start = time.monotonic()
+        self._told = self._start
+        self._console = Console()
+        self._bar: RichProgress | None = None
+        if self._console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[metrics]}"), console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("train", total=steps, completed=done, metrics="")
+            self._bar.start()
+
+    def step(self, step: int) -> None:
+        """A step has ended."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a logged step are known."""
+        text = shown(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, metrics=text)
+            return
+        now = time.monotonic()
+        if step in (self._first + 1, self._steps) or now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            left = (now - self._start) / (step - self._first) * (self._steps - step)
+            print(f"step {step}/{self._steps}  {text}  {_clock(left)} left", flush=True)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation has ended."""
+        if self._bar is not None:
+            self._bar.console.print(evaluation_line(step, metrics), highlight=False)
+        else:
+            self.tell(step, metrics)
+
+    @staticmethod
+    def tell(step: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation outside the bar."""
+        print(evaluation_line(step, metrics), flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """The metrics of a step in one short line."""
+    return "  ".join(f"{name} {_number(metrics[name])}" for name in SHOWN if name in metrics)
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """All metrics of an evaluation in one line."""
+    told = "  ".join(f"{name.removeprefix('eval/')} {_number(v)}" for name, v in metrics.items())
+    return f"evaluation at step {step}: {told}"
+
+
+def _number(value: float) -> str:
+    if value and abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,162 @@
+"""What is read off hidden states inside an engine's forward: log-probabilities and states.
+
+A readout is `readout(hidden [T, H], head, batch) -> {name: tensor}`; options are bound with
+`functools.partial`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.model.head import Head
+
+CHUNK = 2048
+"""Predictions whose logits exist at the same time: 1.2 GiB in float32 at a vocabulary of 152k."""
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Head,
+    batch: PackedBatch,
+    *,
+    chunk: int = CHUNK,
+    temperature: float = 1.0,
+) -> dict[str, Tensor]:
+    """Of each of the batch's N predictions, in float32 [N]: `logprobs` (differentiable in hidden
+    states, weight and bias) and, without gradient, `entropy` (nats) and `correct` (1 where the
+    likeliest token is the right one). Logits exist for `chunk` predictions at a time and are
+    computed again in backward."""
+    logprobs, entropy, correct = ChunkedLogprobs.apply(
+        hidden.index_select(0, batch.predict_from),
+        head.weight,
+        head.bias,
+        batch.predict,
+        head.scale / temperature,
+        None if head.softcap is None else head.softcap / temperature,
+        chunk,
+    )
+    return {"logprobs": logprobs, "entropy": entropy, "correct": correct}
+
+
+def answer_logprobs(
+    hidden: Tensor, head: Head, batch: PackedBatch, **options: Any
+) -> dict[str, Tensor]:
+    """`logprobs` [A]: of each answer the sum over its predictions; and `token_logprobs`' own as
+    `tokens/...`."""
+    tokens = token_logprobs(hidden, head, batch, **options)
+    zeros = tokens["logprobs"].new_zeros(len(batch.answer_example))
+    sums = zeros.index_add(0, batch.answer, tokens["logprobs"])
+    return {"logprobs": sums, **{f"tokens/{name}": value for name, value in tokens.items()}}
+
+
+def hidden_at(places: Tensor) -> Callable[[Tensor, Head, PackedBatch], dict[str, Tensor]]:
+    """A readout that gives `hidden` [P, H] at the row indices `places` [P]."""
+
+    def readout(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+        return {"hidden": hidden.index_select(0, places)}
+
+    return readout
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """log softmax(cap(scale * (h @ W.T + b)))[target] by chunks of rows, softmax in float32.
+
+    Forward keeps the log of the normaliser alone; backward computes each chunk's logits again, as
+    in "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009) without its kernels.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        normaliser, logprobs, entropy, correct = hidden.new_empty(
+            4, len(hidden), dtype=torch.float32
+        )
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, _ = capped_logits(hidden[rows], weight, bias, scale, softcap)
+            likeliest, found = logits.max(-1)
+            correct[rows] = (found == targets[rows]).float()
+            target = logits.gather(-1, targets[rows, None]).squeeze(-1)
+            shifted = logits.sub_(likeliest[:, None])
+            exponentials = shifted.exp()
+            total = exponentials.sum(-1)
+            normaliser[rows] = total.log() + likeliest
+            logprobs[rows] = target - normaliser[rows]
+            entropy[rows] = total.log() - exponentials.mul_(shifted).sum(-1) / total
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
+        ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
+        ctx.mark_non_differentiable(entropy, correct)
+        return logprobs, entropy, correct
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_gradient = torch.zeros_like(hidden) if needs_hidden else None
+        sums = Sums(weight, chunks=-(-len(hidden) // ctx.chunk)) if needs_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits, slope = capped_logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
+            change = logits.sub_(normaliser[rows, None]).exp_().neg_()
+            places = targets[rows, None]
+            change.scatter_add_(-1, places, torch.ones_like(places, dtype=change.dtype))
+            change.mul_(gradient[rows, None] * ctx.scale)
+            if slope is not None:
+                change.mul_(slope)
+            if bias_gradient is not None:
+                bias_gradient += change.sum(0)
+            change = change.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[rows] = change @ weight
+            if sums is not None:
+                sums.add(change.T @ hidden[rows])
+        weight_gradient = sums.total() if sums is not None else None
+        bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+class Sums:
+    """The weight's gradient over the chunks: in float32, unless a single chunk needs no
+    addition."""
+
+    def __init__(self, weight: Tensor, *, chunks: int) -> None:
+        self._weight = weight
+        self._dtype = weight.dtype if chunks == 1 else torch.float32
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add one chunk's [V, H]."""
+        if self._total is None:
+            self._total = part.to(self._dtype)
+        else:
+            self._total += part
+
+    def total(self) -> Tensor:
+        """The sum in the weight's dtype; zeros when nothing was predicted."""
+        if self._total is None:
+            return torch.zeros_like(self._weight)
+        return self._total.to(self._weight.dtype)
+
+
+def capped_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [n, V] in float32, and the soft cap's slope at each of them."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = logits.mul_(scale)
+    if softcap is None:
+        return logits, None
+    logits = logits.div_(softcap).tanh_()
+    return logits.mul(softcap), 1 - logits.square()

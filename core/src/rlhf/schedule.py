@@ -1,0 +1,34 @@
+"""Learning-rate schedules: the rate of step k of N is lr * f(k / N), whatever stops the run
+early."""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from rlhf.config.sections import Config, OptimConfig
+from rlhf.hookspecs import hookimpl
+
+
+def rate(step: int, *, steps: int, optim: OptimConfig) -> float:
+    """The factor on `optim.lr` at `step` (0-based) of `steps`.
+
+    Warm-up is linear and already above zero at step 0; past the last step the factor stays at the
+    floor, it never rises again.
+    """
+    warmup = round(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if optim.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    falling = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.min_lr + (1 - optim.min_lr) * falling
+
+
+class DefaultSchedule:
+    """Core's own answer to `build_schedule`; a backend or an extension may give another."""
+
+    @hookimpl(trylast=True)
+    def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: rate(step, steps=steps, optim=config.optim))

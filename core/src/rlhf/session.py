@@ -1,0 +1,98 @@
+"""One process's part of a run: everything the loop needs, and saving and restoring it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field, frozen
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf import checkpoint, random_state
+from rlhf.config.sections import Config
+from rlhf.data.loader import RunOrder
+from rlhf.engine import Engine, Mesh
+from rlhf.folder import RunFolder
+from rlhf.gateway import BackendGateway, ObserverGateway
+from rlhf.speed import Speed
+from rlhf.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rlhf.journal import Journal
+
+
+@frozen(kw_only=True)
+class RunRecord:
+    """What an observer may know of a run."""
+
+    name: str
+    """The trainer's name."""
+    folder: Path
+    config: Config
+    steps: int
+    """Optimizer steps of the whole schedule."""
+
+
+@define(kw_only=True)
+class Session:
+    """The live parts of a run on this rank."""
+
+    record: RunRecord
+    config: Config
+    mesh: Mesh
+    hooks: BackendGateway
+    observers: ObserverGateway
+    trainer: Trainer
+    engine: Engine
+    schedule: LRScheduler
+    train_order: RunOrder
+    eval_order: RunOrder | None
+    num_steps: int
+    speed: Speed
+    path: Path
+    """The run folder."""
+    folder: RunFolder | None
+    """Rank 0's hand on it; None on the other ranks."""
+    journal: Journal = field(init=False)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step`, whole or not at all, then remove the ones too many.
+        Collective."""
+        if self.folder is not None:
+            part = checkpoint.begin(self.checkpoints, step)
+            (part / self.engine.role).mkdir()
+        self.mesh.barrier()
+        part = checkpoint.part_folder(self.checkpoints, step)
+        self.hooks.save_checkpoint(
+            engine=self.engine, directory=part / self.engine.role, state=self._state(step)
+        )
+        random_state.save(part / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
+        self.mesh.barrier()
+        shares = self.mesh.gather(checkpoint.digest(part, share=self.mesh.rank, of=self.mesh.world))
+        if self.folder is not None:
+            files = {name: file for share in shares for name, file in share.items()}
+            folder = checkpoint.commit(part, self.checkpoints, step, files)
+            checkpoint.rotate(self.checkpoints, keep=self.config.checkpoint.keep)
+            self.observers.on_checkpoint(run=self.record, step=step, directory=folder)
+        self.mesh.barrier()
+
+    def restore(self, folder: Path) -> int:
+        """Go back to a checkpoint; the step that comes next (0-based). Collective."""
+        state = self.hooks.load_checkpoint(engine=self.engine, directory=folder / self.engine.role)
+        self.trainer.load_state(state["trainer"])
+        self.journal.tokens_seen = state["tokens_seen"]
+        self.journal.skipped = state["skipped"]
+        random_state.load(folder / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
+        return int(state["step"])
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "trainer": self.trainer.state(),
+            "tokens_seen": self.journal.tokens_seen,
+            "skipped": self.journal.skipped,
+        }

@@ -1,0 +1,51 @@
+"""When a run ends before its schedule: a signal, the wall clock or `train.stop_at`, agreed by all
+ranks."""
+
+import signal
+import threading
+import time
+from types import FrameType
+
+import torch
+
+from rlhf.config.sections import TrainConfig
+from rlhf.deferred import Deferred
+from rlhf.engine import Mesh
+
+
+class StopWatch:
+    """Asks after every step whether to go on. A rank's wish reaches all ranks with the next step's
+    answer, so nobody waits for it and all of them stop after the same step."""
+
+    def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._stop_at = train.stop_at
+        self._until = time.monotonic() + train.hours * 3600 if train.hours else None
+        self._signalled = threading.Event()
+        self._asked: Deferred | None = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def reason(self, steps_done: int) -> str | None:
+        """Why to stop now: "signal", "hours" or "stop_at"; None to go on. The same on every rank.
+        Collective."""
+        if self._stop_at is not None and steps_done >= self._stop_at:
+            return "stop_at"
+        signalled = self._signalled.is_set()
+        late = self._until is not None and time.monotonic() > self._until
+        wishes = torch.tensor([float(signalled), float(late)], device=self._mesh.device)
+        asked, self._asked = self._asked, Deferred(self._mesh.sum(wishes))
+        if self._mesh.world == 1:
+            asked = self._asked
+        if asked is None:
+            return None
+        signals, clocks = asked.read()
+        return "signal" if signals else "hours" if clocks else None
+
+    def close(self) -> None:
+        """Give the signal back to whom it belonged."""
+        if hasattr(self, "_previous"):
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled.set()

@@ -1,0 +1,201 @@
+"""The smallest backend: one process, plain torch, fp32. Every trainer's conformance runs on it
+beside DeepSpeed."""
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf.config.sections import Config
+from rlhf.data.batch import PackedBatch
+from rlhf.engine import Mesh, ModelShape, Plan, Readout, StepOutcome
+from rlhf.errors import RLHFError
+from rlhf.hookspecs import hookimpl
+from rlhf.model.export import save_model
+
+FILE = "plain.pt"
+
+
+class PlainEngine:
+    """A module and its optimizer."""
+
+    stage = 0
+    precision = "fp32"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        schedule: LRScheduler | None,
+        *,
+        role: str,
+        clip: float,
+        device: torch.device,
+    ) -> None:
+        self.module = module.to(device)
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.role = role
+        self.clip = clip
+        self.device = device
+
+    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+        """Run the module's forward."""
+        return self.module(batch, readout)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss`; with one process there is nothing to do at the `last`
+        micro-batch."""
+        loss.backward()
+
+    def step(self) -> StepOutcome:
+        """Clip, update, clear the gradients, advance the schedule; a gradient that is not finite
+        moves nothing."""
+        assert self.optimizer is not None, f"the engine of {self.role} was prepared without one"
+        trained = [item for item in self.module.parameters() if item.grad is not None]
+        norm = nn.utils.get_total_norm([item.grad for item in trained if item.grad is not None])
+        moved = math.isfinite(float(norm))
+        if moved:
+            if self.clip:
+                nn.utils.clip_grads_with_norm_(trained, self.clip, norm)
+            self.optimizer.step()
+            if self.schedule is not None:
+                self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(moved=moved, grad_norm=float(norm))
+
+    def train(self) -> None:
+        """Dropout and recomputation on."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Dropout and recomputation off."""
+        self.module.eval()
+
+
+class PlainBackend:
+    """All hooks without sharding, offload or ranks."""
+
+    @hookimpl
+    def setup_mesh(self, config: Config) -> Mesh:
+        if config.model.dtype != "fp32":
+            raise RLHFError(
+                f"model.dtype is {config.model.dtype} but the plain backend computes in fp32 "
+                "alone: set model.dtype to fp32 or use the backend deepspeed."
+            )
+        random.seed(config.train.seed)
+        np.random.seed(config.train.seed % 2**32)
+        torch.manual_seed(config.train.seed)
+        torch.use_deterministic_algorithms(config.train.deterministic)
+        return Mesh()
+
+    @hookimpl
+    def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
+        settings = {"clip": config.optim.clip}
+        return Plan(
+            stage=0, precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank"
+        )
+
+    @hookimpl
+    def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @hookimpl
+    def load_weights(
+        self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
+    ) -> tuple[str, ...]:
+        return tuple(module.load_state_dict(dict(weights or {}), strict=False).missing_keys)
+
+    @hookimpl
+    def build_optimizer(
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
+    ) -> Optimizer:
+        optim = config.optim
+        given = [dict(group) for group in groups if group["params"]]
+        return AdamW(given, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
+
+    @hookimpl
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        schedule: LRScheduler | None,
+        role: str,
+        plan: Plan,
+        mesh: Mesh,
+    ) -> PlainEngine:
+        if optimizer is None:
+            model.requires_grad_(False).eval()
+        clip = plan.settings["clip"]
+        return PlainEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
+
+    @hookimpl
+    def save_checkpoint(
+        self, engine: PlainEngine, directory: Path, state: Mapping[str, Any]
+    ) -> bool:
+        assert engine.optimizer is not None, f"the engine of {engine.role} has no state"
+        states = {
+            "module": engine.module.state_dict(),
+            "optimizer": engine.optimizer.state_dict(),
+            "schedule": engine.schedule.state_dict() if engine.schedule else None,
+            "state": dict(state),
+        }
+        torch.save(states, directory / FILE)
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, engine: PlainEngine, directory: Path) -> Mapping[str, Any]:
+        assert engine.optimizer is not None, f"the engine of {engine.role} has no state"
+        states = _read(directory)
+        engine.module.load_state_dict(states["module"])
+        engine.optimizer.load_state_dict(states["optimizer"])
+        if engine.schedule is not None and states["schedule"] is not None:
+            engine.schedule.load_state_dict(states["schedule"])
+        return states["state"]
+
+    @hookimpl
+    def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
+        return _read(directory)["module"]
+
+    @hookimpl
+    def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
+        module: Any = engine.module
+        save_model(module, engine.module.state_dict(), directory)
+        return True
+
+    @hookimpl
+    def generation_context(self, engine: PlainEngine) -> AbstractContextManager[Any]:
+        return _generation(engine)
+
+    @hookimpl
+    def close_mesh(self, mesh: Mesh) -> bool:
+        return True
+
+
+@contextmanager
+def _generation(engine: PlainEngine) -> Iterator[dict[str, Any]]:
+    was_training = engine.module.training
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield {}
+    finally:
+        engine.module.train(was_training)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / FILE
+    if not path.is_file():
+        raise RLHFError(
+            f"{directory} holds no checkpoint of the plain backend ({FILE} is missing): name a "
+            "folder under checkpoints/ of a run, or resume with the backend that wrote it."
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,232 @@
+"""A tiny model and a fixed problem by which backends are compared: the same curve, whatever the
+layout."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from attrs import field, frozen
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.engine import ModelShape
+
+ROWS = 8
+VOCABULARY = 32
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """A residual block with a norm, so that parameters differ in shape and decay."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+class TinyModel(nn.Module):
+    """Embedding, layers and a head that is the embedding's own weight (tied) or one of its own."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden * self.scale.to(hidden.dtype)
+
+
+class Packed(nn.Module):
+    """The shape of the module that backends are given: `forward(batch, readout)`."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.model = TinyModel(tied=tied)
+
+    def forward(self, batch: Mapping[str, Tensor], readout: Any) -> Mapping[str, Tensor]:
+        return readout(self.model(batch["tokens"]), self.model.head, batch)
+
+
+def losses(hidden: Tensor, head: nn.Linear, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cross entropy of each row [B], in fp32."""
+    logits = nn.functional.linear(hidden, head.weight).float()
+    entropy = nn.functional.cross_entropy(
+        logits.transpose(1, 2), batch["targets"], reduction="none"
+    )
+    return {"loss": entropy.sum(dim=-1) * batch["weight"]}
+
+
+@frozen(kw_only=True)
+class BackendConfig(Config):
+    """Core's sections with a backend's own beside them."""
+
+    trainer_name: ClassVar[str] = "none"
+    backend_name: ClassVar[str] = "section"
+
+    section: Any = None
+
+
+def configure(
+    section: Any = None, *, dtype: Literal["fp32", "bf16", "fp16"] = "fp32", clip: float = 0.5
+) -> BackendConfig:
+    """A configuration whose clipping is active and whose decay shows."""
+    optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1)
+    return BackendConfig(model=ModelConfig(dtype=dtype), optim=optim, section=section)
+
+
+@frozen(kw_only=True)
+class Case:
+    """How the problem is run."""
+
+    config: Config
+    micro_batches: int = 1
+    steps: int = 4
+    tied: bool = True
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained."""
+    adapter: bool = False
+    """Train a LoRA adapter alone."""
+    first: int = 0
+    """The step whose rows come first."""
+    poison: tuple[int, int] | None = None
+    """(step, rank) at which one row's loss is not a number."""
+    save: tuple[int, Path] | None = None
+    """After this step a checkpoint is written to the folder."""
+    load: Path | None = None
+    """The checkpoint from which to go on."""
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """What a run of the problem shows."""
+
+    losses: list[float]
+    norms: list[float]
+    moved: list[bool]
+    skipped: list[bool]
+    rates: list[float]
+    state: dict[str, Any] = field(factory=dict)
+    """What came back from the checkpoint."""
+    summary: str = ""
+
+
+def initial_weights(*, tied: bool = True) -> dict[str, Tensor]:
+    """The state dict every run starts from."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, value in Packed(tied=tied).state_dict().items():
+        noise = torch.randn(value.shape, generator=generator)
+        middle = 1.0 if "norm.weight" in name else 0.0
+        weights[name] = value if name == "model.scale" else middle + 0.3 * noise
+    if tied:
+        weights["model.head.weight"] = weights["model.embed.weight"]
+    return weights
+
+
+def shape() -> ModelShape:
+    """The size of the tiny model."""
+    count = sum(parameter.numel() for parameter in Packed().parameters())
+    return ModelShape(
+        parameters=count,
+        trainable=count,
+        largest_layer=count // 2,
+        hidden=WIDTH,
+        layers=2,
+        vocabulary=VOCABULARY,
+    )
+
+
+def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
+    """The mesh, a prepared engine and the plan's summary."""
+    mesh = backend.setup_mesh(case.config)
+    plan = backend.configure_zero(case.config, mesh, shape())
+    with backend.model_context(plan, "policy"):
+        module = Packed(tied=case.tied)
+    weights = initial_weights(tied=case.tied)
+    if plan.stage == 3:
+        backend.load_weights(module, weights if mesh.rank == 0 else None, plan, mesh)
+    else:
+        module.load_state_dict(weights)
+    if case.adapter:
+        targets = ["up", "down"]
+        module.model = get_peft_model(module.model, LoraConfig(r=2, target_modules=targets))
+    else:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name not in case.frozen)
+    groups = _groups(module, case.config)
+    optimizer = backend.build_optimizer(groups, case.config, plan)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine = backend.prepare(module, optimizer, schedule, "policy", plan, mesh)
+    return mesh, engine, plan.summary
+
+
+def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
+    """Run the case; returns its outcome, the engine and the mesh, which the caller closes."""
+    mesh, engine, summary = start(backend, case)
+    state = dict(backend.load_checkpoint(engine, case.load)) if case.load else {}
+    seen: dict[str, list[Any]] = {
+        name: [] for name in ("losses", "norms", "moved", "skipped", "rates")
+    }
+    for step in range(state.get("step", case.first), case.steps):
+        engine.train()
+        loss = _step_loss(engine, mesh, case, step)
+        seen["rates"].append(engine.schedule.get_last_lr()[0])
+        outcome = engine.step()
+        seen["losses"].append(float(mesh.sum(loss)))
+        seen["norms"].append(outcome.grad_norm)
+        seen["moved"].append(outcome.moved)
+        seen["skipped"].append(outcome.skipped_by_scaler)
+        if case.save and case.save[0] == step + 1:
+            backend.save_checkpoint(engine, case.save[1], {"step": step + 1})
+    return Outcome(**seen, state=state, summary=summary), engine, mesh
+
+
+def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
+    """Backward over this rank's rows in micro-batches; returns the sum of its losses."""
+    rows = list(range(ROWS))[mesh.rank :: mesh.world]
+    total = torch.zeros((), device=engine.device)
+    for micro in range(case.micro_batches):
+        chosen = rows[micro :: case.micro_batches]
+        batch = _batch(step, chosen, engine.device)
+        if case.poison == (step, mesh.rank) and micro == 0:
+            batch["weight"][0] = float("nan")
+        loss = engine(batch, losses)["loss"].sum() / ROWS
+        engine.backward(loss, last=micro == case.micro_batches - 1)
+        total += loss.detach()
+    return total
+
+
+def _batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(VOCABULARY, (ROWS, 6), generator=generator)[list(rows)].to(device)
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weight": torch.ones(len(rows), device=device),
+    }
+
+
+def _groups(module: nn.Module, config: Config) -> list[dict[str, Any]]:
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        (rest if "norm" in name or "bias" in name else decayed).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": config.optim.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]

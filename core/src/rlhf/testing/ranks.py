@@ -1,0 +1,229 @@
+"""A pool of rank processes for tests: started once, with a gloo group of its own, and given
+functions to run.
+
+`pool = ranks_fixture(2)` in a conftest makes the fixture `pool`; `pool.run(function, *arguments)`
+runs the function on every rank and returns the results by rank. The workers keep what they have
+imported and compiled between runs.
+"""
+
+import atexit
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import field, frozen
+
+GRACE = 5.0
+"""Seconds that the other ranks get once one has failed: most wait in a collective for it."""
+START = 120.0
+"""Seconds that the workers may take to import torch and find each other."""
+
+
+class RankFailure(AssertionError):
+    """A function failed, hung or killed its process on some rank; the text holds that rank's
+    traceback."""
+
+
+@frozen
+class Answer:
+    """What one rank sends back."""
+
+    rank: int
+    value: Any = None
+    problem: str = ""
+    output: str = field(default="", repr=False)
+
+
+class Ranks:
+    """`world` processes, each one rank of a gloo group. They start with the first `run`."""
+
+    def __init__(self, world: int, *, environment: dict[str, str] | None = None) -> None:
+        self.world = world
+        self.environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | (environment or {})
+        self._processes: list[Any] = []
+        self._pipes: list[connection.Connection] = []
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        """`function(*arguments)` on every rank at once; its results in the order of ranks.
+
+        The function lives at the top of a module or of a test file; arguments and results are
+        pickled. Raises RankFailure, after which the next run starts new processes.
+        """
+        if not self._processes:
+            self._start()
+        source = sys.modules[function.__module__].__file__
+        request = (function.__module__, source, function.__qualname__, pickle.dumps(arguments))
+        for pipe in self._pipes:
+            pipe.send(request)
+        answers = self._collect(timeout, doing=function.__qualname__)
+        return [answer.value for answer in answers]
+
+    def close(self) -> None:
+        """End the processes, as soon as they are idle; only ever those that this pool started."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(GRACE)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world),
+            }
+            arguments = (theirs, str(store), self.environment | place)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._collect(START, doing="the start")
+
+    def _collect(self, timeout: float, *, doing: str) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout
+        failed = False
+        while len(answers) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                answers[rank] = self._receive(rank)
+                if answers[rank].problem and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failed or len(answers) < self.world:
+            self._kill()
+            raise RankFailure(_story(answers, world=self.world, doing=doing, timeout=timeout))
+        return [answers[rank] for rank in range(self.world)]
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(GRACE)
+            code = self._processes[rank].exitcode
+            return Answer(rank, problem=f"the process died with exit code {code}")
+
+
+_shared: dict[int, Ranks] = {}
+
+
+def shared(world: int) -> Ranks:
+    """The pool of this session with `world` ranks: one for all test files and distributions."""
+    if world not in _shared:
+        _shared[world] = Ranks(world)
+        atexit.register(_shared[world].close)
+    return _shared[world]
+
+
+def ranks_fixture(world: int) -> Any:
+    """A pytest fixture of session scope that gives the shared pool with `world` ranks."""
+
+    @pytest.fixture(scope="session")
+    def ranks() -> Ranks:
+        return shared(world)
+
+    return ranks
+
+
+def _story(answers: dict[int, Answer], *, world: int, doing: str, timeout: float) -> str:
+    parts = []
+    for rank, answer in sorted(answers.items()):
+        if answer.problem:
+            parts.append(
+                f"rank {rank} of {world} in {doing}: {answer.problem}\n{answer.output[-2000:]}"
+            )
+    silent = [str(rank) for rank in range(world) if rank not in answers]
+    if silent:
+        reason = "after another rank failed" if parts else f"within {timeout:g} s"
+        parts.append(f"rank {', '.join(silent)} of {world} in {doing}: no answer {reason}")
+    return "\n".join(parts)
+
+
+def _work(pipe: connection.Connection, store: str, environment: dict[str, str]) -> None:
+    """A worker's whole life: join the group, then run what comes through the pipe until it
+    closes."""
+    os.environ.update(environment)
+    from torch import distributed
+
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=10),
+    )
+    pipe.send(Answer(rank))
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(rank, request))
+
+
+def _answer(rank: int, request: Sequence[Any]) -> Answer:
+    module, source, name, arguments = request
+    output = io.StringIO()
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr = output
+    try:
+        function = getattr(_load(module, source), name)
+        answer = Answer(rank, value=function(*pickle.loads(arguments)))
+        pickle.dumps(answer)
+    except BaseException:
+        # Whatever it was, the test has to hear of it and not only this process.
+        answer = Answer(rank, problem=traceback.format_exc(), output=output.getvalue())
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+    return answer
+
+
+def _load(name: str, source: str) -> Any:
+    """The module under the name it has in the test process, so that what is pickled finds its
+    classes."""
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(name, source)
+        assert spec is not None, source
+        assert spec.loader is not None, source
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module

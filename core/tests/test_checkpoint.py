@@ -1,0 +1,108 @@
+"""A checkpoint is complete or absent, and the newest is found by looking."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf import checkpoint
+from rlhf.errors import RLHFError
+
+
+def write(checkpoints: Path, step: int, text: str = "weights") -> Path:
+    part = checkpoint.begin(checkpoints, step)
+    (part / "policy").mkdir()
+    (part / "policy" / "state.bin").write_text(text)
+    return checkpoint.commit(part, checkpoints, step, checkpoint.digest(part))
+
+
+def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
+    folder = write(tmp_path, 20)
+    assert folder.name == "step-000020"
+    assert checkpoint.damage(folder) is None
+    assert json.loads((folder / "manifest.json").read_text())["files"].keys() == {
+        "policy/state.bin"
+    }
+
+
+def test_the_newest_is_the_highest_step_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
+    write(tmp_path, 999_999)
+    newest = write(tmp_path, 1_000_000)
+    assert checkpoint.newest(tmp_path) == newest
+
+
+def test_a_half_written_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
+    older = write(tmp_path, 10)
+    part = checkpoint.begin(tmp_path, 20)
+    (part / "state.bin").write_text("half")
+    assert checkpoint.newest(tmp_path) == older
+
+
+def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path / "nowhere") is None
+
+
+def test_every_rank_digests_its_share_and_together_they_are_all(tmp_path: Path) -> None:
+    part = checkpoint.begin(tmp_path, 1)
+    for number in range(5):
+        (part / f"{number}.bin").write_text(str(number))
+    shares = [checkpoint.digest(part, share=rank, of=2) for rank in range(2)]
+    assert sorted([*shares[0], *shares[1]]) == [f"{number}.bin" for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda file: file.write_text("weightz"), "has other content than was written"),
+        (lambda file: file.write_text("weigh"), "has 5 bytes instead of 7"),
+        (lambda file: file.unlink(), "is missing"),
+    ],
+)
+def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, told: str) -> None:  # type: ignore[no-untyped-def]
+    write(tmp_path, 10)
+    newest = write(tmp_path, 20)
+    file = newest / "policy" / "state.bin"
+    harm(file)
+    with pytest.raises(RLHFError) as error:
+        checkpoint.newest(tmp_path)
+    assert str(error.value) == (
+        f"the newest checkpoint is damaged: {file} {told}; "
+        "go on from the one before with --resume step-000010"
+    )
+
+
+def test_the_one_before_is_taken_when_it_is_asked_for(tmp_path: Path) -> None:
+    older = write(tmp_path, 10)
+    (write(tmp_path, 20) / "manifest.json").unlink()
+    assert checkpoint.named(tmp_path, "step-000010") == older
+
+
+def test_a_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(RLHFError) as error:
+        checkpoint.newest(tmp_path)
+    assert str(error.value) == (
+        f"the newest checkpoint is damaged: {folder} has no manifest.json; "
+        "there is no older one: start again with --overwrite"
+    )
+
+
+def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    with pytest.raises(RLHFError) as error:
+        checkpoint.named(tmp_path, "step-000030")
+    assert str(error.value) == (
+        f"there is no checkpoint 'step-000030' in {tmp_path}: there are step-000010"
+    )
+
+
+def test_rotation_keeps_the_newest_and_never_touches_foreign_folders(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "step-7-notes").mkdir()
+    checkpoint.rotate(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best", "step-000020", "step-000030", "step-7-notes",
+    ]  # fmt: skip

@@ -1,0 +1,268 @@
+"""The command line: commands, exit codes, and what they must not import."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rlhf.schedule
+import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
+from rlhf.cli import main
+from rlhf.config.reader import Request
+from rlhf.errors import RLHFError, ToldByFirst
+
+Install = Callable[..., Path]
+HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torchdata"
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, act: Any) -> None:
+    """Stand-ins for what the shell starts: the real ones import torch and have their own tests."""
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: act}))
+
+
+def test_run_hands_over_the_request_and_its_exit_code(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[Request] = []
+
+    def run_command(request: Request) -> int:
+        requests.append(request)
+        return 143
+
+    replace(monkeypatch, "rlhf.launch", "run_command", run_command)
+    words = ["run", "toy", "--model", "m", "--data", "d", "--nproc", "2", "--resume", "--overwrite"]
+    assert main(words) == 143
+    (request,) = requests
+    assert (request.name, request.nproc, request.resume, request.overwrite) == ("toy", 2, "", True)
+    assert request.argv == words
+    assert request.config.model.path == "m"
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "name"),
+    [
+        (["inspect", "toy"], "rlhf.inspect", "inspect_command"),
+        (["export", "run/checkpoints/step-1", "out"], "rlhf.export", "export_command"),
+        (["merge", "adapter", "out"], "rlhf.model.adapter", "merge_command"),
+    ],
+)
+def test_the_other_commands_are_handed_over(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], module: str, name: str
+) -> None:
+    given: list[Any] = []
+
+    def command(*arguments: Any) -> int:
+        given.extend(arguments)
+        return 0
+
+    replace(monkeypatch, module, name, command)
+    assert main(words) == 0
+    if words[0] == "inspect":
+        assert isinstance(given[0], Request)
+        assert given[0].demo
+    else:
+        assert given == words[1:]
+
+
+def test_a_users_mistake_is_one_line_and_2(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(request: Request) -> int:
+        raise RLHFError("the disk is full: free some of it")
+
+    replace(monkeypatch, "rlhf.launch", "run_command", full)
+    for words, told in (
+        (["run", "toy"], "the disk is full: free some of it"),
+        (["run", "toy", "--toy.beta"], "--toy.beta has no value: write --toy.beta VALUE"),
+        (["run"], "the following arguments are required: NAME; see `rlhf run --help`"),
+        ([], "the following arguments are required: COMMAND; see `rlhf --help`"),
+        (["merge", "a"], "the following arguments are required: OUTPUT; see `rlhf merge --help`"),
+        (["export", "a", "b", "c"], "unrecognized arguments: c; see `rlhf --help`"),
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr() == ("", f"error: {told}\n")
+
+
+def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, rank, told in (
+        (RLHFError("no device 1"), "1", "error on rank 1: no device 1\n"),
+        (ToldByFirst("the disk is full"), "1", ""),
+        (ToldByFirst("the disk is full"), "0", "error: the disk is full\n"),
+    ):
+
+        def fail(request: Request, error: RLHFError = error) -> int:
+            raise error
+
+        monkeypatch.setenv("RANK", rank)
+        replace(monkeypatch, "rlhf.launch", "run_command", fail)
+        assert main(["run", "toy"]) == 2
+        assert capsys.readouterr().err == told
+
+
+def test_several_mistakes_stand_below_one_head(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "toy", "--toy.bta", "1", "--batch", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "error: 2 problems in the configuration\n"
+        "  batch.size: must be > 0: 0\n"
+        "  toy.bta: no such setting; did you mean toy.beta?\n"
+    )
+
+
+def test_ctrl_c_is_130_and_a_defect_raises(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(request: Request) -> int:
+        raise KeyboardInterrupt
+
+    def defective(request: Request) -> int:
+        raise ZeroDivisionError
+
+    replace(monkeypatch, "rlhf.launch", "run_command", interrupted)
+    assert main(["run", "toy"]) == 130
+    replace(monkeypatch, "rlhf.launch", "run_command", defective)
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "toy"])
+
+
+def test_config_prints_yaml_without_asking_for_model_and_data(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "toy", "--toy.beta", "0.5"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["toy"]["beta"], tree["optim"]["lr"], tree["model"]["path"]) == (0.5, 1e-6, "")
+
+
+@pytest.mark.parametrize("command", ["run", "config", "inspect"])
+def test_help_after_a_name_lists_its_settings(
+    toy: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "toy", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: rlhf {command} toy [CONFIG.yaml] [--section.field VALUE ...]\n")
+    for part in ("--nproc N", "# Strength of the toy.", "  beta: 0.1", "# Peak learning rate."):
+        assert part in text
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--resume [step-N]" in capsys.readouterr().out
+
+
+def test_plugins_lists_each_with_its_problem(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("rlhf-old", {"trainers": {"old": "gone:plugin"}}, requires=["rlhf-core<0.1"])
+    assert main(["plugins"]) == 0
+    assert capsys.readouterr().out == (
+        "name   kind     distribution  version  summary\n"
+        "plain  backend  rlhf-toy      1.0      What rlhf-toy is\n"
+        "old    trainer  rlhf-old      1.0      PROBLEM: it needs rlhf-core<0.1, "
+        "and rlhf-core 0.1.0 is installed\n"
+        "toy    trainer  rlhf-toy      1.0      What rlhf-toy is\n"
+    )
+    assert main(["plugins", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {
+        "name": "plain",
+        "kind": "backend",
+        "distribution": "rlhf-toy",
+        "version": "1.0",
+        "summary": "What rlhf-toy is",
+        "problem": None,
+    }
+
+
+TRAINER = """
+    from rlhf.trainer import Trainer
+
+    class Toy(Trainer):
+        def example(self, row): ...
+        def setup(self, run): ...
+        def loss(self, batch): ...
+
+    class Half(Trainer):
+        def example(self, row): ...
+
+    class Wrong:
+        pass
+"""
+RECORDS = """
+    from rlhf.records import BackendPlugin, TrainerPlugin
+    from toy_plugin import PlainConfig, ToyConfig
+
+    half = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Half")
+    wrong = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Wrong")
+    lost = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", demo="lost.yaml")
+    hooks = BackendPlugin(config=PlainConfig, hooks="toy_trainer:Wrong")
+
+    class Ear:
+        def __init__(self):
+            raise OSError("no ear")
+"""
+
+
+def test_plugins_check_loads_each_and_tells_what_is_broken(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainers = {name: f"toy_records:{name}" for name in ("half", "wrong", "lost")}
+    groups = {
+        "trainers": trainers,
+        "backends": {"empty": "toy_records:hooks"},
+        "observers": {"ear": "toy_records:Ear"},
+    }
+    install("rlhf-more", groups, {"toy_trainer": TRAINER, "toy_records": RECORDS})
+    assert main(["plugins", "check"]) == 2
+    more = "of rlhf-more 1.0"
+    assert capsys.readouterr().out.splitlines() == [
+        f"broken  backend 'empty' {more}: backend toy_trainer.Wrong lacks the hook 'setup_mesh'",
+        "broken  backend 'plain' of rlhf-toy 1.0: does not import: ModuleNotFoundError: "
+        "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
+        f"broken  observer 'ear' {more}: OSError: no ear",
+        f"broken  trainer 'half' {more}: toy_trainer:Half lacks loss, setup",
+        f"broken  trainer 'lost' {more}: its demo {toy}/lost.yaml does not exist",
+        "ok      trainer 'toy' of rlhf-toy 1.0",
+        f"broken  trainer 'wrong' {more}: toy_trainer:Wrong is no subclass of rlhf.trainer.Trainer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("run --help", 0),
+        ("plugins", 0),
+        ("config toy --backend plain", 0),
+        ("run toy --backend plain --toy.bta 1", 2),
+        ("run tyo", 2),
+    ],
+)
+def test_the_light_side_imports_nothing_heavy(toy: Path, words: str, code: int) -> None:
+    program = (
+        "import sys\nfrom rlhf.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
+        f"assert not set(sys.modules) & set('{HEAVY}'.split())\nsys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words.split()],
+        env={**os.environ, "PYTHONPATH": str(toy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("error: ") == (code == 2)
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("rlhf-core ")

@@ -1,0 +1,307 @@
+"""One checked configuration from defaults, trainer, YAML and words; every problem at once."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import yaml
+
+from rlhf.config.describe import describe, field_docs
+from rlhf.config.foreign import FOREIGN
+from rlhf.config.reader import changed_keys, config_class, read_config, to_tree
+from rlhf.config.sections import Config, DataEntry, OptimConfig
+from rlhf.config.structure import section_class, structure
+from rlhf.config.words import parse_words
+from rlhf.errors import RLHFError
+
+Install = Callable[..., Path]
+GIVEN = ("--model", "tiny", "--data", "rows.jsonl")
+
+
+def read(*words: str) -> Any:
+    return read_config("toy", overrides=[*GIVEN, *words]).config
+
+
+def problems(*words: str, given: Sequence[str] = GIVEN) -> list[str]:
+    """The lines of the error, without the head that counts several."""
+    with pytest.raises(RLHFError) as caught:
+        read_config("toy", overrides=[*given, *words])
+    head, *lines = str(caught.value).splitlines()
+    return [line.strip() for line in lines] or [head]
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_each_layer_lies_on_the_one_before(toy: Path) -> None:
+    file = yaml_file(toy, "optim: {clip: 0.5, eps: 1e-6}\ntoy: {beta: 0.2}")
+    config = read(file, "--toy.beta", "0.3", "--optim.weight-decay=0.1")
+    assert (config.optim.lr, config.optim.clip, config.optim.eps) == (1e-6, 0.5, 1e-6)
+    assert (config.optim.weight_decay, config.own.beta) == (0.1, 0.3)
+    assert (config.trainer_name, config.backend_name, config.backend) == ("toy", "plain", "plain")
+    assert config.backend_section.stage == "auto"
+
+
+def test_a_value_for_a_section_sets_its_first_field(toy: Path) -> None:
+    file = yaml_file(toy, "optim: 3e-5\nlora: 8\ndata: {eval: held.jsonl}\nplain: 1")
+    config = read(file, "--batch", "4", "--lora.dropout", "0.1", "--checkpoint", "null")
+    assert (config.model.path, config.batch.size, config.optim.lr) == ("tiny", 4, 3e-5)
+    assert (config.lora.rank, config.lora.dropout, config.backend_section.stage) == (8, 0.1, 1)
+    assert (config.data.train, config.data.eval) == (
+        (DataEntry(path="rows.jsonl"),),
+        (DataEntry(path="held.jsonl"),),
+    )
+    assert read(file, "--lora", "null").lora is None
+
+
+@pytest.mark.parametrize(
+    ("value", "entries"),
+    [
+        ("a.jsonl", [DataEntry(path="a.jsonl")]),
+        ("{path: a.jsonl, weight: 2}", [DataEntry(path="a.jsonl", weight=2.0)]),
+        (
+            "[a.jsonl, {path: b, limit: 3}]",
+            [DataEntry(path="a.jsonl"), DataEntry(path="b", limit=3)],
+        ),
+    ],
+)
+def test_data_take_a_path_an_entry_or_a_list(
+    toy: Path, value: str, entries: list[DataEntry]
+) -> None:
+    assert list(read("--data.train", value).data.train) == entries
+    assert list(read("--data", value if value[0] != "{" else f"[{value}]").data.train) == entries
+
+
+def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> None:
+    words = ["--optm.lr", "1", "--optim.lrr", "1", "--optim.clip", "-1", "--learning-rate", "1"]
+    words += ["--train.max-epochs", "2", "--train.epochs", "2.7", "--toy.los", "x"]
+    words += ["--toy.loss", "sigmiod", "--data.train", "[{pth: a}, {path: 3}]"]
+    words += ["--train.beta", "1", "--zzz", "1", "--lora.rank", "0"]
+    assert problems(*words) == [
+        "optm: no such setting; did you mean optim?",
+        "'learning_rate' is optim.lr here",
+        "zzz: no such setting; there are model, data, batch, optim, train, checkpoint, lora, "
+        "backend, extensions, observers, output, toy, plain",
+        "data.train.0.pth: no such setting; did you mean data.train.0.path?",
+        "data.train.0.path: has no default: give it",
+        "data.train.1.path: text is expected, not 3; quote it: '3' in YAML, \"'3'\" in a shell",
+        "optim.lrr: no such setting; did you mean optim.lr?",
+        "optim.clip: must be >= 0: -1.0",
+        "train.max_epochs: 'max_epochs' is train.epochs here",
+        "train.beta: 'beta' is toy.beta here",
+        "train.epochs: a whole number is expected, not 2.7",
+        "lora.rank: must be > 0: 0",
+        "toy.los: no such setting; did you mean toy.loss?",
+        'toy.loss: one of sigmoid, hinge is expected, not "sigmiod"; did you mean sigmoid?',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("train.deterministic", "'false'", 'true or false is expected, not "false"'),
+        ("train.deterministic", "1", "true or false is expected, not 1"),
+        ("train.epochs", "true", "a whole number is expected, not true"),
+        ("train.epochs", "2.0", "a whole number is expected, not 2.0"),
+        ("train.epochs", "'2'", 'a whole number is expected, not "2"'),
+        ("train.hours", "soon", 'a number is expected, not "soon"'),
+        ("optim.lr", "true", "a number is expected, not true"),
+        ("optim.lr", ".nan", "a number is expected, not NaN"),
+        ("optim.lr", "null", "a number is expected, not null"),
+        ("optim.betas", "[0.9]", "a list of 2 is expected, not of 1"),
+        ("optim.betas", "0.9", "a list is expected, not 0.9"),
+        ("model.path", "2024-01-02", 'text is expected, not "2024-01-02"'),
+        ("lora.rank", "1.5", "a whole number is expected, not 1.5"),
+        ("plain.stage", "true", "one of auto, 0, 1 is expected, not true"),
+        ("lora.targets", "{a: b}", 'text or a list is expected, not {"a": "b"}'),
+        ("data.train", "null", "a list is expected, not null"),
+        ("output", "[a]", 'text is expected, not ["a"]'),
+    ],
+)  # fmt: skip
+def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, told: str) -> None:
+    assert problems(f"--{name}", value) == [f"{name}: {told}"]
+
+
+def test_a_number_may_be_text_and_a_list_of_text_one_word(toy: Path) -> None:
+    config = read("--optim.lr", "1e-6", "--train.hours", "2", "--model.freeze", "*.embed*")
+    assert (config.optim.lr, config.train.hours) == (1e-6, 2.0)
+    assert isinstance(config.train.hours, float)
+    assert config.model.freeze == ("*.embed*",)
+
+
+def test_the_rate_of_lora_is_ten_times_the_trainers_unless_it_is_given(toy: Path) -> None:
+    request = read_config("toy", overrides=[*GIVEN, "--lora", "16"])
+    assert request.config.optim.lr == 1e-5
+    assert request.notes == ("optim.lr is 1e-05 by LoRA: ten times the default of toy",)
+    request = read_config("toy", overrides=[*GIVEN, "--lora", "16", "--optim.lr", "1e-6"])
+    assert (request.config.optim.lr, request.notes) == (1e-6, ())
+
+
+def test_neither_model_nor_data_is_the_demo_under_the_users_words(toy: Path) -> None:
+    request = read_config("toy", overrides=["--model.dtype", "bf16", "--train.steps", "5"])
+    assert request.demo
+    assert str(request.origin) == "trainer 'toy' of rlhf-toy 1.0"
+    config = request.config
+    assert (config.model.path, config.model.dtype, config.train.steps) == ("tiny", "bf16", 5)
+    assert (config.data.train[0].path, config.optim.lr) == ("toys.jsonl", 2e-3)
+    assert not read_config("toy", overrides=GIVEN).demo
+
+
+def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
+    assert problems(given=["--data", "rows.jsonl"]) == [
+        "model.path: no model is given; add --model FOLDER_OR_HUB_NAME"
+    ]
+    assert problems(given=["--model", "tiny"]) == [
+        "data.train: no data are given; add --data FILE_OR_HUB_NAME"
+    ]
+    words = ["--model.init", "random", "--data", "rows.jsonl"]
+    assert read_config("toy", overrides=words).config.model.path == ""
+    assert read_config("toy", inputs=False).config.model.path == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--model.quantize nf4", "model.quantize: needs lora or model.adapter"),
+        ("--model.adapter a --lora 8", "model.adapter: is trained on itself; take lora away"),
+        ("--model.adapter a --model.init random", "model.adapter: does not fit model.init random"),
+        (
+            "--model.quantize nf4 --lora 8 --model.init random",
+            "model.quantize: does not fit model.init random",
+        ),
+        ("--train.steps 5 --train.stop_at 6", "train.stop_at: 6 is past train.steps 5"),
+        ("--train.steps 5 --optim.warmup 6", "optim.warmup: 6 is past train.steps 5"),
+        ("--optim.warmup 1.5", "optim.warmup: give a share below 1 or whole steps"),
+        (
+            "--optim.schedule constant --optim.min_lr 0.1",
+            "optim.min_lr: has no effect with schedule constant",
+        ),
+        ("--train.eval_every 5", "train.eval_every: needs data.eval"),
+        ("--train.eval_at_start true", "train.eval_at_start: needs data.eval"),
+        ("--plain 1 --model.dtype fp16", "plain.stage: 1 does not go with model.dtype fp16"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(toy: Path, words: str, told: str) -> None:
+    assert problems(*words.split()) == [told]
+
+
+def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
+    file = yaml_file(toy, "optim:\n  lr: 1\n  lr: 2\n")
+    assert problems(file) == [f"{file} line 3: 'lr' stands twice"]
+    file = yaml_file(toy, "optim: {lr: 1\n")
+    assert problems(file) == [f"{file} line 2: expected ',' or '}}', but got '<stream end>'"]
+    file = yaml_file(toy, "- optim")
+    assert problems(file) == [f"{file} holds a list, not sections such as `optim: {{lr: 1e-5}}`"]
+    assert problems("gone.yaml") == ["gone.yaml cannot be read: No such file or directory"]
+    assert read(yaml_file(toy, "")).own.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--overwrit"], "--overwrit has no value: did you mean --overwrite?"),
+        (["--lora"], "--lora has no value: write --lora VALUE"),
+        (["--nproc", "two"], "--nproc takes a number of processes, not 'two'"),
+        (["--nproc"], "--nproc takes a number of processes, not None"),
+        (["a.yaml", "b.yaml"], "'b.yaml' is one word too many: the configuration is a.yaml"),
+        (["a.jsonl"], "'a.jsonl' is no YAML file: data is given as --data, a model as --model"),
+        (
+            ["--toy", "{a"],
+            "--toy {a: the value does not parse as YAML "
+            "(expected ',' or '}', but got '<stream end>')",
+        ),
+    ],
+)  # fmt: skip
+def test_words_without_a_place_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(RLHFError) as caught:
+        parse_words(words)
+    assert str(caught.value) == told
+
+
+FLAGS = ["--resume", "--nproc=2", "a.yaml", "--overwrite", "--a-b.c-d", "-1", "--resume", "step-7"]
+
+
+def test_the_flags_of_a_run_are_no_settings() -> None:
+    words = parse_words(FLAGS)
+    assert (words.nproc, words.resume, words.overwrite) == (2, "step-7", True)
+    assert (words.source, words.overrides) == (Path("a.yaml"), (("a_b.c_d", -1),))
+    assert parse_words(["--resume", "a.yaml"]).resume == ""
+    assert parse_words([]).resume is None
+
+
+def test_a_configuration_survives_its_tree_its_yaml_and_pickling(toy: Path) -> None:
+    words = ["--lora", "8", "--lora.targets", "[q_proj, v_proj]", "--toy.loss", "hinge"]
+    words += ["--data", "[a.jsonl, {path: b, columns: {prompt: question}}]", "--output", "'1'"]
+    request = read_config("toy", overrides=[*GIVEN, *words])
+    config = request.config
+    file = yaml_file(toy, yaml.safe_dump(to_tree(config)))
+    again = read_config("toy", source=Path(file)).config
+    assert again == config
+    assert changed_keys(yaml.safe_load(Path(file).read_text()), to_tree(config)) == {}
+    assert pickle.loads(pickle.dumps(request)) == request
+
+
+@pytest.mark.parametrize("words", [[], ["--lora", "8"], [*GIVEN, "--data.eval", "[a, b]"]])
+def test_what_is_printed_reads_back_to_the_same(toy: Path, words: list[str]) -> None:
+    config = read_config("toy", overrides=words, inputs=False).config
+    text = describe(read_config("toy", overrides=words, inputs=False))
+    assert read_config("toy", overrides=[yaml_file(toy, text)], inputs=False).config == config
+    assert max(len(line) for line in text.splitlines() if "#" in line) <= 100
+
+
+def test_what_is_printed_has_the_documentation_of_each_field(toy: Path) -> None:
+    text = describe(read_config("toy", overrides=["--lora.rank", "4"], inputs=False))
+    assert "by LoRA: ten times the default of toy" in text
+    assert (
+        "\n# A toy workflow.\ntoy:\n  # Strength of the toy.\n  beta: 0.1\n"
+        "  # Which loss, with a text that is long enough to be wrapped over two lines of comment "
+        "when it is\n  # printed: really. (one of sigmoid, hinge)\n  loss: sigmoid\n"
+    ) in text
+    off = describe(read_config("toy", inputs=False))
+    assert "\nlora: null\n  # Rank of the update.\n  # rank: 16\n" in off
+    assert "An entry has path, subset, split, weight, limit, columns." in text
+
+
+def test_every_field_of_core_is_documented() -> None:
+    for section in attrs.fields(Config):
+        cls = section_class(section.type) or Config
+        for item in attrs.fields(cls) if cls is not Config else (section,):
+            assert field_docs(cls).get(item.name), f"{section.name}.{item.name}"
+
+
+def test_changed_keys_are_leaves() -> None:
+    old = {"optim": {"lr": 1, "clip": 1}, "lora": None, "gone": 1}
+    new = {"optim": {"lr": 2, "clip": 1}, "lora": {"rank": 8}}
+    assert changed_keys(old, new) == {
+        "optim.lr": (1, 2),
+        "lora": (None, {"rank": 8}),
+        "gone": (1, None),
+    }
+
+
+def test_foreign_names_lead_to_settings_that_exist_and_are_none_themselves() -> None:
+    for name, ours in FOREIGN.items():
+        section, _, field = ours.partition(".")
+        if hasattr(Config, section) and field:
+            config: Any = Config()
+            assert section == "lora" or hasattr(getattr(config, section), field), name
+        assert not hasattr(Config, name), name
+
+
+def test_a_trainer_and_a_backend_cannot_share_a_name() -> None:
+    with pytest.raises(RLHFError) as caught:
+        config_class("same", OptimConfig, "same", OptimConfig)
+    assert str(caught.value) == (
+        "trainer and backend are both called 'same': choose another backend"
+    )
+
+
+def test_a_field_without_a_default_is_asked_for() -> None:
+    _, told = structure({"data": {"train": {"weight": 1}}}, Config)
+    assert told == ["data.train.0.path: has no default: give it"]

@@ -1,0 +1,180 @@
+"""The order of a run and its loader: the same rows on any number of ranks and workers, from any
+step, and no hang."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+
+from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
+from rlhf.data.example import Answer, Example
+from rlhf.data.loader import RunOrder, batches_from
+from rlhf.data.tokenise import Examples, prepare
+from rlhf.engine import Mesh
+from rlhf.trainer import Trainer
+
+NUM_ROWS = 53
+
+
+class Numbers(Trainer):
+    """Rows of different lengths."""
+
+    rows = None
+
+    def example(self, row: Any) -> Example:
+        if row["number"] == self.config.deadly:
+            return Example([1], [Answer([1])], {"weight": 1.0})
+        length = 1 + row["number"] * 7 % 13
+        return Example([row["number"]] * 2, [Answer([row["number"]] * length)], {"weight": 1.0})
+
+    def setup(self, run: Any) -> None: ...
+    def loss(self, batch: Any) -> Any: ...
+
+
+@frozen
+class Section:
+    """A section without meaning."""
+
+    deadly: int = -1
+
+
+class NoTokenizer:
+    """Raw rows need none; the cache asks it for its vocabulary."""
+
+    is_fast = False
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
+    chat_template = None
+    eos_token_id = bos_token_id = bos_token = None
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+    all_special_ids: list[int] = []  # noqa: RUF012
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __call__(self, text: Any, **keywords: Any) -> dict[str, list[int]]:
+        return {"input_ids": [0]}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"number": n}) + "\n" for n in range(NUM_ROWS)))
+    return Config(
+        data=DataConfig(train=(DataEntry(path=str(path)),)),
+        batch=BatchConfig(size=10, tokens=40),
+        train=TrainConfig(seed=4),
+    )
+
+
+@pytest.fixture
+def examples(config: Config) -> Examples:
+    return prepare(config, Numbers(Section(), None), NoTokenizer(), which="train")
+
+
+def order(
+    examples: Examples, config: Config, rank: int = 0, world: int = 1, **keywords: Any
+) -> RunOrder:
+    return RunOrder.for_training(examples, config, Mesh(rank=rank, world=world, **keywords))
+
+
+def test_every_rank_knows_the_same_step_and_takes_its_own_part(
+    examples: Examples, config: Config
+) -> None:
+    for number in (0, 5, 6, 11):
+        alone = order(examples, config).step(number)
+        plans = [order(examples, config, rank, 3).step(number) for rank in range(3)]
+        for plan in plans:
+            assert list(plan.rows) == list(alone.rows)
+            assert plan.totals == alone.totals
+            assert len(plan.micro) == len(plans[0].micro)
+        taken = [row for plan in plans for rows in plan.micro for row in rows]
+        assert sorted(taken) == sorted(alone.rows)
+
+
+def test_totals_are_counted_before_any_batch_is_made(examples: Examples, config: Config) -> None:
+    plan = order(examples, config).step(2)
+    assert plan.totals["examples"] == plan.totals["answers"] == 10
+    assert plan.totals["tokens"] == sum(plan.lengths - 2)
+    assert plan.totals["labels"] == 0
+
+
+def test_the_last_step_of_an_epoch_takes_what_is_left(examples: Examples, config: Config) -> None:
+    course = order(examples, config)
+    assert course.steps_per_epoch == 6
+    assert [len(course.step(number).rows) for number in range(7)] == [10] * 5 + [3, 10]
+    assert [course.step(number).epoch for number in (5, 6)] == [0, 1]
+    assert course.step(5).epoch_done == 1.0
+    for epoch in range(2):
+        rows = np.concatenate([course.step(epoch * 6 + place).rows for place in range(6)])
+        assert sorted(rows) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_in_the_order_of_the_plan_from_any_step(
+    examples: Examples, config: Config, workers: int
+) -> None:
+    course = order(examples, config, 1, 2)
+    for first in (0, 4):
+        source = batches_from(course, first_step=first, workers=workers)
+        for number in range(first, first + 9):
+            for rows in course.step(number).micro:
+                batch = next(source)
+                assert batch.rows == tuple(rows)
+                assert len(batch.values["weight"]) == len(rows)
+        del source
+
+
+def test_evaluation_reads_every_row_once_and_ends(examples: Examples, config: Config) -> None:
+    seen: list[int] = []
+    for rank in range(2):
+        course = RunOrder.for_evaluation(examples, config, Mesh(rank=rank, world=2))
+        for batch in batches_from(course, workers=1):
+            seen += batch.rows
+    assert sorted(seen) == list(range(NUM_ROWS))
+
+
+def test_accelerators_see_few_lengths_within_the_budget(examples: Examples, config: Config) -> None:
+    course = RunOrder(examples=examples, size=10, tokens=40, round_to=8)
+    lengths = {len(next(batches_from(course, first_step=n)).tokens) for n in range(12)}
+    assert lengths <= {8, 16, 24, 32, 40}
+
+
+class Deadly(Examples):
+    """Kills the process that reads example 5."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(number)
+
+
+def test_a_worker_that_dies_is_an_error_and_no_hang(examples: Examples, config: Config) -> None:
+    deadly = Deadly(*examples.__reduce__()[1])
+    course = RunOrder(examples=deadly, size=10, tokens=40, shuffle=False)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(batches_from(course, workers=1))
+
+
+def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:
+    class Threads(Examples):
+        def __getitem__(self, number: Any) -> Any:
+            assert torch.get_num_threads() == 1
+            return super().__getitem__(number)
+
+    course = RunOrder(
+        examples=Threads(*examples.__reduce__()[1]), size=10, tokens=40, shuffle=False
+    )
+    assert len(list(batches_from(course, workers=1))) > 0
+
+
+def test_rows_are_named_by_file_and_line(examples: Examples, config: Config) -> None:
+    path = config.data.train[0].path
+    assert order(examples, config).row_names([0, 7]) == f"{path} line 1, {path} line 8"
+    assert order(examples, config).row_names(range(9)).endswith(f"{path} line 5 and 4 more")

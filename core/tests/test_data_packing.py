@@ -1,0 +1,129 @@
+"""Packed batches against a plain loop over every path, and the way through a worker process."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.data.example import Answer, Example
+from rlhf.data.loader import Parcel
+from rlhf.data.packing import filler, pack, paths
+
+NAN = float("nan")
+PAIR = Example(
+    [1, 2, 3],
+    [Answer([4, 5]), Answer([6, 7, 8], [False, True, True])],
+    {"margin": 0.5, "rank": [1.0, 2.0], "label": [[NAN, 1.0], [NAN, NAN, 0.25]]},
+)
+BARE = Example(
+    [], [Answer([9, 10, 11])], {"margin": -1.0, "rank": [3.0], "label": [[0.0, NAN, NAN]]}
+)
+
+
+def test_two_trees_are_packed_as_worked_by_hand() -> None:
+    batch = pack([PAIR, BARE], [0, 1])
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]
+    assert batch.example.tolist() == [0] * 8 + [1] * 3
+    assert batch.branch.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 1, 1, 1]
+    assert batch.predict_at.tolist() == [3, 4, 6, 7, 9, 10]
+    assert batch.predict_from.tolist() == [2, 3, 5, 6, 8, 9]
+    assert batch.predict.tolist() == [4, 5, 7, 8, 10, 11]
+    assert batch.answer.tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.answer_example.tolist() == [0, 0, 1]
+    assert batch.answer_end.tolist() == [4, 7, 10]
+    assert batch.spans == ((3, (2, 3)), (0, (3,)))
+    assert batch.rows == (0, 1)
+
+
+def test_the_first_token_of_a_second_answer_is_predicted_from_the_prompts_end() -> None:
+    batch = pack([Example([1, 2], [Answer([3]), Answer([4])])], [0])
+    assert batch.predict_from.tolist() == [1, 1]
+    assert batch.predict_at.tolist() == [2, 3]
+
+
+def test_values_stand_per_example_answer_and_token() -> None:
+    batch = pack([PAIR, BARE], [1, 0], round_to=8)
+    assert batch.values["margin"].tolist() == [-1.0, 0.5]
+    assert batch.values["rank"].tolist() == [3.0, 1.0, 2.0]
+    label = batch.values["label"]
+    given = ~label.isnan()
+    assert given.nonzero().flatten().tolist() == [0, 7, 10]
+    assert label[given].tolist() == [0.0, 1.0, 0.25]
+    assert len(label) == len(batch.tokens) == 16
+
+
+def test_every_path_is_the_prompt_and_one_answer() -> None:
+    batch = pack([PAIR, BARE], [0, 1])
+    found = [(e, a, batch.tokens[rows].tolist()) for e, a, rows in paths(batch)]
+    assert found == [(0, 0, [1, 2, 3, 4, 5]), (0, 1, [1, 2, 3, 6, 7, 8]), (1, 2, [9, 10, 11])]
+    for _, _, rows in paths(batch):
+        assert batch.positions[rows].tolist() == list(range(len(rows)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_trees_agree_with_a_loop_over_their_paths(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+
+    def tokens(low: int) -> list[int]:
+        return draw.integers(1, 99, int(draw.integers(low, 9))).tolist()
+
+    examples = []
+    for _ in range(int(draw.integers(1, 6))):
+        answers = [tokens(1) for _ in range(int(draw.integers(1, 4)))]
+        masks = [(draw.random(len(answer)) < 0.7).tolist() for answer in answers]
+        examples.append(
+            Example(tokens(0), [Answer(a, m) for a, m in zip(answers, masks, strict=True)])
+        )
+    batch = pack(examples, range(len(examples)), round_to=16)
+    wanted = []
+    number = 0
+    for example in examples:
+        for answer in example.answers:
+            path = [*example.prompt, *answer.tokens]
+            for place, trained in enumerate(answer.trained or [], start=len(example.prompt)):
+                if trained and place:
+                    wanted.append((number, path[place - 1], path[place]))
+            number += 1
+    found = zip(
+        batch.answer.tolist(),
+        batch.tokens[batch.predict_from].tolist(),
+        batch.predict.tolist(),
+        strict=True,
+    )
+    assert list(found) == wanted
+    assert batch.predict.equal(batch.tokens[batch.predict_at])
+    assert len(batch.tokens) % 16 == 0
+
+
+def test_rounding_stays_within_the_budget() -> None:
+    assert len(pack([BARE], [0], round_to=8, at_most=5).tokens) == 5
+    rounded = pack([BARE], [0], round_to=8, at_most=100)
+    assert len(rounded.tokens) == 8
+    assert rounded.example.tolist() == [0] * 3 + [-1] * 5
+
+
+def test_a_filler_has_tokens_and_empty_values_but_no_examples() -> None:
+    batch = filler()
+    assert len(batch.tokens) == 2
+    assert batch.example.tolist() == [-1, -1]
+    assert (batch.num_examples, batch.num_answers, len(batch.predict)) == (0, 0, 0)
+    empty = pack([PAIR], [], round_to=4)
+    assert len(empty.tokens) == 4
+    assert len(empty.values["margin"]) == len(empty.values["rank"]) == 0
+    assert empty.values["label"].isnan().all()
+
+
+def test_extra_inputs_follow_each_other() -> None:
+    rows = [Example([1], [Answer([2])], {}, {"pixels": [[float(n)]]}) for n in range(2)]
+    assert pack(rows, [0, 1]).inputs["pixels"].tolist() == [[0.0], [1.0]]
+
+
+def test_a_parcel_gives_back_the_very_batch() -> None:
+    for batch in (pack([PAIR, BARE], [0, 1], round_to=8), filler({"margin": "example"})):
+        again = Parcel.of(batch).unpack()
+        for name in ("tokens", "positions", "branch", "predict_from", "predict", "answer_end"):
+            assert torch.equal(getattr(again, name), getattr(batch, name))
+        assert again.values.keys() == batch.values.keys()
+        for name, value in batch.values.items():
+            assert torch.equal(again.values[name].nan_to_num(-9), value.nan_to_num(-9))
+        assert (again.spans, again.rows) == (batch.spans, batch.rows)

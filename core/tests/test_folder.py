@@ -1,0 +1,100 @@
+"""The run folder: chosen, locked, cut back, and never overwritten by accident."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError
+from rlhf.folder import RunFolder, choose
+
+
+def request(output: Path | None, *, resume: str | None = None, overwrite: bool = False) -> Any:
+    config = Config(output=None if output is None else str(output))
+    return SimpleNamespace(name="sft", config=config, resume=resume, overwrite=overwrite)
+
+
+def with_run(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    return folder
+
+
+def test_without_output_the_first_free_number_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sft-1").mkdir(parents=True)
+    assert choose(request(None)) == Path("runs/sft-2")
+
+
+def test_a_folder_that_holds_a_run_needs_a_word(tmp_path: Path) -> None:
+    folder = with_run(tmp_path / "run")
+    with pytest.raises(RLHFError) as error:
+        choose(request(folder))
+    assert str(error.value) == (
+        f"{folder} already holds a run: go on with --resume, replace it with --overwrite, "
+        "or give another --output"
+    )
+    assert choose(request(folder, resume="")) == folder
+    assert choose(request(folder, overwrite=True)) == folder
+
+
+def test_resume_without_output_says_what_is_missing() -> None:
+    with pytest.raises(RLHFError) as error:
+        choose(request(None, resume=""))
+    assert str(error.value) == "--resume needs to know the run folder: give it with --output"
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(RLHFError) as error:
+        choose(request(tmp_path / "notes"))
+    assert str(error.value) == f"output {tmp_path / 'notes'} is a file: give a folder"
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    import os
+
+    first = RunFolder(tmp_path, fresh=True)
+    with pytest.raises(RLHFError) as error:
+        RunFolder(tmp_path, fresh=True)
+    assert str(error.value) == (
+        f"{tmp_path} is being written by another run (process {os.getpid()}): "
+        "wait for it or give another --output"
+    )
+    first.close()
+    RunFolder(tmp_path, fresh=True).close()
+
+
+def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder(tmp_path, fresh=True).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
+
+
+def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_goes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, fresh=True)
+    for step in (1, 2, 3):
+        folder.append_metrics({"step": step, "loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "lo')
+    folder.cut_metrics(2)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    folder.close()
+
+
+def test_versions_hold_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    folder = RunFolder(tmp_path, fresh=True)
+    folder.write_versions(trainer="sft", trust_remote_code=False)
+    written = (tmp_path / "versions.json").read_text()
+    assert "hf_secret" not in written
+    assert json.loads(written)["torch"]
+    folder.close()

@@ -1,0 +1,285 @@
+"""Hooks behind the gateways: who answers, who wraps, and every implementation that cannot work."""
+
+import inspect
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhf.schedule  # noqa: F401  The fixture `install` hides torch.
+from rlhf.config.reader import read_config
+from rlhf.errors import RLHFError
+from rlhf.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
+from rlhf.hookspecs import BackendHooks, ObserverHooks, hookimpl
+from rlhf.registry import load_object
+
+Install = Callable[..., Path]
+HERE = __name__
+NAMES = [name for name in vars(BackendHooks) if not name.startswith("_")]
+
+
+def backend(*, without: str = "build_schedule", **instead: Any) -> Any:
+    """A backend that answers each hook with the hook's name and its arguments."""
+    body: dict[str, Any] = {}
+    for name in NAMES:
+        if name != without:
+            parameters = list(inspect.signature(getattr(BackendHooks, name)).parameters)
+            scope: dict[str, Any] = {}
+            exec(f"def {name}({', '.join(parameters)}): return '{name}', locals()", scope)
+            body[name] = hookimpl(scope[name])
+    return type("Backend", (), {**body, **instead, "__module__": HERE})()
+
+
+def refused(*arguments: Any, **keywords: Any) -> str:
+    with pytest.raises(RLHFError) as caught:
+        build_gateways(*arguments, **keywords)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gateway", "specs"), [(BackendGateway, BackendHooks), (ObserverGateway, ObserverHooks)]
+)
+def test_a_gateway_has_each_hook_with_its_types_and_keywords_only(
+    gateway: type, specs: type
+) -> None:
+    names = {name for name in vars(specs) if not name.startswith("_")}
+    assert {name for name in vars(gateway) if not name.startswith("_")} == names
+    for name in names:
+        asked = inspect.signature(getattr(gateway, name))
+        given = inspect.signature(getattr(specs, name))
+        assert asked.return_annotation == given.return_annotation
+        assert list(asked.parameters) == list(given.parameters)
+        for key in list(given.parameters)[1:]:
+            assert asked.parameters[key].annotation == given.parameters[key].annotation
+            assert asked.parameters[key].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_method_asks_its_hook_with_all_arguments(name: str) -> None:
+    gateway, _ = build_gateways(backend(without=""))
+    arguments = {key: object() for key in inspect.signature(getattr(gateway, name)).parameters}
+    hook, given = getattr(gateway, name)(**arguments)
+    del given["self"]
+    assert (hook, given) == (name, arguments)
+
+
+def test_an_extension_edits_the_plan_and_the_first_is_the_outermost() -> None:
+    class Outer:
+        @hookimpl(wrapper=True)
+        def configure_zero(self, model_shape: Any) -> Generator[None, Any, Any]:
+            return ["outer", model_shape, *(yield)]
+
+    class Inner:
+        @hookimpl(wrapper=True)
+        def configure_zero(self) -> Generator[None, Any, Any]:
+            return ["inner", *(yield)]
+
+    gateway, _ = build_gateways(backend(), [Outer(), Inner()])
+    plan = gateway.configure_zero(config="c", mesh="m", model_shape="s")  # type: ignore[arg-type]
+    assert plan[:4] == ["outer", "s", "inner", "configure_zero"]  # type: ignore[index]
+
+
+def test_observers_are_called_in_the_order_in_which_they_are_named() -> None:
+    heard: list[tuple[str, Any]] = []
+
+    class Observer:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @hookimpl
+        def on_step(self, step: int) -> None:
+            heard.append((self.name, step))
+
+    _, observers = build_gateways(backend(), observers=[Observer("first"), Observer("second")])
+    observers.on_step(run=None, step=3, metrics={})
+    observers.on_finish(run=None, error=None)
+    assert heard == [("first", 3), ("second", 3)]
+
+
+def test_core_answers_build_schedule_where_the_backend_does_not() -> None:
+    import torch
+
+    from rlhf.config.sections import Config
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    gateway, _ = build_gateways(backend())
+    schedule = gateway.build_schedule(optimizer=optimizer, config=Config(), steps=10)
+    assert schedule.get_last_lr() == [1.0]
+    gateway, _ = build_gateways(backend(without=""))
+    answer = gateway.build_schedule(optimizer=optimizer, config=Config(), steps=10)
+    assert answer[0] == "build_schedule"  # type: ignore[index]
+
+
+def test_a_backend_that_lacks_a_hook_is_refused() -> None:
+    assert refused(backend(without="prepare")) == f"backend {HERE}.Backend lacks the hook 'prepare'"
+    unmarked = backend(prepare=lambda self, model: model)
+    assert refused(unmarked) == (
+        f"backend {HERE}.Backend lacks the hook 'prepare'; it has a method of that name "
+        "without @hookimpl"
+    )
+
+
+def test_a_backend_hook_has_one_implementation() -> None:
+    again = hookimpl(specname="setup_mesh")(lambda self, config: config)
+    assert refused(backend(start=again)) == (
+        f"backend {HERE}.Backend implements 'setup_mesh' twice: one answer is possible"
+    )
+
+
+def test_an_answer_of_none_is_refused() -> None:
+    gateway, _ = build_gateways(backend(setup_mesh=hookimpl(lambda self, config: None)))
+    with pytest.raises(RLHFError) as caught:
+        gateway.setup_mesh(config=None)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "the hook 'setup_mesh' gave None: the backend or an extension forgot its return"
+    )
+
+
+class Rival:
+    @hookimpl
+    def setup_mesh(self, config: Any) -> Any:
+        return config
+
+
+class Misspelt:
+    @hookimpl(wrapper=True)
+    def confgure_zero(self, config: Any) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class Later:
+    @hookimpl(wrapper=True, optionalhook=True)
+    def hook_of_a_later_core(self, config: Any) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class Unknown:
+    @hookimpl(wrapper=True)
+    def configure_zero(self, config: Any, model: Any) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class Default:
+    @hookimpl(wrapper=True)
+    def configure_zero(self, mesh: Any = None) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class KeywordOnly:
+    @hookimpl(wrapper=True)
+    def configure_zero(self, *, mesh: Any) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class Gathered:
+    @hookimpl(wrapper=True)
+    def configure_zero(self, **everything: Any) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+class Meddler:
+    @hookimpl
+    def setup_mesh(self, config: Any) -> Any:
+        return config
+
+
+@pytest.mark.parametrize(
+    ("extension", "told"),
+    [
+        (
+            Rival,
+            "'setup_mesh' is not @hookimpl(wrapper=True): an extension may only wrap hooks",
+        ),
+        (
+            Misspelt,
+            "'confgure_zero' is not a hook of extensions; did you mean 'configure_zero'?",
+        ),
+        (
+            Unknown,
+            "'configure_zero' takes 'model', which the hook does not give; "
+            "it gives config, mesh, model_shape",
+        ),
+        (
+            Default,
+            "'configure_zero' takes 'mesh', with a default, and pluggy up to 1.6 then never fills "
+            "it: drop the default",
+        ),
+        (
+            KeywordOnly,
+            "'configure_zero' takes 'mesh', which pluggy never fills: name plain parameters",
+        ),
+        (
+            Gathered,
+            "'configure_zero' takes '**everything', which pluggy never fills: "
+            "name plain parameters",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_work_is_refused(extension: type, told: str) -> None:
+    assert refused(backend(), [extension()]) == f"extension {HERE}.{extension.__name__}: {told}"
+
+
+def test_a_hook_of_a_later_core_may_be_optional() -> None:
+    build_gateways(backend(), [Later()])
+
+
+def test_an_observer_implements_no_backend_hook() -> None:
+    assert refused(backend(), observers=[Meddler()]) == (
+        f"observer {HERE}.Meddler: 'setup_mesh' is not a hook of observers"
+    )
+
+
+HOOKS = """
+    import inspect
+    from rlhf.hookspecs import BackendHooks, hookimpl
+
+    class Plain: ...
+
+    for name, spec in list(vars(BackendHooks).items()):
+        if not name.startswith("_") and name != "build_schedule":
+            scope = {}
+            parameters = ", ".join(inspect.signature(spec).parameters)
+            exec(f"def {name}({parameters}): return '{name}'", scope)
+            setattr(Plain, name, hookimpl(scope[name]))
+
+    class Loud:
+        @hookimpl(wrapper=True)
+        def setup_mesh(self):
+            return (yield).upper()
+
+    class Listener:
+        heard = []
+        @hookimpl
+        def on_eval(self, step):
+            self.heard.append(step)
+"""
+
+
+def test_the_configuration_names_backend_extensions_and_observers(
+    toy: Path, install: Install
+) -> None:
+    groups = {
+        "extensions": {"loud": "toy_hooks:Loud", "broken": "toy_gone:Gone"},
+        "observers": {"ear": "toy_hooks:Listener"},
+    }
+    install("rlhf-ears", groups, {"toy_hooks": HOOKS})
+    words = ["--extensions", "[loud]", "--observers", "ear"]
+    request = read_config("toy", overrides=words)
+    hooks, observers = load_hooks(request.config)
+    assert hooks.setup_mesh(config=request.config) == "SETUP_MESH"
+    observers.on_eval(run=None, step=7, metrics={})
+    assert load_object("toy_hooks:Listener").heard == [7]
+    request = read_config("toy", overrides=["--extensions", "broken"])
+    with pytest.raises(RLHFError) as caught:
+        load_hooks(request.config)
+    assert str(caught.value) == (
+        "extension 'broken' of rlhf-ears 1.0 does not import: ModuleNotFoundError: "
+        "No module named 'toy_gone' (`python -c 'import toy_gone'` shows where)"
+    )
+    with pytest.raises(RLHFError) as caught:
+        read_config("toy", overrides=["--extensions", "lod"])
+    assert str(caught.value) == (
+        "no extension 'lod' is installed (did you mean 'loud'?); "
+        "installed: broken (rlhf-ears 1.0), loud (rlhf-ears 1.0)"
+    )

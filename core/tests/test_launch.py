@@ -1,0 +1,123 @@
+"""The launcher's promises: exit codes, SIGTERM, a save that takes too long, a parent that is
+killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.launch import PARENT, Ranks, join_slurm
+
+OK = "pass"
+FAILS_ON_RANK_1 = (
+    "import os, sys, time; sys.exit(2) if os.environ['RANK'] == '1' else time.sleep(60)"
+)
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(143)))
+open(sys.argv[1], "a").write("x")
+time.sleep(60)
+"""
+NEVER_SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "a").write("x")
+time.sleep(60)
+"""
+
+
+def ranks(code: str, *arguments: str, patience: float = 10.0) -> Ranks:
+    return Ranks([sys.executable, "-c", code, *arguments], 2, patience, grace=0.5)
+
+
+def terminate_once_both_wrote(path: Path) -> None:
+    while not path.exists() or len(path.read_text()) < 2:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ranks_that_all_succeed_give_zero() -> None:
+    assert ranks(OK).wait() == 0
+
+
+def test_the_first_rank_that_fails_ends_the_others_with_its_code() -> None:
+    started = ranks(FAILS_ON_RANK_1)
+    assert started.wait() == 2
+    assert all(process.poll() is not None for process in started.processes)
+
+
+def test_sigterm_reaches_every_rank_and_gives_143(tmp_path: Path) -> None:
+    started = ranks(SAVES, str(tmp_path / "up"))
+    threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
+    assert started.wait() == 143
+
+
+def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = ranks(NEVER_SAVES, str(tmp_path / "up"), patience=0.5)
+    threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
+    assert started.wait() == 143
+    assert capfd.readouterr().err == (
+        "error: the run was stopped and did not save within 0.5 s: raise checkpoint.stop_timeout\n"
+    )
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    child = (
+        "from rlhf.launch import die_with_parent; import time; "
+        "die_with_parent(); print(flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import sys; from rlhf.launch import Ranks; "
+        f"started = Ranks([sys.executable, '-c', {child!r}], 2, 10.0); "
+        "print(*[process.pid for process in started.processes], flush=True); started.wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    pids = [int(word) for line in lines for word in line.split()]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_ranks_know_their_place(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; e = os.environ; open(sys.argv[1] + e['RANK'], 'w').write("
+        f"' '.join([e['LOCAL_RANK'], e['WORLD_SIZE'], e['MASTER_ADDR'], e['{PARENT}']]))"
+    )
+    assert ranks(code, str(tmp_path / "rank")).wait() == 0
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text() == f"{rank} 2 127.0.0.1 {os.getpid()}"
+
+
+def test_slurm_tasks_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    join_slurm()
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+    assert found == ["5", "8", "1", "20123"]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name)

@@ -1,0 +1,201 @@
+"""Masks: the dense ones against the rule in words, the sparse ones of flex attention against the
+dense."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from rlhf.data.batch import PackedBatch
+from rlhf.model import attention
+from rlhf.model.masks import Tree, TreeMask, TreeTokens, block_mask, lowest_visible
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import blank_batch
+
+SPANS = (
+    ((5, (3, 4)), (0, (6,)), (7, (2, 2, 9))),
+    ((200, (90, 130)), (0, (40,)), (3, (300,)), (260, (5, 5, 5))),
+    ((1000, (24,)),),
+    (),
+)
+KINDS: dict[str, Any] = {
+    "full": None,
+    "sliding": sliding_window_causal_mask_function(6),
+    "wide": sliding_window_causal_mask_function(150),
+    "chunked": chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.long)),
+}
+
+
+def batch_of(spans: Any, multiple: int = 128) -> PackedBatch:
+    total = sum(prompt + sum(answers) for prompt, answers in spans) or 1
+    total = -(-total // multiple) * multiple
+    generator = torch.Generator().manual_seed(0)
+    return blank_batch(torch.randint(0, 50, (total,), generator=generator), spans)
+
+
+def mask_of(batch: PackedBatch, kind: str) -> TreeMask:
+    tree, function = Tree(batch), KINDS[kind]
+    return TreeMask(tree, None if function is None else lowest_visible(tree, function))
+
+
+def in_words(batch: PackedBatch, kind: str) -> Tensor:
+    """The rule token by token [T, T]."""
+    size, function = len(batch.tokens), KINDS[kind]
+    visible = torch.zeros(size, size, dtype=torch.bool)
+    none = torch.zeros(1, dtype=torch.long)
+    for query, key in itertools.product(range(size), repeat=2):
+        if key > query or batch.example[query] != batch.example[key]:
+            continue
+        if batch.example[query] < 0:
+            visible[query, key] = query == key
+        elif batch.branch[key] in (0, batch.branch[query]):
+            seen = function is None or function(
+                none, none, batch.positions[query : query + 1], batch.positions[key : key + 1]
+            )
+            visible[query, key] = bool(seen)
+    return visible
+
+
+def whole(mask: TreeMask) -> Tensor:
+    row = torch.arange(len(mask.tree.owner))
+    return mask.visible(None, None, row[:, None], row[None, :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mask_is_the_rule_of_the_tree_in_words(kind: str) -> None:
+    batch = batch_of(SPANS[0], multiple=20)
+    torch.testing.assert_close(whole(mask_of(batch, kind)), in_words(batch, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("multiple", [128, 50])
+def test_the_block_mask_leaves_nothing_out_and_calls_full_only_what_is(
+    spans: Any, kind: str, multiple: int
+) -> None:
+    mask = mask_of(batch_of(spans, multiple), kind)
+    dense, blocks = whole(mask), block_mask(mask)
+    size = len(dense)
+    for query in range(-(-size // 128)):
+        partial = blocks.kv_indices[0, 0, query, : blocks.kv_num_blocks[0, 0, query]].tolist()
+        full = blocks.full_kv_indices[0, 0, query, : blocks.full_kv_num_blocks[0, 0, query]]
+        assert not set(partial) & set(full.tolist())
+        for key in range(-(-size // 128)):
+            part = dense[query * 128 : (query + 1) * 128, key * 128 : (key + 1) * 128]
+            if key in full.tolist():
+                assert part.all()
+            elif key not in partial:
+                assert not part.any()
+
+
+def test_long_prompts_have_full_blocks_and_other_examples_none_at_all() -> None:
+    mask = mask_of(batch_of(((512, (256,)), (512, (256,)))), "full")
+    blocks = block_mask(mask)
+    assert blocks.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 5] * 2
+    assert blocks.kv_num_blocks[0, 0].tolist() == [1] * 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_flex_attention_under_the_block_mask_equals_the_product_per_example(
+    kind: str, softcap: float | None
+) -> None:
+    mask = mask_of(batch_of(SPANS[1]), kind)
+    generator = torch.Generator().manual_seed(0)
+    size = len(mask.tree.owner)
+    query, key, value = (
+        torch.randn(1, heads, size, 16, generator=generator) for heads in (4, 2, 2)
+    )
+    flexed = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=attention.capped(softcap),
+        block_mask=block_mask(mask),
+        scale=0.3,
+        enable_gqa=True,
+    )
+    options: dict[str, Any] = {"dropout": 0.0, "scale": 0.3, "softcap": softcap, "sinks": None}
+    split = attention.split_tree(query, key, value, mask, **options)
+    torch.testing.assert_close(flexed, split, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sink_takes_its_share_of_the_softmax() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    sinks = torch.tensor([0.5, -1.0])
+    options: dict[str, Any] = {"dropout": 0.0, "scale": 0.5, "softcap": None}
+    plain = attention.scored(query, key, value, None, sinks=None, **options)
+    sunk = attention.scored(query, key, value, None, sinks=sinks, **options)
+    scores = (query @ key.transpose(2, 3) * 0.5).masked_fill(
+        ~torch.ones(5, 5, dtype=torch.bool).tril(), float("-inf")
+    )
+    kept = torch.sigmoid(scores.logsumexp(-1) - sinks.view(1, 2, 1))
+    torch.testing.assert_close(sunk, plain * kept[..., None])
+
+
+def test_casts_and_views_keep_the_tree_and_other_changes_drop_it() -> None:
+    tree = Tree(batch_of(SPANS[0], multiple=20))
+    mask = TreeTokens.of(tree)
+    assert mask.to(dtype=torch.bool).tree is tree
+    assert mask.view(1, -1).tree is tree
+    assert mask.to(torch.long).tree is tree
+    assert not hasattr(mask[:, :4], "tree")
+    assert not hasattr(mask & mask, "tree")
+
+
+def tiny_llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        initializer_range=0.2,
+        **options,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_generation_and_padded_rows_are_handed_over_to_sdpa() -> None:
+    causal = tiny_llama().eval()
+    tokens = torch.tensor([[7, 7, 7, 1, 2, 3], [4, 5, 6, 7, 8, 9]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    own = causal.generate(input_ids=tokens, pad_token_id=0, **options)
+    module = PackedModel(causal)
+    assert causal.config._attn_implementation == attention.NAME
+    ours = module.model.generate(input_ids=tokens, pad_token_id=0, **options)
+    assert torch.equal(own, ours)
+
+
+def test_recomputation_changes_neither_hidden_states_nor_gradients() -> None:
+    batch = batch_of(SPANS[0], multiple=20)
+    found = []
+    for recompute in (False, True):
+        module = PackedModel(tiny_llama()).train()
+        if recompute:
+            module.causal.gradient_checkpointing_enable({"use_reentrant": False})
+        hidden = module(batch, lambda hidden, head, batch: {"hidden": hidden})["hidden"]
+        hidden[:36].square().sum().backward()
+        found.append((hidden.detach(), module.causal.model.embed_tokens.weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_filler_runs_and_backward_reaches_every_layer() -> None:
+    for path in ("tree", "packed", "padded", "separate"):
+        module = PackedModel(tiny_llama(), path=path)
+        read = module(batch_of(()), lambda hidden, head, batch: {"hidden": hidden[:0]})
+        read["hidden"].sum().backward()
+        grads = [p.grad for p in module.causal.model.layers.parameters()]
+        assert all(grad is not None and not grad.any() for grad in grads)

@@ -1,0 +1,197 @@
+"""Exported folders open in plain transformers and peft with the same weights, or the run says why
+not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf.config.sections import Config, LoraConfig, ModelConfig
+from rlhf.engine import Mesh, Plan
+from rlhf.errors import RLHFError
+from rlhf.model.adapter import merge_command
+from rlhf.model.export import save_model, save_tokenizer_and_generation, verify_export
+from rlhf.model.load import CHATML, load_model
+from rlhf.model.packed import PackedModel
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "untied": LlamaConfig(**SIZES),
+    "experts": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+    "merged experts": GptOssConfig(
+        **SIZES, head_dim=16, num_local_experts=3, num_experts_per_tok=2,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    ),
+}  # fmt: skip
+
+
+def module_of(family: str, **options: Any) -> PackedModel:
+    torch.manual_seed(0)
+    return PackedModel(AutoModelForCausalLM.from_config(FAMILIES[family], **options).eval())
+
+
+def logits(causal: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return causal.eval()(input_ids=torch.arange(3, 20)[None]).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_an_exported_model_opens_in_transformers_with_the_same_logits(
+    family: str, wrapped: bool, tmp_path: Path
+) -> None:
+    module = module_of(family)
+    state = module.state_dict() if wrapped else module.causal.state_dict()
+    save_model(module, {name: value.clone() for name, value in state.items()}, tmp_path)
+    verify_export(tmp_path, module)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    module.path = "separate"
+    torch.testing.assert_close(logits(again), logits(module.causal))
+    assert again.config._attn_implementation != "rlhf_tree"
+    assert "rlhf" not in (tmp_path / "config.json").read_text()
+
+
+def test_full_precision_weights_are_written_in_the_models_dtype(tmp_path: Path) -> None:
+    module = module_of("untied", dtype=torch.bfloat16)
+    state = {name: value.float() for name, value in module.state_dict().items()}
+    save_model(module, state, tmp_path)
+    verify_export(tmp_path, module)
+    written = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shards_are_verified_by_the_shapes_they_were_created_with(tmp_path: Path) -> None:
+    module = module_of("tied")
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    for parameter in module.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    save_model(module, state, tmp_path)
+    verify_export(tmp_path, module)
+
+
+def test_a_damaged_export_is_told(tmp_path: Path) -> None:
+    module = module_of("untied")
+    save_model(module, module.state_dict(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    rest = {name: value for name, value in weights.items() if name != "lm_head.weight"}
+    save_file(rest, file)
+    with pytest.raises(RLHFError) as caught:
+        verify_export(tmp_path, module)
+    assert str(caught.value) == (
+        f"the export in {tmp_path} is not whole: lm_head.weight is absent and must be [40, 32]; "
+        f"the "
+        f"checkpoint is untouched, run rlhf export on it"
+    )
+    save_file(rest | {"lm_head.weight": torch.zeros(40, 31)}, file)
+    with pytest.raises(RLHFError, match=r"lm_head.weight is \[40, 31\] and must be \[40, 32\]"):
+        verify_export(tmp_path, module)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(RLHFError, match=f"^the exported file {file} does not open again: "):
+        verify_export(tmp_path, module)
+
+
+def adapted(base: Path) -> PackedModel:
+    """A trained adapter over the model in `base`."""
+    config = Config(model=ModelConfig(path=str(base)), lora=LoraConfig(rank=4))
+    plan = Plan(stage=0, precision="fp32")
+    module = load_model(config, plan=plan, mesh=Mesh(), hooks=None)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+    return module
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_exported_alone_and_merges_into_its_base(
+    whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    module_of("tied").causal.save_pretrained(base)
+    module = adapted(base)
+    state = module.state_dict()
+    if not whole:
+        state = {name: value for name, value in state.items() if "lora_" in name}
+    save_model(module, state, adapter)
+    verify_export(adapter, module)
+    save_tokenizer_and_generation(module, tokenizer(), adapter)
+    module.path = "separate"
+    expected = logits(module.causal)
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(logits(again), expected)
+    assert merge_command(str(adapter), str(merged)) == 0
+    assert f"merged {adapter} into {base} and wrote {merged}" in capsys.readouterr().out
+    plain = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(merged).chat_template == CHATML
+    assert GenerationConfig.from_pretrained(merged).eos_token_id == [2, 1]
+
+
+def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as caught:
+        merge_command(str(tmp_path), str(tmp_path / "out"))
+    assert str(caught.value) == (f"{tmp_path} is no adapter folder: it has no adapter_config.json")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
+    )
+    with pytest.raises(RLHFError) as caught:
+        merge_command(str(tmp_path), str(tmp_path / "out"))
+    assert str(caught.value) == (
+        f"the base model {tmp_path}/gone of {tmp_path} does not load: correct "
+        f"base_model_name_or_path in its adapter_config.json"
+    )
+    with pytest.raises(RLHFError) as caught:
+        merge_command(str(tmp_path), str(tmp_path))
+    assert str(caught.value) == f"{tmp_path} is not empty: give a new folder"
+
+
+def tokenizer(*, template: str | None = CHATML) -> Any:
+    words = {"a": 0, "<eos>": 1, "<|im_end|>": 2, "<|im_start|>": 3, "<pad>": 4}
+    made = Tokenizer(models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    found.chat_template = template
+    return found
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, [2, 1]), (None, 1)])
+def test_generation_ends_where_the_trained_turn_ends(
+    template: str | None, ends: Any, tmp_path: Path
+) -> None:
+    module = module_of("tied")
+    save_model(module, module.state_dict(), tmp_path)
+    save_tokenizer_and_generation(module, tokenizer(template=template), tmp_path)
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == ends
+    assert generation.pad_token_id == 4
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == template

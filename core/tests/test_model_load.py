@@ -1,0 +1,313 @@
+"""Loading, adapters, freezing, groups of parameters, and the errors that a user can mend."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
+from rlhf.engine import Mesh, Plan
+from rlhf.errors import RLHFError
+from rlhf.model.load import load_model, load_tokenizer, model_shape, parameter_groups
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+}
+
+
+class WholeWeights:
+    """Stage 3 without shards: modules are made whole and filled from the state dict."""
+
+    def model_context(self, plan: Plan, role: str) -> Any:
+        return nullcontext()
+
+    def load_weights(self, module: Any, weights: Any, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        assert not unexpected
+        return tuple(missing)
+
+
+def load(config: Config, *, stage: int = 0, precision: str = "fp32") -> Any:
+    plan = Plan(stage=stage, precision=precision)
+    return load_model(config, plan=plan, mesh=Mesh(), hooks=WholeWeights())
+
+
+def saved(folder: Path, config: Any) -> str:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("llama"), LlamaConfig(**SIZES, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
+    return saved(tmp_path_factory.mktemp("mixtral"), config)
+
+
+def of(path: str, **sections: Any) -> Config:
+    model = sections.pop("model", {})
+    return Config(model=ModelConfig(path=path, **model), **sections)
+
+
+def logits(causal: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return causal.eval()(input_ids=torch.arange(3, 20)[None]).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_loaded_weights_are_those_of_transformers_at_every_stage(
+    family: str, stage: int, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(family)
+    module = load(of(path), stage=stage)
+    own = AutoModelForCausalLM.from_pretrained(path)
+    module.path = "separate"
+    assert torch.equal(logits(module.causal), logits(own))
+    head, embedding = module.causal.lm_head.weight, module.causal.get_input_embeddings().weight
+    assert (head is embedding) == (family == "llama")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_16_bit_weights_keep_their_rotary_frequencies_in_float32(
+    llama: str, precision: str, stage: int
+) -> None:
+    module = load(of(llama), precision=precision, stage=stage)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+    assert {buffer.dtype for buffer in module.buffers()} == {torch.float32}
+
+
+def test_random_weights_follow_the_seed_alone(llama: str) -> None:
+    def weights(seed: int, **options: Any) -> dict[str, torch.Tensor]:
+        config = of(llama, model={"init": "random"}, train=TrainConfig(seed=seed))
+        torch.rand(3)
+        return load(config, **options).state_dict()
+
+    first, sharded, other = weights(0), weights(0, stage=3), weights(1)
+    rounded = weights(0, precision="bf16")
+    name = "model.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first[name], sharded[name])
+    assert torch.equal(first[name].bfloat16(), rounded[name])
+    assert not torch.equal(first[name], other[name])
+
+
+def test_loading_leaves_the_generators_of_random_numbers_alone(llama: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    load(of(llama, model={"init": "random"}, lora=LoraConfig()))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adapter_trains_itself_alone_and_starts_the_same_everywhere(
+    llama: str, stage: int
+) -> None:
+    module = load(of(llama, lora=LoraConfig(rank=4)), stage=stage, precision="bf16")
+    assert isinstance(module.model, PeftModel)
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert not any("lm_head" in name or "embed" in name for name in trained)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    again = load(of(llama, lora=LoraConfig(rank=4)), precision="bf16").state_dict()
+    for name in trained:
+        assert torch.equal(module.state_dict()[name], again[name])
+    assert module.model.peft_config["default"].lora_alpha == 8
+
+
+def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> None:
+    module = load(of(llama, lora=LoraConfig(rank=4)))
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.5)
+    module.model.save_pretrained(tmp_path)
+    config = of(llama, model={"adapter": str(tmp_path)})
+    again = load(config)
+    trained = {name: p for name, p in again.named_parameters() if p.requires_grad}
+    assert all(bool((p == 0.5).all()) for name, p in trained.items() if "lora_B" in name)
+    assert sum(p.numel() for p in trained.values()) == model_shape(config).trainable
+
+
+def test_the_shape_is_counted_without_weights(llama: str) -> None:
+    config = of(llama)
+    shape = model_shape(config)
+    module = load(config)
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert shape.trainable == shape.parameters
+    assert shape.largest_layer == sum(p.numel() for p in module.causal.model.layers[0].parameters())
+    assert (shape.hidden, shape.layers, shape.vocabulary) == (16, 2, 40)
+
+
+def test_frozen_parameters_are_left_out_of_the_groups(llama: str) -> None:
+    module = load(of(llama, model={"freeze": ("*.layers.0.*", "model.embed_tokens.*")}))
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    assert all(".layers.0." in name or "embed_tokens" in name for name in frozen)
+    grouped = sum(len(group["params"]) for group in parameter_groups(module, 0.1))
+    assert grouped == sum(p.requires_grad for p in module.parameters())
+
+
+def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    module = load(of(saved(tmp_path, config)))
+    decayed, kept = parameter_groups(module, 0.1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert all(re.search(r"(wte|wpe|c_\w+)\.weight$", names[id(p)]) for p in decayed["params"])
+    assert all(re.search(r"bias$|ln_\w+\.weight$", names[id(p)]) for p in kept["params"])
+
+
+def test_a_flat_shard_decays_by_the_shape_it_was_created_with(llama: str) -> None:
+    module = load(of(llama))
+    whole = [len(group["params"]) for group in parameter_groups(module, 0.1)]
+    for parameter in module.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    assert [len(group["params"]) for group in parameter_groups(module, 0.1)] == whole
+
+
+def test_recomputation_works_under_an_adapter(llama: str) -> None:
+    module = load(of(llama, model={"recompute": "full"}, lora=LoraConfig(rank=2))).train()
+    assert module.causal.is_gradient_checkpointing
+    module.causal(input_ids=torch.arange(5)[None]).logits.sum().backward()
+    assert any(p.grad is not None for p in module.parameters())
+
+
+def failing(config: Config, **options: Any) -> str:
+    with pytest.raises(RLHFError) as caught:
+        load(config, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_path_that_is_no_model_is_told(tmp_path: Path) -> None:
+    assert failing(of(str(tmp_path / "nothing"))).startswith(
+        f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a model of the "
+        f"hub "
+        f"that can be read: "
+    )
+    assert failing(of("")) == "model.path is empty: give the folder or hub name of a model"
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "T5ForConditionalGeneration"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM"),
+        (T5Config(), "t5"),
+    ],
+)
+def test_what_is_no_causal_model_is_refused_before_weights_are_read(
+    config: Any, what: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    assert failing(of(str(tmp_path))) == (
+        f"model.path {tmp_path} is {what}, not a causal language model: choose one that "
+        f"transformers "
+        f"opens as AutoModelForCausalLM"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_a_head_is_refused(tmp_path: Path, stage: int) -> None:
+    LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    assert failing(of(str(tmp_path)), stage=stage) == (
+        f"{tmp_path} has no weights for lm_head.weight of LlamaForCausalLM: model.path must be a "
+        f"whole "
+        f"causal language model"
+    )
+
+
+def test_a_config_without_weights_says_how_to_make_some(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    message = failing(of(str(tmp_path)))
+    assert message.startswith(f"the weights of {tmp_path} do not load: ")
+    assert message.endswith("; check model.path, or set model.init to random for new weights")
+
+
+def test_a_pattern_that_freezes_nothing_names_what_is_near(llama: str) -> None:
+    assert failing(of(llama, model={"freeze": ("*.embed_token.*",)})).startswith(
+        "model.freeze pattern *.embed_token.* matches no parameter: near names are "
+        "model.embed_tokens.weight, "
+    )
+    assert failing(of(llama, model={"freeze": ("*",)})) == (
+        "model.freeze * leaves nothing to train: freeze less"
+    )
+
+
+def test_wrong_targets_of_an_adapter_are_told(llama: str) -> None:
+    assert failing(of(llama, lora=LoraConfig(targets=("q_porj",)))) == (
+        "lora.targets q_porj names no module of LlamaForCausalLM: its linear modules are "
+        "down_proj, "
+        "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    assert failing(of(llama, lora=LoraConfig(targets=("q_proj", "lm_head")))) == (
+        "lora.targets names the head lm_head, whose adapter would not reach the log-probabilities: "
+        "take it out"
+    )
+
+
+def test_four_bits_are_refused_where_they_cannot_be(llama: str) -> None:
+    assert failing(of(llama, model={"quantize": "nf4"})) == (
+        "model.quantize nf4 freezes the whole model: add lora to have something to train"
+    )
+    config = of(llama, model={"quantize": "nf4"}, lora=LoraConfig())
+    assert failing(config) == "model.quantize nf4 needs a CUDA device and this run is on cpu"
+    assert failing(config, stage=3) == (
+        "model.quantize nf4 cannot be sharded at ZeRO stage 3: choose stage 2 or less, or take "
+        "model.quantize out"
+    )
+
+
+def tokenizer_folder(folder: Path) -> str:
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0]['content'] }}")
+    turns = [{"role": "user", "content": "hi"}]
+
+    def rendered(template: str) -> str:
+        config = of("", model={"tokenizer": path}, data=DataConfig(chat_template=template))
+        return load_tokenizer(config).apply_chat_template(turns, tokenize=False)
+
+    assert rendered(str(own)) == "hi"
+    assert rendered("chatml") == "<|im_start|>user\nhi<|im_end|>\n"
+    with pytest.raises(RLHFError, match=r"^data.chat_template nosuch is no file: give a "):
+        rendered("nosuch")
+
+
+def test_a_missing_tokenizer_is_told(llama: str) -> None:
+    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*: name one with model"):
+        load_tokenizer(of(llama))

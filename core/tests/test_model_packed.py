@@ -1,0 +1,89 @@
+"""Rows unfolded from a packed batch, and passes that stay in step over ranks."""
+
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import blank_batch
+from rlhf.model.rows import padded_groups, padded_rows, padded_way_back, paths_of, unshared
+from rlhf.testing.ranks import ranks_fixture
+
+pair = ranks_fixture(2)
+
+SPANS = ((3, (2, 4)), (0, (5,)), (2, (1,)))
+
+
+def batch_of(spans: Any) -> Any:
+    total = sum(prompt + sum(answers) for prompt, answers in spans) + 2
+    return blank_batch(torch.arange(100, 100 + total), spans)
+
+
+def test_every_answer_gets_its_own_copy_of_the_prompt() -> None:
+    batch = batch_of(SPANS)
+    tokens = [batch.tokens[path.places].tolist() for path in paths_of(batch)]
+    assert tokens == [
+        [100, 101, 102, 103, 104],
+        [100, 101, 102, 105, 106, 107, 108],
+        [109, 110, 111, 112, 113],
+        [114, 115, 116],
+    ]
+
+
+def test_an_unshared_row_leads_back_to_every_token() -> None:
+    batch = batch_of(SPANS)
+    row, back = unshared(batch, multiple=8)
+    assert len(row.tokens) == 24
+    assert row.spans == ((5, ()), (7, ()), (5, ()), (3, ()))
+    assert row.positions[:12].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]
+    assert torch.equal(row.tokens[back][:-2], batch.tokens[:-2])
+    assert torch.equal(row.positions[back][:-2], batch.positions[:-2])
+
+
+def test_padded_groups_hold_no_more_than_their_share() -> None:
+    batch = batch_of(SPANS)
+    lengths = [[path.length for path in group] for group in padded_groups(batch, most=15)]
+    assert lengths == [[7, 5], [5, 3]]
+    assert [len(group) for group in padded_groups(batch, most=0)] == [1, 1, 1, 1]
+
+
+def test_padded_rows_lead_back_to_every_token() -> None:
+    batch = batch_of(SPANS)
+    groups = padded_groups(batch, most=15)
+    flat = torch.cat([padded_rows(batch, group).flatten() for group in groups])
+    assert torch.equal(flat[padded_way_back(batch, groups)][:-2], batch.tokens[:-2])
+
+
+def order_of_layers(path: Any) -> tuple[list[int], list[int]]:
+    """Which layers ran on this rank, forward and backward, where ranks have unequal work."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    causal = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=200, num_hidden_layers=2, **sizes)
+    )
+    forward: list[int] = []
+    backward: list[int] = []
+
+    def meet(order: list[int], index: int) -> None:
+        # As ZeRO-3 does with a layer's weights; unequal numbers of passes would hang here.
+        distributed.all_reduce(torch.ones(1))
+        order.append(index)
+
+    for index, layer in enumerate(causal.model.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: meet(forward, index))
+        layer.register_full_backward_pre_hook(lambda *_, index=index: meet(backward, index))
+    for parameter in causal.parameters():
+        parameter.ds_id = 0
+    module = PackedModel(causal, path=path)
+    batch = batch_of(SPANS if distributed.get_rank() == 0 else ())
+    read = module(batch, lambda hidden, head, batch: {"sum": hidden.sum()})
+    read["sum"].backward()
+    return forward, backward
+
+
+def test_ranks_with_unequal_rows_make_equally_many_passes(pair: Any) -> None:
+    for path, passes in (("separate", 4), ("padded", 2)):
+        first, second = pair.run(order_of_layers, path, timeout=60)
+        assert first == second == ([0, 1] * passes, [1, 0] * passes)

@@ -1,0 +1,160 @@
+"""The probe's ladder: what it finds out, and what it refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Phi3Config,
+)
+
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path, probe_batch
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+class PlainEngine(SimpleNamespace):
+    """An engine without a backend: the module is called as it is."""
+
+    stage, role, device = 0, "policy", torch.device("cpu")
+
+    def __call__(self, batch: Any, readout: Any) -> Any:
+        return self.module(batch, readout)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+
+def engine_of(causal: Any, precision: str = "fp32") -> Any:
+    return PlainEngine(module=PackedModel(causal), precision=precision)
+
+
+def seeded(make: Any, *args: Any) -> Any:
+    torch.manual_seed(0)
+    return make(*args)
+
+
+class DropsItsMask(LlamaForCausalLM):
+    """A Llama that rebuilds its mask, as a model with a pattern of its own might."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        inner = self.model.forward
+
+        def forward(
+            *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+        ) -> Any:
+            mask = None if attention_mask is None else attention_mask | attention_mask
+            return inner(*args, attention_mask=mask, position_ids=position_ids, **kwargs)
+
+        self.model.forward = forward  # type: ignore[method-assign]
+
+
+class AsksItsMask(LlamaForCausalLM):
+    """A Llama whose layers take their mask for a tensor."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs: (
+                kwargs["attention_mask"].shape and None
+                if kwargs["attention_mask"] is not None
+                else None
+            ),
+            with_kwargs=True,
+        )
+
+
+def test_a_model_that_drops_the_tree_is_found_out() -> None:
+    choice = choose_path(engine_of(seeded(DropsItsMask, LlamaConfig(**SIZES))), Mesh())
+    assert choice.path == "padded"
+    assert choice.reason.startswith("packed was off by ")
+
+
+def test_a_model_that_cannot_run_with_the_tree_is_told_by_its_error() -> None:
+    choice = choose_path(engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES))), Mesh())
+    assert str(choice) == (
+        "attention: padded rows with the model's own attention (packed failed with AttributeError: "
+        "'TreeMask' object has no attribute 'shape')"
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("config_class", [LlamaConfig, MixtralConfig])
+def test_rounding_to_16_bits_is_not_taken_for_an_error(precision: str, config_class: Any) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    causal = seeded(AutoModelForCausalLM.from_config, config_class(**SIZES)).to(dtype)
+    assert choose_path(engine_of(causal, precision), Mesh()).path == "tree"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_mask_is_found_in_16_bits_too(precision: str) -> None:
+    causal = seeded(DropsItsMask, LlamaConfig(**SIZES))
+    causal = causal.to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    assert choose_path(engine_of(causal, precision), Mesh()).path == "padded"
+
+
+def phi3_with_longrope() -> Any:
+    half = 32 // 2 // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * half,
+        "long_factor": [3.0] * half,
+    }
+    return Phi3Config(
+        **SIZES,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+
+
+def test_positions_that_depend_on_the_longest_row_run_one_path_at_a_time() -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, phi3_with_longrope())
+    assert str(choose_path(engine_of(causal), Mesh(), longest=100)) == (
+        "attention: one path at a time with the model's own attention (its longrope positions "
+        "depend "
+        "on the longest row beyond 64 tokens)"
+    )
+    assert choose_path(engine_of(causal), Mesh(), longest=60).path == "tree"
+
+
+def test_a_head_that_is_not_the_models_is_refused() -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES))
+    # The head reads the scale from the config, and Llama's forward does not.
+    causal.config.logit_scale = 2.0
+    with pytest.raises(RLHFError) as caught:
+        choose_path(engine_of(causal), Mesh())
+    assert str(caught.value) == (
+        "the logits of LlamaForCausalLM are not its head's weight, bias, scale and soft cap "
+        "applied to "
+        "the last hidden states (off by 1.0e+00): this family cannot be trained; choose another "
+        "model.path"
+    )
+
+
+def test_the_probe_reaches_beyond_the_window_but_not_beyond_the_longest_path() -> None:
+    config = LlamaConfig(**SIZES)
+    config.sliding_window = 700
+    engine = engine_of(seeded(AutoModelForCausalLM.from_config, config))
+    assert probe_batch(engine, 8192).spans[0] == (700, (24, 17))
+    assert probe_batch(engine, 100).spans[0] == (76, (24, 17))
+    assert len(probe_batch(engine, 100).tokens) % 128 == 0

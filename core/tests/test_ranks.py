@@ -1,0 +1,94 @@
+"""The pool of ranks: results by rank, failures told with their rank, and a pool that recovers."""
+
+import os
+import time
+
+import pytest
+from attrs import frozen
+from torch import distributed, ones
+
+from rlhf.testing.ranks import RankFailure, Ranks
+
+
+@frozen
+class Note:
+    """A class of a test file, to be pickled both ways."""
+
+    text: str
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def total(values, note):
+    tensor = ones(1) * values[distributed.get_rank()]
+    distributed.all_reduce(tensor)
+    return float(tensor), note, os.environ["RANK"]
+
+
+def process():
+    return os.getpid()
+
+
+def fail_on_one():
+    if distributed.get_rank() == 1:
+        print("what was printed")
+        raise ValueError("rank one has had enough")
+    distributed.barrier()
+
+
+def die_on_one():
+    if distributed.get_rank() == 1:
+        os._exit(7)
+    distributed.barrier()
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+def unpicklable():
+    return (number for number in range(2))
+
+
+def test_every_rank_runs_the_function_and_answers_in_order(pool):
+    answers = pool.run(total, [1.0, 2.0], Note("both"))
+    assert answers == [(3.0, Note("both"), "0"), (3.0, Note("both"), "1")]
+
+
+def test_the_processes_stay_between_runs(pool):
+    first = pool.run(process)
+    assert pool.run(process) == first
+    assert len(set(first)) == 2
+
+
+def test_a_failure_names_its_rank_and_the_pool_recovers(pool):
+    with pytest.raises(RankFailure) as error:
+        pool.run(fail_on_one)
+    text = str(error.value)
+    assert text.startswith("rank 1 of 2 in fail_on_one: Traceback")
+    assert "ValueError: rank one has had enough" in text
+    assert "what was printed" in text
+    assert pool.run(total, [1.0, 1.0], Note(""))[0][0] == 2.0
+
+
+def test_a_process_that_dies_is_told_with_its_exit_code(pool):
+    with pytest.raises(RankFailure) as error:
+        pool.run(die_on_one)
+    assert "rank 1 of 2 in die_on_one: the process died with exit code 7" in str(error.value)
+
+
+def test_a_rank_that_hangs_ends_with_the_timeout(pool):
+    with pytest.raises(RankFailure) as error:
+        pool.run(sleep, 60.0, timeout=0.5)
+    assert str(error.value) == "rank 0, 1 of 2 in sleep: no answer within 0.5 s"
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure(pool):
+    with pytest.raises(RankFailure) as error:
+        pool.run(unpicklable)
+    assert "in unpicklable: Traceback" in str(error.value)

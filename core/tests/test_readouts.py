@@ -1,0 +1,130 @@
+"""Log-probabilities by chunks against the plain formula, in value and gradient."""
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.model.head import Head
+from rlhf.model.probe import blank_batch
+from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
+
+HIDDEN, VOCABULARY = 6, 11
+
+
+def packed(num_predictions: int = 7) -> PackedBatch:
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    batch = blank_batch(tokens, ((3, (3, 4)),))
+    before = torch.tensor([2, 3, 4, 2, 6, 7, 8])[:num_predictions]
+    at = torch.tensor([3, 4, 5, 6, 7, 8, 9])[:num_predictions]
+    return evolve(
+        batch,
+        predict_from=before,
+        predict_at=at,
+        predict=tokens[at],
+        answer=torch.tensor([0, 0, 0, 1, 1, 1, 1])[:num_predictions],
+        answer_example=torch.tensor([0, 0]),
+        answer_end=torch.tensor([5, 9]),
+    )
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((10, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    )
+    return hidden, weight, bias
+
+
+def plain(hidden: Tensor, head: Head, batch: PackedBatch, temperature: float) -> Tensor:
+    logits = head.logits(hidden[batch.predict_from]) / temperature
+    return logits.log_softmax(-1)
+
+
+HEADS = [
+    {},
+    {"scale": 0.25},
+    {"softcap": 1.5},
+    {"scale": 3.0, "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", HEADS)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_gradients_are_those_of_the_plain_formula(
+    options: dict[str, float], chunk: int, temperature: float
+) -> None:
+    batch, weights = packed(), torch.linspace(-1, 2, 7)
+    found, wanted = [], []
+    for results, chunked in ((found, True), (wanted, False)):
+        hidden, weight, bias = inputs(torch.float32)
+        head = Head(weight=weight, bias=bias, **options)
+        if chunked:
+            read = token_logprobs(hidden, head, batch, chunk=chunk, temperature=temperature)
+            logprobs = read["logprobs"]
+        else:
+            full = plain(hidden, head, batch, temperature)
+            logprobs = full.gather(-1, batch.predict[:, None]).squeeze(-1)
+        (logprobs * weights).sum().backward()
+        results += [logprobs.detach(), hidden.grad, weight.grad, bias.grad]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_entropy_and_agreement_come_along_without_gradient() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    head, batch = Head(weight=weight), packed()
+    read = token_logprobs(hidden, head, batch, chunk=2)
+    full = plain(hidden, head, batch, 1.0)
+    torch.testing.assert_close(read["entropy"], -(full.exp() * full).sum(-1))
+    torch.testing.assert_close(read["correct"], (full.argmax(-1) == batch.predict).float())
+    assert not read["entropy"].requires_grad
+    assert not read["correct"].requires_grad
+
+
+def test_nothing_to_predict_still_runs_backward_and_gives_zeros() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    read = token_logprobs(hidden, Head(weight=weight, bias=bias), packed(0))
+    assert read["logprobs"].shape == (0,)
+    read["logprobs"].sum().backward()
+    for tensor in (hidden, weight, bias):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    weight = weight.detach()
+    token_logprobs(hidden, Head(weight=weight), packed())["logprobs"].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_a_16_bit_head_sums_its_gradient_in_float32() -> None:
+    batch = packed()
+    hidden, weight, _ = inputs(torch.bfloat16)
+    token_logprobs(hidden, Head(weight=weight), batch, chunk=1)["logprobs"].sum().backward()
+    exact_hidden, exact_weight, _ = inputs(torch.bfloat16)
+    head = Head(weight=exact_weight.float())
+    full = plain(exact_hidden.float(), head, batch, 1.0)
+    full.gather(-1, batch.predict[:, None]).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad, exact_weight.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_an_answers_logprob_is_the_sum_over_its_tokens() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    read = answer_logprobs(hidden, Head(weight=weight), packed(), chunk=2)
+    tokens = read["tokens/logprobs"]
+    torch.testing.assert_close(read["logprobs"], torch.stack((tokens[:3].sum(), tokens[3:].sum())))
+
+
+def test_hidden_states_are_read_at_the_asked_places() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    read = hidden_at(torch.tensor([9, 0]))(hidden, Head(weight=weight), packed())
+    torch.testing.assert_close(read["hidden"], hidden[[9, 0]])

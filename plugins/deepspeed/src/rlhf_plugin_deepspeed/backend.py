@@ -1,0 +1,154 @@
+"""The backend hooks of `rlhf.hookspecs`, answered with DeepSpeed."""
+
+import rlhf_plugin_deepspeed.quiet  # noqa: F401  isort: skip
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf.config.sections import Config
+from rlhf.engine import Mesh, ModelShape, Plan
+from rlhf.hookspecs import hookimpl
+from rlhf.model.export import save_model
+from rlhf_plugin_deepspeed import checkpoint, zero
+from rlhf_plugin_deepspeed import mesh as meshes
+from rlhf_plugin_deepspeed import optimizer as optimizers
+from rlhf_plugin_deepspeed.config import resolve
+from rlhf_plugin_deepspeed.engine import (
+    InferenceEngine,
+    TrainingEngine,
+    prepare_inference,
+    prepare_training,
+)
+from rlhf_plugin_deepspeed.weights import gathered, load, sharded_creation
+
+
+class DeepSpeedBackend:
+    """ZeRO 0 to 3 through DeepSpeed, on every accelerator that DeepSpeed knows, the CPU among
+    them."""
+
+    def __init__(self) -> None:
+        self._started_group = False
+
+    @hookimpl
+    def setup_mesh(self, config: Config) -> Mesh:
+        self._started_group = not distributed.is_initialized()
+        timeout = timedelta(minutes=config.backend_section.timeout)
+        mesh = meshes.join(config, timeout=timeout)
+        meshes.seed(config.train.seed, deterministic=config.train.deterministic)
+        return mesh
+
+    @hookimpl
+    def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
+        offloaded = resolve(config.backend_section).offload_optimizer
+        name, reason = optimizers.choose(offloaded=offloaded)
+        return zero.plan(
+            config, mesh, model_shape, memory=_memory(mesh), optimizer=name, reason=reason
+        )
+
+    @hookimpl
+    def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+        return sharded_creation(plan)
+
+    @hookimpl
+    def load_weights(
+        self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
+    ) -> tuple[str, ...]:
+        return load(module, weights, mesh)
+
+    @hookimpl
+    def build_optimizer(
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
+    ) -> Optimizer:
+        offloaded = "offload_optimizer" in plan.settings["zero_optimization"]
+        return optimizers.build(groups, config.optim, offloaded=offloaded)
+
+    @hookimpl
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        schedule: LRScheduler | None,
+        role: str,
+        plan: Plan,
+        mesh: Mesh,
+    ) -> InferenceEngine:
+        _use_cache(model, on=False)
+        if optimizer is None:
+            return prepare_inference(model, role=role, plan=plan, mesh=mesh)
+        return prepare_training(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
+
+    @hookimpl
+    def save_checkpoint(
+        self, engine: TrainingEngine, directory: Path, state: Mapping[str, Any]
+    ) -> bool:
+        checkpoint.save(engine, directory, state)
+        return True
+
+    @hookimpl
+    def load_checkpoint(self, engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
+        return checkpoint.load(engine, directory)
+
+    @hookimpl
+    def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
+        return checkpoint.read_weights(directory)
+
+    @hookimpl
+    def export_weights(self, engine: InferenceEngine, directory: Path) -> bool:
+        trained_only = checkpoint.is_adapter(engine.module)
+        values = dict(gathered(engine, trained_only=trained_only))
+        if engine.mesh.rank == 0:
+            module: Any = engine.module
+            save_model(module, values, directory)
+        engine.mesh.barrier()
+        return True
+
+    @hookimpl
+    def generation_context(self, engine: InferenceEngine) -> AbstractContextManager[Any]:
+        return _generation(engine)
+
+    @hookimpl
+    def close_mesh(self, mesh: Mesh) -> bool:
+        meshes.restore()
+        # A group that was there before belongs to whoever started it.
+        if self._started_group:
+            meshes.leave()
+        return True
+
+
+@contextmanager
+def _generation(engine: InferenceEngine) -> Iterator[dict[str, Any]]:
+    """Evaluation mode and the key-value cache on; at stage 3 ranks that are done wait for the
+    others."""
+    was_training = engine.module.training
+    engine.eval()
+    _use_cache(engine.module, on=True)
+    try:
+        with torch.no_grad():
+            yield {"synced_gpus": engine.stage == 3 and engine.mesh.world > 1}
+    finally:
+        _use_cache(engine.module, on=False)
+        engine.module.train(was_training)
+
+
+def _use_cache(model: nn.Module, *, on: bool) -> None:
+    """Training must not fill a key-value cache, generation is slow without: every model config
+    inside is told."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = on
+
+
+def _memory(mesh: Mesh) -> int:
+    """Bytes that one rank has: of an accelerator all, of a host's memory its share."""
+    total = get_accelerator().total_memory(mesh.local_rank)
+    return int(total) if mesh.device.type != "cpu" else int(total) // mesh.world

@@ -1,0 +1,150 @@
+"""What this backend can do, at which ZeRO stages and from which DeepSpeed version on: one table for
+the config's checks and for docs/backends.md."""
+
+import re
+from collections.abc import Collection
+from importlib import metadata
+
+from attrs import frozen
+
+from rlhf.errors import RLHFError
+
+LEAST = "0.19.0"
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@frozen(kw_only=True)
+class Capability:
+    """One row: a feature and where it holds."""
+
+    feature: str
+    setting: str
+    """The key that asks for it, or "" where it is always there."""
+    least: str = LEAST
+    """Least DeepSpeed version."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    precisions: tuple[str, ...] = PRECISIONS
+    excludes: tuple[str, ...] = ()
+    """Settings that it does not go with."""
+    optional_stage: bool = False
+    """Whether `stage: auto` picks a stage where it holds."""
+    alternative: str = ""
+    """What to do at another stage, as the end of an error's sentence."""
+
+
+CAPABILITIES = (
+    Capability(feature="ZeRO", setting="deepspeed.stage"),
+    Capability(
+        feature="optimizer on the CPU",
+        setting="deepspeed.offload_optimizer",
+        stages=(1, 2, 3),
+        optional_stage=True,
+        alternative="drop it or use the preset zero1_offload",
+    ),
+    Capability(
+        feature="parameters on the CPU",
+        setting="deepspeed.offload_param",
+        stages=(3,),
+        optional_stage=True,
+        excludes=("model.quantize",),
+        alternative="drop it or use the preset zero3_offload",
+    ),
+    Capability(
+        feature="small parameters kept whole",
+        setting="deepspeed.persistence_threshold",
+        stages=(3,),
+        alternative="drop it or set deepspeed.stage to 3",
+    ),
+    Capability(
+        feature="size of reduced and gathered buckets",
+        setting="deepspeed.bucket_size",
+        stages=(1, 2, 3),
+        optional_stage=True,
+        alternative="drop it or use the preset zero1",
+    ),
+    Capability(
+        feature="4-bit base under LoRA",
+        setting="model.quantize",
+        stages=(0, 1, 2),
+        precisions=("fp32", "bf16"),
+        excludes=("deepspeed.offload_param",),
+        optional_stage=True,
+        alternative="use the preset zero2, which shards what the adapter trains",
+    ),
+    Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
+    Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
+)
+
+
+def installed_version() -> str:
+    """DeepSpeed's version from its metadata, without importing it."""
+    return metadata.version("deepspeed")
+
+
+def check_version(version: str) -> None:
+    """Raise RLHFError for a DeepSpeed older than this backend needs."""
+    if _numbers(version) < _numbers(LEAST):
+        raise RLHFError(
+            f"deepspeed {version} is installed but {LEAST} is the least that trains right (0.18 "
+            "loses gradients at ZeRO-2 with the optimizer on the CPU): run pip install -U "
+            "deepspeed."
+        )
+
+
+def check_capabilities(settings: Collection[str], *, stage: int | str, version: str) -> None:
+    """Raise RLHFError for the first of `settings` that has no effect at `stage` or with
+    `version`."""
+    for row in CAPABILITIES:
+        if row.setting not in settings:
+            continue
+        if _numbers(version) < _numbers(row.least):
+            raise RLHFError(
+                f"{row.setting} needs deepspeed {row.least} or newer but {version} is installed: "
+                "run pip install -U deepspeed."
+            )
+        for other in row.excludes:
+            if other in settings:
+                raise RLHFError(f"{row.setting} does not go with {other}: drop one of the two.")
+        if stage not in row.stages and not (stage == "auto" and row.optional_stage):
+            raise RLHFError(
+                f"{row.setting} has no effect at ZeRO stage {stage}: it acts at "
+                f"{_listed(row.stages)} alone, so {row.alternative}."
+            )
+
+
+def stages_for(settings: Collection[str]) -> tuple[int, ...]:
+    """The stages at which all of `settings` act: what `stage: auto` may choose from."""
+    rows = [row for row in CAPABILITIES if row.setting in settings]
+    return tuple(stage for stage in range(4) if all(stage in row.stages for row in rows))
+
+
+def table() -> str:
+    """The capabilities as a Markdown table."""
+    lines = [
+        "| feature | setting | deepspeed | stages | precisions | not with |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in CAPABILITIES:
+        cells = (
+            row.feature,
+            f"`{row.setting}`" if row.setting else "",
+            f">= {row.least}",
+            ", ".join(map(str, row.stages)),
+            ", ".join(row.precisions),
+            ", ".join(f"`{name}`" for name in row.excludes),
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """0.19.10 is newer than 0.19.9: versions compare by number, never as text."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = tuple(int(part) for part in found.group().split(".")) if found else ()
+    return numbers + (0,) * (3 - len(numbers))
+
+
+def _listed(stages: tuple[int, ...]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {stages[0]} to {stages[-1]}"

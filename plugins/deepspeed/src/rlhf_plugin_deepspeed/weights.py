@@ -1,0 +1,113 @@
+"""Weights under ZeRO-3: created in shards, loaded and gathered one parameter at a time."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, distributed, nn
+
+from rlhf.engine import Mesh, Plan
+from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.engine import InferenceEngine
+
+
+def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
+    """In it parameters are sharded as they are made, at stage 3."""
+    if plan.stage < 3:
+        return nullcontext()
+    offloaded = "offload_param" in plan.settings["zero_optimization"]
+    # Init takes the dtype from the settings; told it by argument, it makes fp32 bf16 where there is
+    # no fp16.
+    return deepspeed.zero.Init(
+        config_dict_or_path=copy.deepcopy(plan.settings),
+        remote_device="cpu" if offloaded else None,
+    )
+
+
+def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> tuple[str, ...]:
+    """Fill a sharded `module` from rank 0's `weights`; returns the names they did not have.
+    Collective.
+
+    Raises RLHFError, on every rank alike, for a weight of another shape.
+    """
+    names = _names(module)
+    found, problem = _compare(names, weights) if mesh.rank == 0 else ([], "")
+    found, problem = mesh.gather((found, problem))[0]
+    if problem:
+        raise RLHFError(problem)
+    for parameter, source in zip(names, found, strict=True):
+        if source is None:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if weights is not None and mesh.rank == 0:
+                parameter.copy_(weights[source])
+    _load_buffers(module, weights, mesh)
+    return tuple(
+        aliases[0] for aliases, source in zip(names.values(), found, strict=True) if not source
+    )
+
+
+def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole value of each weight and buffer, on the host; values are empty but on rank 0.
+    Collective.
+
+    A tied weight comes under each of its names, as one tensor.
+    """
+    first = engine.mesh.rank == 0
+    for parameter, aliases in _names(engine.module).items():
+        if trained_only and not parameter.requires_grad:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            value = parameter.detach().to("cpu", copy=True) if first else torch.empty(0)
+        for name in aliases:
+            yield name, value
+    if trained_only:
+        return
+    for name, buffer in _buffers(engine.module):
+        yield name, buffer.detach().cpu()
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter with its names: a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _compare(
+    names: Mapping[nn.Parameter, list[str]], weights: Mapping[str, Tensor] | None
+) -> tuple[list[str | None], str]:
+    """Which key of `weights` fills each parameter, and what is wrong with the shapes."""
+    assert weights is not None, "rank 0 loads the weights"
+    found: list[str | None] = []
+    for parameter, aliases in names.items():
+        source = next((name for name in aliases if name in weights), None)
+        found.append(source)
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if source is not None and tuple(weights[source].shape) != shape:
+            return found, (
+                f"the weight {source} has the shape {list(weights[source].shape)} but the model "
+                f"wants {list(shape)}: model.path holds weights that do not belong to its "
+                "config.json."
+            )
+    return found, ""
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers of the state dict: those that are not persistent are computed, not loaded."""
+    kept = set(module.state_dict())
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
+
+
+def _load_buffers(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
+    for name, buffer in _buffers(module):
+        if weights is not None and mesh.rank == 0 and name in weights:
+            buffer.copy_(weights[name])
+        if mesh.world > 1:
+            value = buffer.to(mesh.device)
+            distributed.broadcast(value, src=0)
+            buffer.copy_(value)

@@ -1,0 +1,6 @@
+"""Two ranks and one, shared by all tests of the session."""
+
+from rlhf.testing.ranks import ranks_fixture
+
+pair = ranks_fixture(2)
+single = ranks_fixture(1)

@@ -1,0 +1,200 @@
+"""The section `deepspeed:` without DeepSpeed: presets, refusals word for word, the table, the
+stage."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+from rlhf.config.sections import ModelConfig
+from rlhf.engine import Mesh, ModelShape
+from rlhf.errors import RLHFError
+from rlhf.testing.problem import configure
+from rlhf_plugin_deepspeed import capabilities, zero
+from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, check, resolve
+
+DOCS = Path(__file__).parents[3] / "docs" / "backends.md"
+GIB = 2**30
+
+
+def config(**settings):
+    run = configure()
+    section = DeepSpeedConfig(**settings)
+    object.__setattr__(run, "section", section)
+    return run
+
+
+REFUSED = [
+    (
+        {"tensor_parallel": 2},
+        "deepspeed.tensor_parallel is 2 but this version spreads a model over ranks by ZeRO "
+        "alone: set it to 1 and use the preset zero3 for a model that does not fit one device.",
+    ),
+    (
+        {"sequence_parallel": 4},
+        "deepspeed.sequence_parallel is 4 but this version spreads a model over ranks by ZeRO "
+        "alone: set it to 1 and use the preset zero3 for a model that does not fit one device.",
+    ),
+    (
+        {"preset": "zero2", "stage": 3},
+        "deepspeed.stage is 3 but the preset zero2 is stage 2: give one of the two.",
+    ),
+    (
+        {"preset": "zero2_offload", "offload_optimizer": False},
+        "deepspeed.offload_optimizer is false but the preset zero2_offload puts the optimizer on "
+        "the CPU: use the preset zero2.",
+    ),
+    (
+        {"preset": "zero3_cpuoffload", "offload_param": False},
+        "deepspeed.offload_param is false but the preset zero3_cpuoffload puts the parameters on "
+        "the CPU: use the preset zero3.",
+    ),
+    (
+        {"stage": 0, "offload_optimizer": True},
+        "deepspeed.offload_optimizer has no effect at ZeRO stage 0: it acts at stages 1 to 3 "
+        "alone, so drop it or use the preset zero1_offload.",
+    ),
+    (
+        {"preset": "zero2", "offload_param": True},
+        "deepspeed.offload_param has no effect at ZeRO stage 2: it acts at stage 3 alone, so "
+        "drop it or use the preset zero3_offload.",
+    ),
+    (
+        {"stage": 1, "persistence_threshold": 0},
+        "deepspeed.persistence_threshold has no effect at ZeRO stage 1: it acts at stage 3 "
+        "alone, so drop it or set deepspeed.stage to 3.",
+    ),
+    (
+        {"persistence_threshold": 0},
+        "deepspeed.persistence_threshold has no effect at ZeRO stage auto: it acts at stage 3 "
+        "alone, so drop it or set deepspeed.stage to 3.",
+    ),
+    (
+        {"preset": "ddp", "bucket_size": 1000},
+        "deepspeed.bucket_size has no effect at ZeRO stage 0: it acts at stages 1 to 3 alone, so "
+        "drop it or use the preset zero1.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_would_have_no_effect_is_refused(settings, text):
+    with pytest.raises(RLHFError) as error:
+        check(config(**settings))
+    assert str(error.value) == text
+
+
+def test_a_quantized_base_is_refused_at_stage_3():
+    run = evolve(config(stage=3), model=ModelConfig(quantize="nf4"))
+    with pytest.raises(RLHFError) as error:
+        check(run)
+    assert str(error.value) == (
+        "model.quantize has no effect at ZeRO stage 3: it acts at stages 0 to 2 alone, so use "
+        "the preset zero2, which shards what the adapter trains."
+    )
+
+
+@pytest.mark.parametrize("preset", ["auto", *PRESETS])
+def test_every_preset_passes_the_check(preset):
+    check(config(preset=preset))
+
+
+def test_presets_fill_what_is_not_given():
+    assert resolve(DeepSpeedConfig()) == Resolved(
+        stage="auto", offload_optimizer=False, offload_param=False
+    )
+    assert resolve(DeepSpeedConfig(preset="zero1", offload_optimizer=True)) == Resolved(
+        stage=1, offload_optimizer=True, offload_param=False
+    )
+    assert resolve(DeepSpeedConfig(preset="zero3_cpuoffload", stage=3)) == Resolved(
+        stage=3, offload_optimizer=True, offload_param=True
+    )
+    assert resolve(DeepSpeedConfig(offload_param=True)).stage == 3
+
+
+def test_an_old_deepspeed_is_refused_by_number_not_by_text():
+    with pytest.raises(RLHFError) as error:
+        capabilities.check_version("0.18.9")
+    assert str(error.value) == (
+        "deepspeed 0.18.9 is installed but 0.19.0 is the least that trains right (0.18 loses "
+        "gradients at ZeRO-2 with the optimizer on the CPU): run pip install -U deepspeed."
+    )
+    for version in ("0.19.0", "0.19.10", "0.100.0", "1.0", "0.19.1+cu130", "0.20.0rc1"):
+        capabilities.check_version(version)
+    with pytest.raises(RLHFError):
+        capabilities.check_version("0.9.99")
+
+
+def test_the_docs_hold_the_table_of_capabilities():
+    text = DOCS.read_text(encoding="utf-8")
+    between = text.split("<!-- capabilities -->")[1].split("<!-- end of capabilities -->")[0]
+    assert between.strip() == capabilities.table()
+
+
+def test_the_record_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys; from rlhf_plugin_deepspeed import plugin; import "
+        "rlhf_plugin_deepspeed.config as c; c.installed_version(); print([m for m in ('torch', "
+        "'deepspeed', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+SHAPE = ModelShape(
+    parameters=7 * GIB,
+    trainable=7 * GIB,
+    largest_layer=GIB // 4,
+    hidden=4096,
+    layers=32,
+    vocabulary=32000,
+)
+
+
+def plan(world, memory, *, dtype="bf16", shape=SHAPE, **settings):
+    run = evolve(config(**settings), model=ModelConfig(dtype=dtype))
+    mesh = Mesh(world=world, device=torch.device("cpu"))
+    return zero.plan(run, mesh, shape, memory=memory, optimizer="FusedAdam", reason="")
+
+
+def test_auto_takes_the_first_stage_whose_states_fit():
+    # 7 Gi parameters in bf16: 14 GiB of weights, 14 of gradients, 84 of optimizer states.
+    assert plan(8, 200 * GIB).stage == 0
+    assert plan(8, 80 * GIB).stage == 1
+    assert plan(8, 48 * GIB).stage == 2
+    assert plan(8, 32 * GIB).stage == 3
+
+
+def test_the_summary_says_why():
+    assert plan(8, 80 * GIB).summary == (
+        "ZeRO 1 (the first whose states fit: 38.50 GiB in 60% of 80.0 GiB), bf16, 8 ranks, "
+        "FusedAdam"
+    )
+    assert plan(1, 80 * GIB).summary == (
+        "ZeRO 0 (no stage fits: 112.0 GiB of states, 60% of 80.0 GiB; offload or add ranks), "
+        "bf16, 1 rank, FusedAdam"
+    )
+    assert plan(2, 80 * GIB, preset="zero2_offload").summary == (
+        "ZeRO 2 (as asked), bf16, 2 ranks, FusedAdam, optimizer on the CPU"
+    )
+
+
+def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
+    assert plan(1, 140 * GIB, offload_optimizer=True).stage == 1
+
+
+def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():
+    settings = plan(2, 80 * GIB, stage=3, persistence_threshold=0).settings
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["fp16"]["auto_cast"] is False
+    assert settings["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert settings["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 200_000_000,
+        "allgather_bucket_size": 200_000_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 0,
+    }

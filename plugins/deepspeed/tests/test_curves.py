@@ -1,0 +1,133 @@
+"""The same curve at every stage, on one rank and two, and no step that does harm: real DeepSpeed on
+gloo."""
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from rlhf.testing.plain import PlainBackend
+from rlhf.testing.problem import Case, configure, follow
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.weights import gathered
+
+LAYOUTS = (
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2},
+    {"stage": 3, "persistence_threshold": 0},
+    {"preset": "zero1_offload"},
+    {"preset": "zero2_offload"},
+    {"preset": "zero3", "offload_optimizer": True, "persistence_threshold": 0},
+    {"preset": "zero3_offload", "persistence_threshold": 0},
+)
+STAGES = LAYOUTS[:4]
+EXACT = {"rel": 1e-5}
+
+
+def run(case):
+    """The outcome and the final weights, on whichever rank this is."""
+    backend = DeepSpeedBackend()
+    outcome, engine, mesh = follow(backend, case)
+    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    backend.close_mesh(mesh)
+    return outcome, weights
+
+
+def run_in_fp16(case):
+    """As `run`, with the CPU taken for an accelerator that has fp16."""
+    get_accelerator().is_fp16_supported = lambda: True
+    try:
+        return run(case)
+    finally:
+        del get_accelerator().is_fp16_supported
+
+
+def layout(**settings):
+    return configure(DeepSpeedConfig(**settings))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The curve in plain torch on one process, with clipping active."""
+    return follow(PlainBackend(), Case(config=configure()))[0]
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_ranks_follow_the_plain_curve_at_every_stage(pair, plain, settings, micro_batches):
+    case = Case(config=layout(**settings), micro_batches=micro_batches)
+    for outcome, _ in pair.run(run, case):
+        assert outcome.losses == pytest.approx(plain.losses, **EXACT)
+        assert outcome.norms == pytest.approx(plain.norms, **EXACT)
+        assert outcome.rates == plain.rates
+        assert all(outcome.moved)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_one_rank_in_four_micro_batches_follows_the_plain_curve(single, plain, settings):
+    ((outcome, _),) = single.run(run, Case(config=layout(**settings), micro_batches=4))
+    assert outcome.losses == pytest.approx(plain.losses, **EXACT)
+    assert outcome.norms == pytest.approx(plain.norms, **EXACT)
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_without_clipping_the_norm_is_still_told(pair, settings):
+    plain = follow(PlainBackend(), Case(config=configure(clip=0.0), steps=2))[0]
+    case = Case(config=configure(DeepSpeedConfig(**settings), clip=0.0), steps=2)
+    outcome, _ = pair.run(run, case)[0]
+    assert outcome.norms == pytest.approx(plain.norms, **EXACT)
+    assert outcome.losses == pytest.approx(plain.losses, **EXACT)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_bf16_keeps_fp32_masters_and_takes_no_phantom_step(pair, plain, settings):
+    config = configure(DeepSpeedConfig(**settings), dtype="bf16")
+    outcome, weights = pair.run(run, Case(config=config))[0]
+    assert outcome.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert outcome.norms == pytest.approx(plain.norms, rel=1e-2)
+    assert {value.dtype for name, value in weights.items() if "scale" not in name} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_the_scaler_of_fp16_skips_then_follows_the_curve(pair, settings):
+    config = configure(DeepSpeedConfig(**settings), dtype="fp16")
+    plain = follow(PlainBackend(), Case(config=configure(), steps=12))[0]
+    outcome, _ = pair.run(run_in_fp16, Case(config=config, steps=12))[0]
+    assert outcome.skipped[0]
+    assert outcome.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
+    first = outcome.moved.index(True)
+    assert outcome.moved[-1]
+    assert outcome.skipped == [not moved for moved in outcome.moved]
+    # The rate follows the step's number, whatever the scaler did.
+    assert outcome.rates == plain.rates
+    reference = follow(PlainBackend(), Case(config=configure(), steps=first + 1, first=first))[0]
+    assert outcome.norms[first] == pytest.approx(reference.norms[-1], rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_a_gradient_that_is_no_number_on_one_rank_moves_no_weight(pair, settings, dtype):
+    config = configure(DeepSpeedConfig(**settings), dtype=dtype)
+    before = pair.run(run, Case(config=config, steps=1))[0][1]
+    for outcome, after in pair.run(run, Case(config=config, steps=2, poison=(1, 1))):
+        assert outcome.moved == [True, False]
+        assert outcome.skipped == [False, False]
+        assert not torch.isfinite(torch.tensor(outcome.norms[1]))
+        if after["model.layers.0.up.bias"].numel():
+            assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_frozen_parameters_stay_and_do_not_count_in_the_norm(pair, settings):
+    frozen = ("model.embed.weight", "model.layers.0.up.weight", "model.layers.1.norm.bias")
+    plain = follow(PlainBackend(), Case(config=configure(), frozen=frozen))[0]
+    outcome, weights = pair.run(run, Case(config=layout(**settings), frozen=frozen))[0]
+    assert outcome.losses == pytest.approx(plain.losses, **EXACT)
+    assert outcome.norms == pytest.approx(plain.norms, **EXACT)
+    start = pair.run(run, Case(config=layout(**settings), steps=0))[0][1]
+    changed = {name for name in weights if not torch.equal(weights[name], start[name])}
+    assert changed.isdisjoint({*frozen, "model.head.weight", "model.scale"})
+    assert "model.layers.0.up.bias" in changed

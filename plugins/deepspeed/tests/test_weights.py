@@ -1,0 +1,247 @@
+"""Sharded creation and loading, inference engines, experts as leaves, generation, the group's
+life."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from rlhf.errors import RLHFError
+from rlhf.testing.problem import Case, Packed, configure, initial_weights, losses, shape, start
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.leaves import expert_blocks
+from rlhf_plugin_deepspeed.weights import gathered
+
+SHARDED = {"stage": 3, "persistence_threshold": 0}
+
+
+def sharded(change, dtype="fp32"):
+    """A module of stage 3 filled with changed initial weights: what was missing, or the error; its
+    weights."""
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(**SHARDED), dtype=dtype)
+    mesh = backend.setup_mesh(config)
+    plan = backend.configure_zero(config, mesh, shape())
+    with backend.model_context(plan, "policy"):
+        module = Packed()
+    weights = initial_weights()
+    weights["model.scale"] = torch.full((1,), 3.0)
+    for name, value in change.items():
+        weights.pop(name)
+        if value is not None:
+            weights[name] = value
+    try:
+        found = backend.load_weights(module, weights if mesh.rank == 0 else None, plan, mesh)
+    except RLHFError as error:
+        return str(error), {}, 0
+    elements = sum(parameter.ds_tensor.numel() for parameter in module.parameters())
+    engine = backend.prepare(module, None, None, "reference", plan, mesh)
+    values = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    backend.close_mesh(mesh)
+    return found, values, elements
+
+
+def test_sharded_weights_are_those_of_the_plain_module(pair):
+    (missing, values, elements), (_, _, other) = pair.run(sharded, {})
+    assert missing == ()
+    expected = initial_weights() | {"model.scale": torch.full((1,), 3.0)}
+    assert set(values) == set(expected)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+    whole = sum(parameter.numel() for parameter in Packed().parameters())
+    assert elements == other
+    assert elements <= whole // 2 + 16
+
+
+def test_sharded_weights_take_the_precision_of_the_plan(pair):
+    _, values, _ = pair.run(sharded, {}, "bf16")[0]
+    assert values["model.embed.weight"].dtype == torch.bfloat16
+
+
+def test_names_that_the_weights_do_not_have_come_back_on_every_rank(pair):
+    change = {"model.layers.0.up.bias": None, "model.head.weight": None}
+    for missing, *_ in pair.run(sharded, change):
+        # The head is tied: the embedding's weight fills it.
+        assert missing == ("model.layers.0.up.bias",)
+
+
+def test_a_weight_of_another_shape_is_told_on_every_rank(pair):
+    for text, *_ in pair.run(sharded, {"model.layers.1.up.weight": torch.zeros(3, 5)}):
+        assert text == (
+            "the weight model.layers.1.up.weight has the shape [3, 5] but the model wants [32, "
+            "16]: model.path holds weights that do not belong to its config.json."
+        )
+
+
+def policy_and_reference(settings):
+    """Losses of a policy before and after a step and of a frozen engine beside it, and its mode."""
+    backend = DeepSpeedBackend()
+    case = Case(config=configure(DeepSpeedConfig(**settings)))
+    mesh, policy, _ = start(backend, case)
+    plan = backend.configure_zero(case.config, mesh, shape())
+    with backend.model_context(plan, "reference"):
+        module = Packed()
+    weights = initial_weights()
+    if plan.stage == 3:
+        backend.load_weights(module, weights if mesh.rank == 0 else None, plan, mesh)
+    else:
+        module.load_state_dict(weights)
+    reference = backend.prepare(module, None, None, "reference", plan, mesh)
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
+    seen = []
+    for _ in range(2):
+        with torch.no_grad():
+            frozen = float(reference(batch, losses)["loss"].sum())
+        loss = policy(batch, losses)["loss"].sum()
+        policy.backward(loss, last=True)
+        policy.step()
+        seen.append((float(loss), frozen))
+    facts = (reference.stage, reference.precision, reference.role, reference.module.training)
+    backend.close_mesh(mesh)
+    return seen, facts
+
+
+@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 2}, SHARDED], ids=str)
+def test_a_reference_stands_still_beside_a_policy(pair, settings):
+    for seen, facts in pair.run(policy_and_reference, settings):
+        (first, frozen), (second, frozen_later) = seen
+        assert first == pytest.approx(frozen, rel=1e-6)
+        assert frozen_later == frozen
+        assert second < first
+        assert facts == (settings["stage"], "fp32", "reference", False)
+
+
+class Expert(nn.Linear):
+    """An expert."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+class Block(nn.Module):
+    """A block of experts with its router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+
+class Stacked(nn.Module):
+    """Experts in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(2, 4, 8))
+
+
+class HybridLayer(nn.Module):
+    """A decoder layer that holds its experts itself, beside a norm and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+
+def test_blocks_of_experts_are_found_by_structure_and_layers_are_not():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Stacked(), HybridLayer(), nn.Linear(4, 4)])
+    assert expert_blocks(model) == ["layers.0", "layers.1"]
+
+
+def generation(settings):
+    """What the context gives, and the modes inside and after it."""
+    backend = DeepSpeedBackend()
+    mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(**settings))))
+    engine.module.model.config = type("Configuration", (), {"use_cache": False})()
+    configuration = engine.module.model.config
+    engine.train()
+    with backend.generation_context(engine) as options:
+        inside = (dict(options), engine.module.training, configuration.use_cache)
+    after = (engine.module.training, configuration.use_cache)
+    backend.close_mesh(mesh)
+    return inside, after
+
+
+@pytest.mark.parametrize(("settings", "synced"), [({"stage": 2}, False), (SHARDED, True)], ids=str)
+def test_generation_waits_for_the_slowest_rank_at_stage_3(pair, settings, synced):
+    for inside, after in pair.run(generation, settings):
+        assert inside == ({"synced_gpus": synced}, False, True)
+        assert after == (True, False)
+
+
+def refused_precision():
+    assert not get_accelerator().is_fp16_supported()
+    try:
+        DeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig(), dtype="fp16"))
+    except RLHFError as error:
+        return str(error)
+    return ""
+
+
+def test_fp16_without_an_accelerator_that_has_it_is_refused(single):
+    assert single.run(refused_precision) == [
+        "model.dtype is fp16 but the accelerator here (cpu) does not train in it: set "
+        "model.dtype to bf16 or fp32."
+    ]
+
+
+ALONE = [
+    "import torch",
+    "from rlhf_plugin_deepspeed.backend import DeepSpeedBackend",
+    "from rlhf_plugin_deepspeed.config import DeepSpeedConfig",
+    "from rlhf.testing.problem import Case, configure, follow",
+    "case = Case(config=configure(DeepSpeedConfig(stage=2)), steps=1)",
+    "for _ in range(2):",
+    "    backend = DeepSpeedBackend()",
+    "    outcome, engine, mesh = follow(backend, case)",
+    "    assert mesh.world == 1 and mesh.axes is None",
+    "    backend.close_mesh(mesh)",
+    "    assert not torch.distributed.is_initialized()",
+    "print(outcome.moved)",
+]
+
+
+def test_without_a_launcher_one_process_runs_alone_twice():
+    rendezvous = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "DS_ACCELERATOR",
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in rendezvous}
+    shown = subprocess.run(
+        [sys.executable, "-c", "\n".join(ALONE)], capture_output=True, text=True, env=environment
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "[True]\n"
+
+
+def half_a_launcher():
+    keep = dict(os.environ)
+    code = (
+        "from rlhf.testing.problem import configure\nfrom rlhf_plugin_deepspeed.backend import "
+        "DeepSpeedBackend\nfrom rlhf_plugin_deepspeed.config import "
+        "DeepSpeedConfig\nDeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig()))\n"
+    )
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        keep.pop(name, None)
+    keep |= {"RANK": "0", "WORLD_SIZE": "2"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=keep)
+
+
+def test_half_a_rendezvous_is_refused():
+    assert half_a_launcher().stderr.splitlines()[-1] == (
+        "rlhf.errors.RLHFError: the launcher set RANK, WORLD_SIZE but not LOCAL_RANK, "
+        "MASTER_ADDR, MASTER_PORT: start the ranks with torchrun, or unset them to run one "
+        "process."
+    )

@@ -1,0 +1,80 @@
+"""The first thing a newcomer sees: `rlhf run sft` alone."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
+from rlhf.errors import RLHFError
+
+
+def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlhf", "run", "sft"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "demo: the embedded model and rows" in done.stdout.splitlines()[0]
+    loss = re.search(r"loss per token +([\d.]+) +([\d.]+)", done.stdout)
+    exact = re.search(r"exact answers, of 100 +(\d+) +(\d+)", done.stdout)
+    assert loss is not None
+    assert exact is not None
+    assert float(loss[2]) < 0.5 * float(loss[1])
+    assert int(exact[1]) < 10
+    assert int(exact[2]) > 50
+    assert done.stdout.count("\n> ") == 3
+    assert (tmp_path / "runs" / "sft-1" / "model" / "model.safetensors").is_file()
+
+
+def test_the_embedded_model_is_small() -> None:
+    assert sum(path.stat().st_size for path in base_model_folder().iterdir()) < 2_000_000
+
+
+def test_the_problems_are_right_and_always_the_same() -> None:
+    problems = list(arithmetic.problems("eval"))
+    assert problems == list(arithmetic.problems("eval"))
+    for problem in problems:
+        expression = "".join(re.findall(r"[\d+ -]", problem.question))
+        assert eval(expression) == problem.answer
+        for step in problem.steps[:-1]:
+            left, right = step.split(" = ")
+            assert eval(left) == int(right)
+
+
+def test_no_problem_is_on_both_sides() -> None:
+    def expressions(split: str) -> set[str]:
+        return {re.sub(r"[^\d+-]", "", item.question) for item in arithmetic.problems(split)}
+
+    assert not expressions("train") & expressions("eval")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_has_rows(format: str) -> None:
+    found = rows("arithmetic", "eval", format)
+    assert len(found) == 200
+    if format == "unpaired":
+        assert 70 < Counter(row["label"] for row in found)[True] < 130
+    if format == "stepwise":
+        assert all(len(row["completions"]) == len(row["labels"]) for row in found)
+        assert 70 < sum(all(row["labels"]) for row in found) < 130
+    if format == "preference":
+        assert all(row["chosen"] != row["rejected"] for row in found)
+
+
+def test_a_slip_is_wrong_from_its_step_on() -> None:
+    for row in rows("arithmetic", "eval", "stepwise"):
+        for step, label in zip(row["completions"][:-1], row["labels"][:-1], strict=True):
+            left, right = step.split(" = ")
+            wrong_before = not all(row["labels"][: row["completions"].index(step)])
+            assert (eval(left) == int(right)) or not label
+            assert label or wrong_before or eval(left) != int(right)
+
+
+def test_an_unknown_demo_is_refused() -> None:
+    with pytest.raises(RLHFError) as error:
+        rows("geometry", "train", "demonstration")
+    assert str(error.value) == (
+        "there is no demo:geometry with demonstration rows: there is demo:arithmetic"
+    )

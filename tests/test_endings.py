@@ -1,0 +1,199 @@
+"""How runs end early: stopped, killed in a save, poisoned, locked out; through the real command."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+EXTENSION = '''
+import os, signal, time
+from pathlib import Path
+import attrs, pluggy
+
+hookimpl = pluggy.HookimplMarker("rlhf")
+
+
+class Extension:
+    """Edits the plan; kills the process in the middle of the save that KILL_IN_SAVE asks for."""
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, engine, directory, state):
+        result = yield
+        if state["step"] == int(os.environ.get("KILL_IN_SAVE", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    @hookimpl(wrapper=True)
+    def configure_zero(self, config, mesh, model_shape):
+        plan = yield
+        settings = {**plan.settings, "gradient_clipping": 0.125}
+        return attrs.evolve(plan, settings=settings, summary=plan.summary + ", clipped by probe")
+
+
+plugin = Extension()
+'''
+OBSERVER = '''
+import json, os, time
+import pluggy
+
+hookimpl = pluggy.HookimplMarker("rlhf")
+
+
+class Observer:
+    """Writes down what it is told, and takes its time over steps when asked."""
+
+    def _tell(self, *what):
+        with open(os.environ["TOLD"], "a") as file:
+            file.write(json.dumps(what) + "\\n")
+
+    @hookimpl
+    def on_start(self, run):
+        self._tell("start", run.name, run.steps)
+
+    @hookimpl
+    def on_step(self, run, step, metrics):
+        self._tell("step", step)
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+
+    @hookimpl
+    def on_eval(self, run, step, metrics):
+        self._tell("eval", step)
+
+    @hookimpl
+    def on_checkpoint(self, run, step, directory):
+        self._tell("checkpoint", step, directory.name)
+
+    @hookimpl
+    def on_finish(self, run, error):
+        self._tell("finish", None if error is None else type(error).__name__)
+
+
+plugin = Observer()
+'''
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an extension and an observer as installed distributions."""
+    folder = tmp_path_factory.mktemp("site")
+    for kind, name, source in (
+        ("extensions", "probe", EXTENSION),
+        ("observers", "witness", OBSERVER),
+    ):
+        (folder / f"{name}_module.py").write_text(source)
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[rlhf.{kind}]\n{name} = {name}_module:plugin\n")
+    return folder
+
+
+@pytest.fixture
+def start(inputs: tiny.Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Start `rlhf run sft` on the tiny inputs; the process, with its output in a pipe."""
+
+    def started(*more: str, **variables: str) -> subprocess.Popen[str]:
+        env = os.environ | {"PYTHONPATH": str(plugins), "TOLD": str(tmp_path / "told")} | variables
+        env |= {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
+        words = tiny.words(inputs, tmp_path / "run", *more)
+        command = [sys.executable, "-m", "rlhf", "run", "sft", *words]
+        return subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return started
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=180)
+    return process.returncode, output, errors
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 120
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{text!r} never came"
+        time.sleep(0.05)
+
+
+def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    code, output, errors = finish(
+        start(
+            *("--train.steps", "4", "--checkpoint.every", "2"),
+            *("--extensions", "[probe]", "--observers", "[witness]"),
+        )
+    )
+    assert code == 0, errors
+    assert "clipped by probe" in output
+    assert '"gradient_clipping": 0.125' in (tmp_path / "run" / "plan.json").read_text()
+    assert (tmp_path / "told").read_text().splitlines() == [
+        '["start", "sft", 4]', '["step", 1]', '["step", 2]', '["checkpoint", 2, "step-000002"]',
+        '["step", 3]', '["step", 4]', '["checkpoint", 4, "step-000004"]', '["eval", 4]',
+        '["finish", null]',
+    ]  # fmt: skip
+
+
+def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ("--train.steps", "6", "--checkpoint.every", "2", "--extensions", "[probe]")
+    code, _, _ = finish(start(*words, KILL_IN_SAVE="4"))
+    assert code == -signal.SIGKILL
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        ".step-000004.part",
+        "step-000002",
+    ]
+    code, output, errors = finish(start(*words, "--resume"))
+    assert code == 0, errors
+    assert "resumed    step-000002, 4 steps to go" in output
+    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ("--train.epochs", "3", "--observers", "[witness]", "--nproc", "2")
+    process = start(*words, STEP_SECONDS="0.3")
+    wait_for(tmp_path / "told", '["step", 2]')
+    process.send_signal(signal.SIGTERM)
+    code, output, errors = finish(process)
+    assert code == 143, errors
+    assert "stopped by SIGTERM after saving; go on with --resume" in output
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name < "step-000018"
+    code, output, errors = finish(start(*words, "--resume"))
+    assert code == 0, errors
+    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
+
+
+def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    first = start("--observers", "[witness]", STEP_SECONDS="2")
+    wait_for(tmp_path / "told", '["start"')
+    code, _, errors = finish(start("--overwrite"))
+    first.terminate()
+    assert code == 2
+    assert errors == (
+        f"error: {tmp_path / 'run'} is being written by another run (process {first.pid}): "
+        "wait for it or give another --output\n"
+    )
+    assert finish(first)[0] == 143
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
+    start,
+    inputs: tiny.Inputs,
+    tmp_path: Path,  # type: ignore[no-untyped-def]
+) -> None:
+    code, _, errors = finish(
+        start("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", "4")
+    )
+    assert code == 2
+    told = errors.splitlines()[-1]
+    assert told.startswith(
+        "error: step 2: the loss is finite but the norm of its gradient is nan, in "
+    )
+    assert f"{inputs.train} line " in told
+    assert told.endswith(": no weight was changed; look at these rows, or lower optim.lr")

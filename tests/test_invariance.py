@@ -1,0 +1,86 @@
+"""The loss curve does not depend on the hardware: ranks, ZeRO stage, offload, micro-batches,
+recomputation, backend."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from rlhf.testing.plain import PlainBackend
+from rlhf.testing.ranks import Ranks
+
+STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
+CASES = {
+    "one rank, stage 0": (1, ("--deepspeed.stage", "0")),
+    "one rank, 64 tokens": (1, ("--deepspeed.stage", "0", "--batch.tokens", "64")),
+    "one rank, one micro-batch": (1, ("--deepspeed.stage", "0", "--batch.tokens", "1024")),
+    "recomputation": (1, ("--deepspeed.stage", "0", "--model.recompute", "full")),
+    "two ranks, stage 0": (2, ("--deepspeed.stage", "0")),
+    "two ranks, stage 1": (2, ("--deepspeed.stage", "1")),
+    "two ranks, stage 2": (2, ("--deepspeed.stage", "2", "--batch.tokens", "64")),
+    "two ranks, stage 2, recomputation": (
+        2,
+        ("--deepspeed.stage", "2", "--model.recompute", "full"),
+    ),
+    "two ranks, stage 3": (2, STAGE_3),
+    "two ranks, stage 3, recomputation": (
+        2,
+        (*STAGE_3, "--model.recompute", "full", "--batch.tokens", "64"),
+    ),
+    "two ranks, stage 1, optimizer on the CPU": (
+        2,
+        ("--deepspeed.stage", "1", "--deepspeed.offload_optimizer", "true"),
+    ),
+    "two ranks, stage 2, optimizer on the CPU": (
+        2,
+        ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
+    ),
+    "two ranks, stage 3, optimizer on the CPU": (
+        2,
+        (*STAGE_3, "--deepspeed.offload_optimizer", "true"),
+    ),
+    "two ranks, stage 3, all on the CPU": (
+        2,
+        (
+            *STAGE_3,
+            *("--deepspeed.offload_optimizer", "true", "--deepspeed.offload_param", "true"),
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The curve in plain torch, one process, no DeepSpeed: what all others are held against."""
+    words = tiny.words(inputs, tmp_path_factory.mktemp("plain") / "run", "--train.epochs", "2")
+    code, metrics = tiny.run(words, str(inputs.cache), backend=PlainBackend())
+    assert code == 0
+    return metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curve_is_that_of_plain_torch(
+    name: str,
+    plain: list[dict[str, Any]],
+    inputs: tiny.Inputs,
+    one: Ranks,
+    two: Ranks,
+    tmp_path: Path,
+) -> None:
+    world, words = CASES[name]
+    ranks = one if world == 1 else two
+    words = tuple(tiny.words(inputs, tmp_path / "run", "--train.epochs", "2", *words))
+    results = ranks.run(tiny.run, list(words), str(inputs.cache))
+    metrics = results[0][1]
+    assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(plain, "loss"), abs=1e-5)
+    norms = tiny.steps(plain, "grad_norm")
+    assert all(norm > 0.5 for norm in norms), "clipping has to act for this test to mean something"
+    assert tiny.steps(metrics, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert metrics[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-5)
+
+
+def test_the_curve_falls(plain: list[dict[str, Any]]) -> None:
+    losses = tiny.steps(plain, "loss")
+    assert len(losses) == 12
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,96 @@
+"""Resume is exact: stop and go on is the same, bit for bit, as never having stopped."""
+
+from pathlib import Path
+
+import pytest
+
+import tiny
+from rlhf import checkpoint
+from rlhf.testing.ranks import RankFailure, Ranks
+
+STAGES = {
+    "0": ("--deepspeed.stage", "0"),
+    "1": ("--deepspeed.stage", "1"),
+    "2": ("--deepspeed.stage", "2"),
+    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+    "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
+}
+LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.every", "3")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_five_steps_and_five_more_are_ten_steps_to_the_last_bit(
+    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    def run(folder: str, *more: str) -> list[dict[str, float]]:
+        words = tiny.words(inputs, tmp_path / folder, *STAGES[stage], *LENGTH, *more)
+        (_, metrics), _ = two.run(tiny.run, words, str(inputs.cache))
+        return metrics
+
+    straight = run("straight")
+    run("halves", "--train.stop_at", "5")
+    halves = run("halves", "--resume")
+    for name in ("loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "epoch"):
+        assert tiny.steps(halves, name) == tiny.steps(straight, name), name
+    assert halves[-1]["eval/loss"] == straight[-1]["eval/loss"]
+    assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_finished_run_resumes_to_nothing_and_says_so(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "2")
+    ((_, before),) = one.run(tiny.run, words, str(inputs.cache))
+    ((code, after),) = one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    assert code == 0
+    assert after == before
+
+
+def test_resume_without_a_run_starts_one(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "2", "--resume")
+    ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+    assert code == 0
+    assert len(tiny.steps(metrics, "loss")) == 2
+
+
+def test_another_token_budget_may_go_on_and_another_batch_size_may_not(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(tiny.run, words, str(inputs.cache))
+    with pytest.raises(RankFailure) as error:
+        one.run(tiny.run, [*words, "--resume", "--batch.size", "8"], str(inputs.cache))
+    assert (
+        f"{tmp_path / 'run'} cannot be resumed with another configuration: "
+        "batch.size was 4 and is 8" in str(error.value)
+    )
+    more = ["--resume", "--batch.tokens", "1024", "--train.stop_at", "4"]
+    ((code, _),) = one.run(tiny.run, [*words, *more], str(inputs.cache))
+    assert code == 0
+
+
+def test_the_wrong_stage_is_refused_with_both_values(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(tiny.run, [*words, "--deepspeed.stage", "1"], str(inputs.cache))
+    with pytest.raises(RankFailure, match="was written with stage 1 but this run has 2"):
+        one.run(tiny.run, [*words, "--deepspeed.stage", "2", "--resume"], str(inputs.cache))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_asked(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--checkpoint.every", "2")
+    ((_, straight),) = one.run(tiny.run, words, str(inputs.cache))
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step-000004" / "rng-00000.pt").write_bytes(b"torn")
+    with pytest.raises(RankFailure, match="go on from the one before with --resume step-000002"):
+        one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    ((_, again),) = one.run(tiny.run, [*words, "--resume", "step-000002"], str(inputs.cache))
+    assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
+    assert checkpoint.damage(folder / "step-000004") is None

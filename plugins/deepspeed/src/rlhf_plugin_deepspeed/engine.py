@@ -147,7 +147,7 @@ def prepare_training(
         settings = copy.deepcopy(plan.settings)
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if plan.stage == 0 and plan.precision != "fp32":
-        pass
+        forget_first_step(optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None:
         # At its floor it would raise an Exception of no type; the loop says it with step and rows.

@@ -1,0 +1,74 @@
+"""Tree attention on a CUDA device: flex attention against one path at a time, and its gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_model_families import FAMILIES, TREES, PlainEngine, gradients, tree_batch
+
+from rlhf.engine import Mesh
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path
+from rlhf.readouts import token_logprobs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+HEADS = {"hidden_size": 64, "head_dim": 16, "n_embd": 64}
+"""Flex attention wants heads of at least 16."""
+
+
+def module_of(name: str, dtype: torch.dtype) -> PackedModel:
+    config_class, options = FAMILIES[name]
+    sizes = {key: value for key, value in HEADS.items() if key in options or key == "hidden_size"}
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**(options | sizes))
+    causal = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in causal.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return PackedModel(causal.eval().to("cuda", dtype))
+
+
+class CudaEngine(PlainEngine):
+    device = torch.device("cuda")
+
+    def __init__(self, module: PackedModel, precision: str) -> None:
+        super().__init__(module)
+        self.precision = precision
+
+
+def run(module: PackedModel, path: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    module.path = path
+    found = module(tree_batch().to(torch.device("cuda")), token_logprobs)["logprobs"]
+    (found * torch.linspace(-1, 2, len(found), device="cuda")).sum().backward()
+    return found.detach(), gradients(module.causal)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_probe_chooses_the_tree_and_its_gradients_are_right(name: str) -> None:
+    module = module_of(name, torch.float32)
+    choice = choose_path(CudaEngine(module, "fp32"), Mesh(device=torch.device("cuda")))
+    assert choice.path == "tree", str(choice)
+    logprobs, expected = run(module, "separate")
+    found, actual = run(module, "tree")
+    torch.testing.assert_close(found, logprobs, rtol=1e-3, atol=1e-3)
+    for parameter, gradient in expected.items():
+        scale = float(gradient.abs().max()) + 1e-3
+        torch.testing.assert_close(
+            actual[parameter] / scale, gradient / scale, rtol=0, atol=2e-3, msg=parameter
+        )
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_probe_chooses_the_tree_in_bf16(name: str) -> None:
+    module = module_of(name, torch.bfloat16)
+    choice = choose_path(CudaEngine(module, "bf16"), Mesh(device=torch.device("cuda")))
+    assert choice.path == "tree", str(choice)
+
+
+def test_a_new_batch_of_the_same_length_compiles_nothing_new() -> None:
+    module = module_of("Llama", torch.float32)
+    run(module, "tree")
+    torch._dynamo.utils.counters.clear()
+    run(module, "tree")
+    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")

@@ -21,7 +21,7 @@ def test_the_held_out_loss_of_a_pretrained_model_falls(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     words = module.words(real_data, rows, 2, 3, tmp_path / "run")
-    words += ["--train.steps", "20", "--optim.warmup", "2", "--data.workers", "0"]
+    words += ["--train.steps", "20", "--optim.warmup", "2"]
     (code, metrics), _ = two.run(tiny.run, words, str(inputs.cache), timeout=300)
     assert code == 0
     before, after = (line["eval/loss"] for line in metrics if "eval/loss" in line)

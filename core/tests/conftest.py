@@ -1,5 +1,6 @@
 """Fake distributions: metadata, entry points and modules in a temporary folder on sys.path."""
 
+import importlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         for module, source in (modules or {}).items():
             (folder / f"{module}.py").write_text(textwrap.dedent(source))
             written.add(module)
-        monkeypatch.syspath_prepend(folder)
+        # Not syspath_prepend: its undo would leave the shortened path behind for other tests.
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
         return folder
 
     write("rlhf-core", version="0.1.0")

@@ -1,8 +1,6 @@
 """Steps and layouts: every row once, never over the budget, alike over ranks, the same on any
 hardware."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -86,12 +84,3 @@ def test_an_example_over_the_budget_names_the_least_sufficient_one() -> None:
     assert str(caught.value) == (
         "an example has 17 tokens but batch.tokens is 16: set batch.tokens to at least 17"
     )
-
-
-def test_a_million_rows_are_planned_in_two_seconds() -> None:
-    draw = np.random.default_rng(0)
-    lengths = np.minimum(draw.lognormal(5.5, 0.8, 1_000_000).astype(np.int64) + 8, 4096)
-    start = time.process_time()
-    for rows in steps(len(lengths), 128, 0, 0):
-        layout(lengths[rows], 8, 16_384)
-    assert time.process_time() - start < 2

@@ -250,9 +250,7 @@ def test_the_probe_takes_tree_attention_where_it_is_right(name: str) -> None:
     ],
 )
 def test_the_probe_pads_rows_for_the_others_and_says_why(name: str, reason: str) -> None:
-    assert str(family(name).choice) == (
-        f"attention: padded rows with the model's own attention ({reason})"
-    )
+    assert str(family(name).choice) == (f"padded rows with the model's own attention ({reason})")
 
 
 @pytest.mark.parametrize("name", NAMES)

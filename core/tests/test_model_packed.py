@@ -8,7 +8,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import blank_batch
-from rlhf.model.rows import padded_groups, padded_rows, padded_way_back, paths_of, unshared
+from rlhf.model.rows import (
+    in_whole_blocks,
+    padded_groups,
+    padded_rows,
+    padded_way_back,
+    paths_of,
+    unshared,
+)
 from rlhf.testing.ranks import ranks_fixture
 
 pair = ranks_fixture(2)
@@ -87,3 +94,12 @@ def test_ranks_with_unequal_rows_make_equally_many_passes(pair: Any) -> None:
     for path, passes in (("separate", 4), ("padded", 2)):
         first, second = pair.run(order_of_layers, path, timeout=60)
         assert first == second == ([0, 1] * passes, [1, 0] * passes)
+
+
+def test_a_row_in_whole_blocks_holds_the_same_trees() -> None:
+    batch = batch_of(SPANS)
+    row = in_whole_blocks(batch)
+    assert len(row.tokens) == 128
+    assert torch.equal(row.tokens[: len(batch.tokens)], batch.tokens)
+    assert row.example[len(batch.tokens) :].tolist() == [-1] * (128 - len(batch.tokens))
+    assert in_whole_blocks(row) is row

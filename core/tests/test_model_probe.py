@@ -91,7 +91,7 @@ def test_a_model_that_drops_the_tree_is_found_out() -> None:
 def test_a_model_that_cannot_run_with_the_tree_is_told_by_its_error() -> None:
     choice = choose_path(engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES))), Mesh())
     assert str(choice) == (
-        "attention: padded rows with the model's own attention (packed failed with AttributeError: "
+        "padded rows with the model's own attention (packed failed with AttributeError: "
         "'TreeMask' object has no attribute 'shape')"
     )
 
@@ -130,7 +130,7 @@ def phi3_with_longrope() -> Any:
 def test_positions_that_depend_on_the_longest_row_run_one_path_at_a_time() -> None:
     causal = seeded(AutoModelForCausalLM.from_config, phi3_with_longrope())
     assert str(choose_path(engine_of(causal), Mesh(), longest=100)) == (
-        "attention: one path at a time with the model's own attention (its longrope positions "
+        "one path at a time with the model's own attention (its longrope positions "
         "depend "
         "on the longest row beyond 64 tokens)"
     )

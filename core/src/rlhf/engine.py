@@ -72,7 +72,8 @@ class Mesh:
     def barrier(self) -> None:
         """Return once every rank has come here; collective."""
         if self.world > 1:
-            torch.distributed.barrier()
+            own = [self.device.index] if self.device.type == "cuda" else None
+            torch.distributed.barrier(device_ids=own)
 
 
 @frozen(kw_only=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
+import transformers
 from attrs import frozen
 
 from rlhf import folder as run_folder
+from rlhf import random_state
 from rlhf.config.reader import Request, to_tree
 from rlhf.config.sections import Config
 from rlhf.data.loader import RunOrder
@@ -67,6 +69,7 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     names.
     """
     config = request.config
+    transformers.utils.logging.disable_progress_bar()
     hooks, observers = load_hooks(config) if backend is None else build_gateways(backend)
     data = prepare_data(request)
     mesh = hooks.setup_mesh(config=config)
@@ -135,6 +138,7 @@ def set_up(
     num_steps = config.train.steps or train_order.steps_per_epoch * config.train.epochs
     run = Run(config, data.trainer.tokenizer, mesh, hooks, num_steps)
     data.trainer.setup(run)
+    random_state.spread(config.train.seed, mesh.rank)
     engine = run.engines["policy"]
     attention = choose_path(engine, mesh, longest=int(data.train.longest_path.max()))
     session = Session(
@@ -169,7 +173,7 @@ def introduce(request: Request, session: Session, data: Data, run: Run, attentio
         f"backend    {config.backend_name}: {run.plan.summary}",
         f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
         f"{run.plan.precision}",
-        f"{attention}",
+        f"attention  {attention}",
         f"data       train: {data.train.report}",
     ]
     if data.eval is not None:

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from rlhf.data.loader import StepPlan
 from rlhf.engine import StepOutcome
-from rlhf.progress import Progress
+from rlhf.progress import Progress, evaluation_line
 from rlhf.session import Session
 from rlhf.speed import peak_memory_gib
 from rlhf.sums import Report
@@ -75,7 +75,7 @@ class Journal:
             if self._progress is not None:
                 self._progress.evaluated(step, metrics)
             else:
-                Progress.tell(step, metrics)
+                print(evaluation_line(step, metrics), flush=True)
         self._since = time.perf_counter()
 
     def flush(self) -> None:

@@ -18,7 +18,7 @@ class Progress:
     def __init__(self, done: int, steps: int) -> None:
         self._steps, self._first = steps, done
         self._start = time.monotonic()
-        self._told = self._start
+        self._told: float | None = None
         self._console = Console()
         self._bar: RichProgress | None = None
         if self._console.is_terminal:
@@ -41,7 +41,8 @@ class Progress:
             self._bar.update(self._task, metrics=text)
             return
         now = time.monotonic()
-        if step in (self._first + 1, self._steps) or now - self._told >= SECONDS_BETWEEN_LINES:
+        since = SECONDS_BETWEEN_LINES if self._told is None else now - self._told
+        if step == self._steps or since >= SECONDS_BETWEEN_LINES:
             self._told = now
             left = (now - self._start) / (step - self._first) * (self._steps - step)
             print(f"step {step}/{self._steps}  {text}  {_clock(left)} left", flush=True)
@@ -51,12 +52,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(evaluation_line(step, metrics), highlight=False)
         else:
-            self.tell(step, metrics)
-
-    @staticmethod
-    def tell(step: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation outside the bar."""
-        print(evaluation_line(step, metrics), flush=True)
+            print(evaluation_line(step, metrics), flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -7,6 +7,15 @@ import numpy as np
 import torch
 
 
+def spread(seed: int, rank: int) -> None:
+    """Give each rank dropout of its own, once the models that all ranks must draw alike are
+    there."""
+    own = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+
+
 def save(path: Path, device: torch.device) -> None:
     """Write the state of Python's, NumPy's, torch's and the accelerator's generators."""
     version, numbers, gauss = random.getstate()

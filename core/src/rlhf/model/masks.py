@@ -117,6 +117,9 @@ def lowest_visible(tree: Tree, function: Positions) -> Tensor:
         middle = (low + high) // 2
         seen = function(none, none, query, middle)
         low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
+    # Llama 4's chunks count from the mask's own padding, and would hand its subclass to the
+    # kernels.
+    high = high.as_subclass(torch.Tensor)
     return high.int()[tree.position.long().clamp(max=tree.longest - 1)]
 
 

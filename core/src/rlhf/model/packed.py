@@ -15,7 +15,7 @@ from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.head import read_head
 from rlhf.model.masks import Tree, TreeTokens
-from rlhf.model.rows import padded_groups, padded_rows, padded_way_back, unshared
+from rlhf.model.rows import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
 
 PathName = Literal["tree", "packed", "padded", "separate"]
 """tree: a prompt once for all its answers; packed: every answer with its own copy of the prompt,
@@ -38,7 +38,7 @@ class PackedModel(nn.Module):
         super().__init__()
         attention.register()
         self.model = model
-        self.own_attention: str = self.causal.config._attn_implementation
+        self.own_attention = own_attention(self.causal)
         self.path = path
 
     @property
@@ -85,12 +85,15 @@ class PackedModel(nn.Module):
 
     def packed_row(self, batch: PackedBatch) -> Tensor:
         """Hidden states [T, H] of one row under our attention."""
+        num_tokens = len(batch.tokens)
+        if batch.tokens.device.type == "cuda":
+            batch = in_whole_blocks(batch)
         return self.backbone(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
             attention_mask=TreeTokens.of(Tree(batch)),
             **batch.inputs,
-        )[0]
+        )[0, :num_tokens]
 
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:
         """Hidden states [T, H] by the model's own attention, in groups of at most `most` tokens."""
@@ -119,6 +122,15 @@ class PackedModel(nn.Module):
         count = torch.tensor(passes, device=parameter.device)
         distributed.all_reduce(count, op=distributed.ReduceOp.MAX)
         return int(count.item())
+
+
+def own_attention(causal: Any) -> str:
+    """The name of the attention that is right for this model without us. Up to transformers 5.17
+    Gemma 2 runs under SDPA by default, which silently leaves its soft cap out."""
+    config = causal.config.get_text_config()
+    chosen: str = causal.config._attn_implementation
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped and chosen == "sdpa" else chosen
 
 
 def takes_our_attention(causal: Any) -> str | None:

@@ -41,7 +41,7 @@ class AttentionPath:
             "padded": "padded rows with the model's own attention",
             "separate": "one path at a time with the model's own attention",
         }[self.path]
-        return f"attention: {what}" + (f" ({self.reason})" if self.reason else "")
+        return what + (f" ({self.reason})" if self.reason else "")
 
 
 def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> AttentionPath:

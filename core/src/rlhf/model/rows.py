@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.model.masks import BLOCK
 
 
 @frozen
@@ -75,6 +77,22 @@ def unshared(batch: PackedBatch, *, multiple: int) -> tuple[PackedBatch, Tensor]
         spans=tuple((length, ()) for length in lengths),
     )
     return row, way_back(len(batch.tokens), paths, offsets(lengths), device)
+
+
+def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
+    """The batch with T rounded up to whole blocks of flex attention, which has no kernel for part
+    of one; the new tokens see themselves alone."""
+    missing = -len(batch.tokens) % BLOCK
+    if not missing:
+        return batch
+    pad = torch.nn.functional.pad
+    return attrs.evolve(
+        batch,
+        tokens=pad(batch.tokens, (0, missing)),
+        positions=pad(batch.positions, (0, missing)),
+        example=pad(batch.example, (0, missing), value=-1),
+        branch=pad(batch.branch, (0, missing)),
+    )
 
 
 def padded_groups(batch: PackedBatch, *, most: int) -> list[list[Path]]:

@@ -10,6 +10,7 @@ import atexit
 import importlib
 import importlib.util
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
@@ -82,6 +84,7 @@ class Ranks:
         self._kill()
 
     def _kill(self) -> None:
+        atexit.unregister(self.close)
         for process in self._processes:
             process.kill()
             process.join()
@@ -101,11 +104,13 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(self.world),
             }
             arguments = (theirs, str(store), self.environment | place)
-            process = context.Process(target=_work, args=arguments, daemon=True)
+            # Not daemons, which may have no loader workers of their own.
+            process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        atexit.register(self.close)
         self._collect(START, doing="the start")
 
     def _collect(self, timeout: float, *, doing: str) -> list[Answer]:
@@ -144,7 +149,6 @@ def shared(world: int) -> Ranks:
     """The pool of this session with `world` ranks: one for all test files and distributions."""
     if world not in _shared:
         _shared[world] = Ranks(world)
-        atexit.register(_shared[world].close)
     return _shared[world]
 
 
@@ -225,5 +229,8 @@ def _load(name: str, source: str) -> Any:
         assert spec.loader is not None, source
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
+        # pytest names a test file by its folders, which are no packages; pickle imports the first.
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            sys.modules.setdefault(parent, types.ModuleType(parent))
         spec.loader.exec_module(module)
         return module

@@ -1,0 +1,73 @@
+"""Trainers for tests of the loop: one with a survey, one whose loss is not finite for one row."""
+
+from typing import Any
+
+import torch
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.readouts import answer_logprobs, token_logprobs
+from rlhf.trainer import Loss, Term, Trainer
+
+
+class SurveyTrainer(Trainer):
+    """A loss that is no sum over micro-batches: each answer against the mean of the whole step."""
+
+    rows = "demonstration"
+    asked = 0
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers, {"length": float(len(row.answers[0].tokens))})
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+
+    def survey(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        assert not torch.is_grad_enabled()
+        self.asked += 1
+        return {
+            "logprob": self.policy(batch, answer_logprobs)["logprobs"],
+            "length": batch.values["length"],
+        }
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        own = self.policy(batch, answer_logprobs)["logprobs"]
+        mean = batch.step["logprob"].mean()
+        now = batch.step["logprob"][batch.step["answers"]]
+        assert torch.equal(batch.step["length"][batch.step["examples"]], batch.values["length"])
+        # The survey is of the same weights, so it agrees with the pass that has a gradient.
+        assert torch.allclose(own, now, atol=1e-4)
+        return Loss(
+            (Term(((own - mean) ** 2).sum(), per="length"),),
+            {
+                "spread": ((own.detach() - mean).abs().sum(), "answers"),
+                "count": (own.sum() * 0, ""),
+            },
+        )
+
+    def derive(self, sums: Any) -> dict[str, float]:
+        return {"derived": sums["count"] + 1.0}
+
+    def state(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state(self, state: Any) -> None:
+        self.asked = state["asked"]
+
+
+class PoisonedTrainer(Trainer):
+    """Not a number for the row whose answer is the longest."""
+
+    rows = "demonstration"
+
+    def example(self, row: Any) -> Example:
+        poison = float("the poisoned row" in str(row.columns))
+        return Example(row.prompt, row.answers, {"poison": poison})
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        poison = torch.where(batch.values["poison"] > 0, torch.nan, 0.0).sum()
+        return Loss((Term(-logprobs.sum() + poison, per="tokens"),))

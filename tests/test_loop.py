@@ -1,0 +1,68 @@
+"""The loop with trainers that need more of it than supervised fine-tuning does."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import tiny
+
+from rlhf.config.reader import read_config
+from rlhf.execute import run_rank
+from rlhf.testing.ranks import RankFailure, Ranks
+
+
+def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
+    """A run of another trainer under SFT's name and section."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, trainer=f"odd_trainers:{trainer}")
+    code = run_rank(attrs.evolve(request, plugin=plugin))
+    return code, tiny.read_metrics(Path(request.config.output or ""))
+
+
+def test_a_loss_with_a_survey_does_not_depend_on_the_split(
+    inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
+) -> None:
+    def run(ranks: Ranks, name: str, *more: str) -> list[dict[str, Any]]:
+        words = tiny.words(inputs, tmp_path / name, "--optim.lr", "1e-4", *more)
+        return ranks.run(run_odd, "SurveyTrainer", words, str(inputs.cache))[0][1]
+
+    whole = run(one, "whole", "--batch.tokens", "1024")
+    split = run(two, "split", "--batch.tokens", "64", "--deepspeed.stage", "2")
+    for name in ("loss", "spread", "derived"):
+        assert tiny.steps(split, name) == pytest.approx(tiny.steps(whole, name), rel=1e-4), name
+    for name in ("eval/loss", "eval/spread"):
+        assert split[-1][name] == pytest.approx(whole[-1][name], rel=1e-4), name
+
+
+def test_the_trainers_own_state_is_resumed(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(run_odd, "SurveyTrainer", words, str(inputs.cache))
+    ((code, metrics),) = one.run(
+        run_odd, "SurveyTrainer", [*words, "--train.stop_at", "4", "--resume"], str(inputs.cache)
+    )
+    assert code == 0
+    assert tiny.steps(metrics, "step") == [1, 2, 3, 4]
+
+
+def test_a_poisoned_row_is_named_whichever_rank_has_it_and_no_weight_is_changed(
+    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
+    rows[6]["note"] = "the poisoned row"
+    poisoned = tiny.write(tmp_path / "poisoned.jsonl", rows)
+    words = tiny.words(inputs, tmp_path / "run", "--data.train", str(poisoned))
+    with pytest.raises(RankFailure) as error:
+        two.run(run_odd, "PoisonedTrainer", words, str(inputs.cache))
+    assert f"the loss is nan in {poisoned} line 7" in str(error.value)
+    assert "no weight was changed; look at these rows, or lower optim.lr" in str(error.value)
+
+
+def test_the_demo_report_is_not_asked_for_with_data_of_ones_own(
+    inputs: tiny.Inputs, tmp_path: Path
+) -> None:
+    assert not read_config("sft", overrides=tiny.words(inputs, tmp_path)).demo
+    assert read_config("sft").demo

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 import pytest
-import tiny
 
+import tiny
 from rlhf.config.reader import read_config
 from rlhf.execute import run_rank
 from rlhf.testing.ranks import RankFailure, Ranks

@@ -2,12 +2,12 @@
 between steps."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.loader import RunOrder, StepPlan, batches_from
+from rlhf.data.loader import StepPlan, batches_from
 from rlhf.errors import RLHFError, ToldByFirst
 from rlhf.session import Session
 from rlhf.stop import StopWatch
@@ -20,7 +20,12 @@ def train(session: Session, *, first_step: int) -> str:
     "done", "stop_at", "hours" or "signal". Collective."""
     config, engine, order = session.config, session.engine, session.train_order
     stop = StopWatch(config.train, session.mesh)
-    source = loader(session, order, first_step=first_step)
+    source = batches_from(
+        order,
+        first_step=first_step,
+        workers=config.data.workers,
+        pin=engine.device.type == "cuda",
+    )
     if first_step == 0 and config.train.eval_at_start:
         evaluate(session, step=0)
     session.journal.start(first_step)
@@ -78,7 +83,8 @@ def evaluate(session: Session, *, step: int) -> None:
         return
     session.journal.flush()
     engine.eval()
-    source = loader(session, order, first_step=0)
+    # Packed here: a fork beside live threads of the training's loader may never return.
+    source = batches_from(order)
     sums, totals = Sums(session.mesh), dict[str, float]()
     for number in range(order.steps_per_epoch):
         plan = order.step(number)
@@ -94,16 +100,6 @@ def evaluate(session: Session, *, step: int) -> None:
                 sums.add_terms(trainer.loss(batch))
     session.journal.evaluated(step, sums.reduce(totals))
     engine.train()
-
-
-def loader(session: Session, order: RunOrder, *, first_step: int) -> Iterator[PackedBatch]:
-    """This rank's micro-batches from `first_step` on, packed ahead by worker processes."""
-    return batches_from(
-        order,
-        first_step=first_step,
-        workers=session.config.data.workers,
-        pin=session.engine.device.type == "cuda",
-    )
 
 
 def not_finite(

@@ -29,6 +29,8 @@ ROUND_ON_ACCELERATOR = 128
 SHAPES = 16
 """T is rounded up to at most so many sizes: compiled kernels are reused, and on average 3 % of the
 tokens are wasted."""
+LEAST_STEP = 1024
+"""Sizes are at least so far apart: below it a forward waits for launches, not for arithmetic."""
 NO_STATE_EVERY = 1 << 30
 """The plan is the only truth about where a run is, so the loader's own state is never carried
 about."""
@@ -86,8 +88,8 @@ class RunOrder:
 
     @classmethod
     def _of(cls, examples: Examples, config: Config, mesh: "Mesh", *, shuffle: bool) -> "RunOrder":
-        share = config.batch.tokens // SHAPES // ROUND_ON_ACCELERATOR
-        coarse = ROUND_ON_ACCELERATOR * max(1, share)
+        apart = max(LEAST_STEP, config.batch.tokens // SHAPES)
+        coarse = ROUND_ON_ACCELERATOR * (apart // ROUND_ON_ACCELERATOR)
         return cls(
             examples=examples,
             size=config.batch.size,

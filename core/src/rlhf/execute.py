@@ -23,7 +23,6 @@ from rlhf.gateway import BackendGateway, ObserverGateway, build_gateways, load_h
 from rlhf.journal import Journal
 from rlhf.loop import train
 from rlhf.model.load import load_tokenizer
-from rlhf.model.probe import choose_path
 from rlhf.registry import load_object
 from rlhf.run import Run
 from rlhf.session import RunRecord, Session
@@ -136,33 +135,40 @@ def set_up(
     config = request.config
     train_order = RunOrder.for_training(data.train, config, mesh)
     num_steps = config.train.steps or train_order.steps_per_epoch * config.train.epochs
-    run = Run(config, data.trainer.tokenizer, mesh, hooks, num_steps)
+    longest = max(int(part.longest_path.max()) for part in (data.train, data.eval) if part)
+    run = Run(config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=longest)
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     engine = run.engines["policy"]
-    attention = choose_path(engine, mesh, longest=int(data.train.longest_path.max()))
     session = Session(
         record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
         config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=data.trainer,
         engine=engine, schedule=run.schedule, train_order=train_order,
         eval_order=data.eval_order(config, mesh),
-        num_steps=num_steps, speed=Speed(shape=run.shape, peak=peak_of(mesh.device, mesh.world)),
-        path=path, folder=folder,
+        num_steps=num_steps, path=path, folder=folder,
+        speed=Speed(shape=run.shapes["policy"], peak=peak_of(mesh.device, mesh.world)),
     )  # fmt: skip
     session.journal = Journal(session)
     if folder is not None:
         folder.write_config(to_tree(config))
-        folder.write_json("plan.json", attrs.asdict(run.plan) | {"attention": str(attention)})
+        folder.write_json(
+            "plan.json",
+            {
+                role: attrs.asdict(plan) | {"attention": str(run.attention[role])}
+                for role, plan in run.plans.items()
+            },
+        )
         folder.write_versions(
             trainer=request.name, trust_remote_code=config.model.trust_remote_code
         )
-        introduce(request, session, data, run, str(attention))
+        introduce(request, session, data, run)
     return session
 
 
-def introduce(request: Request, session: Session, data: Data, run: Run, attention: str) -> None:
+def introduce(request: Request, session: Session, data: Data, run: Run) -> None:
     """The first lines: what runs, where and how."""
-    config, mesh, shape = request.config, session.mesh, run.shape
+    config, mesh, shape = request.config, session.mesh, run.shapes["policy"]
+    plan = run.plans["policy"]
     demo = (
         "demo: the embedded model and rows, since neither model nor data was given; " * request.demo
     )
@@ -170,10 +176,10 @@ def introduce(request: Request, session: Session, data: Data, run: Run, attentio
     lines = [
         f"rlhf {request.name}  {demo}run folder {session.path}",
         f"devices    {mesh.world} x {mesh.device.type}",
-        f"backend    {config.backend_name}: {run.plan.summary}",
+        f"backend    {config.backend_name}: {plan.summary}",
         f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
-        f"{run.plan.precision}",
-        f"attention  {attention}",
+        f"{plan.precision}",
+        f"attention  {run.attention['policy']}",
         f"data       train: {data.train.report}",
     ]
     if data.eval is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,12 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-def model_shape(config: Config) -> ModelShape:
+Task = Literal["causal", "sequence", "token"]
+"""What stands on the backbone: the language-model head, one score per sequence, or scores per token
+(the transformers classes ForCausalLM, ForSequenceClassification, ForTokenClassification)."""
+
+
+def model_shape(config: Config, *, task: Task = "causal") -> ModelShape:
     """The model's size, counted on the meta device: no weight is read, no memory taken."""
     architecture = read_architecture(config)
     with torch.device("meta"):
@@ -81,7 +86,13 @@ def num_parameters(module: nn.Module) -> int:
 
 
 def load_model(
-    config: Config, *, plan: Plan, mesh: Mesh, hooks: Any, role: str = "policy"
+    config: Config,
+    *,
+    plan: Plan,
+    mesh: Mesh,
+    hooks: Any,
+    role: str = "policy",
+    task: Task = "causal",
 ) -> PackedModel:
     """The model of `config`, ready for the backend's `prepare`: loaded or made from random numbers,
     with adapters, freezing and recomputation as configured.

@@ -126,12 +126,13 @@ def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # t
     code, output, errors = finish(
         start(
             *("--train.steps", "4", "--checkpoint.every", "2"),
-            *("--extensions", "[probe]", "--observers", "[witness]"),
+            *("--extensions", "[probe]", "--observers", "[witness, tensorboard]"),
         )
     )
     assert code == 0, errors
     assert "clipped by probe" in output
     assert '"gradient_clipping": 0.125' in (tmp_path / "run" / "plan.json").read_text()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert (tmp_path / "told").read_text().splitlines() == [
         '["start", "sft", 4]', '["step", 1]', '["step", 2]', '["checkpoint", 2, "step-000002"]',
         '["step", 3]', '["step", 4]', '["checkpoint", 4, "step-000004"]', '["eval", 4]',

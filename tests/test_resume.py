@@ -94,3 +94,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_asked(
     ((_, again),) = one.run(tiny.run, [*words, "--resume", "step-000002"], str(inputs.cache))
     assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
     assert checkpoint.damage(folder / "step-000004") is None
+
+
+def test_a_run_that_is_out_of_time_ends_with_a_checkpoint_and_goes_on(
+    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6")
+    (code, metrics), _ = two.run(tiny.run, [*words, "--train.hours", "1e-9"], str(inputs.cache))
+    done = len(tiny.steps(metrics, "loss"))
+    assert code == 0
+    assert 0 < done < 6
+    (code, metrics), _ = two.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    assert code == 0
+    assert tiny.steps(metrics, "step") == [1, 2, 3, 4, 5, 6]

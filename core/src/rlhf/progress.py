@@ -23,8 +23,9 @@ class Progress:
         self._bar: RichProgress | None = None
         if self._console.is_terminal:
             self._bar = RichProgress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}"), console=self._console,
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),
+                TimeRemainingColumn(), TextColumn("{task.fields[metrics]}"),
+                console=self._console,
             )  # fmt: skip
             self._task = self._bar.add_task("train", total=steps, completed=done, metrics="")
             self._bar.start()
@@ -36,16 +37,17 @@ class Progress:
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a logged step are known."""
-        text = shown(metrics)
         if self._bar is not None:
-            self._bar.update(self._task, metrics=text)
+            speed = f"{_number(metrics['tokens_per_s'])} tokens/s"
+            self._bar.update(self._task, metrics=f"loss {_number(metrics['loss'])}  {speed}")
             return
         now = time.monotonic()
         since = SECONDS_BETWEEN_LINES if self._told is None else now - self._told
         if step == self._steps or since >= SECONDS_BETWEEN_LINES:
             self._told = now
             left = (now - self._start) / (step - self._first) * (self._steps - step)
-            print(f"step {step}/{self._steps}  {text}  {_clock(left)} left", flush=True)
+            told = f"step {step}/{self._steps}  {shown(metrics)}  {_clock(left)} left"
+            print(told, flush=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation has ended."""

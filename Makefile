@@ -12,7 +12,7 @@ TESTS ?= tests $(addsuffix /tests,$(PROJECTS))
 .PHONY: demo test lint venv base clean
 
 demo: venv
-	$(BIN)/rlhf run sft
+	$(BIN)/rlhf run dpo
 
 test: venv lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS)

@@ -171,7 +171,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
 
 
 def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    first = start("--observers", "[witness]", STEP_SECONDS="2")
+    first = start("--observers", "[witness]", STEP_SECONDS="5")
     wait_for(tmp_path / "told", '["start"')
     code, _, errors = finish(start("--overwrite"))
     first.terminate()

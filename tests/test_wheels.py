@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = ("core", "plugins/deepspeed", "plugins/sft")
+INSTALLED = ("core", "plugins/deepspeed", "plugins/dpo")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def rlhf(site: Path, *words: str, folder: Path | None = None) -> subprocess.Comp
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert sorted(names) == ["deepspeed", "sft", "tensorboard"]
+    assert sorted(names) == ["deepspeed", "dpo", "tensorboard"]
 
 
 def test_every_plugin_of_the_wheels_loads(site: Path) -> None:
@@ -50,13 +50,20 @@ def test_every_plugin_of_the_wheels_loads(site: Path) -> None:
 
 
 def test_the_demo_of_the_wheels_runs(site: Path, tmp_path: Path) -> None:
-    done = rlhf(site, "run", "sft", "--train.steps", "3", "--train.stop_at", "2", folder=tmp_path)
+    done = rlhf(site, "run", "dpo", "--train.steps", "3", "--train.stop_at", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "model      runs/sft-1/model" in done.stdout
+    assert "model      runs/dpo-1/model" in done.stdout
 
 
 def test_every_file_that_is_no_code_is_in_the_wheel(site: Path) -> None:
-    for source in (ROOT / "core/src/rlhf", ROOT / "plugins/sft/src/rlhf_plugin_sft"):
+    for source in (ROOT / "core/src/rlhf", ROOT / "plugins/dpo/src/rlhf_plugin_dpo"):
         files = [path for path in source.rglob("*") if path.is_file()]
         for path in (path for path in files if path.suffix not in (".py", ".pyc")):
             assert (site / path.relative_to(source.parent)).is_file(), path
+
+
+def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -> None:
+    done = rlhf(site, "run", "kto")
+    assert done.returncode == 2
+    assert "pip install rlhf-plugin-kto" in done.stderr
+    assert done.stderr.count("\n") == 1

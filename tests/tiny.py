@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import frozen
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf.demo import rows, scratch
+from rlhf.demo import rows
+from rlhf.testing.tiny import make_model
+from rlhf.testing.tiny import write_rows as write
 
 
 @frozen
@@ -25,25 +25,12 @@ class Inputs:
 def make(folder: Path) -> Inputs:
     """A Llama of two layers with random weights, 22 rows to train on and 7 held out: neither
     divides by a batch."""
-    scratch.make(folder / "model")
-    config = LlamaConfig.from_pretrained(folder / "model")
-    for name, value in {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}.items():
-        setattr(config, name, value)
-    config.head_dim = 8
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
     return Inputs(
-        folder / "model",
+        make_model(folder / "model"),
         write(folder / "train.jsonl", rows("arithmetic", "train", "demonstration")[:22]),
         write(folder / "eval.jsonl", rows("arithmetic", "eval", "demonstration")[:7]),
         folder / "cache",
     )
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def words(inputs: Inputs, output: Path, *more: str) -> list[str]:

@@ -265,7 +265,7 @@ def test_what_is_printed_has_the_documentation_of_each_field(toy: Path) -> None:
     ) in text
     off = describe(read_config("toy", inputs=False))
     assert "\nlora: null\n  # Rank of the update.\n  # rank: 16\n" in off
-    assert "An entry has path, subset, split, weight, limit, columns." in text
+    assert "An entry has path, subset, split, weight, limit, columns, convert." in text
 
 
 def test_every_field_of_core_is_documented() -> None:

@@ -292,6 +292,31 @@ def test_text_is_trained_on_whole_with_one_eos() -> None:
     assert read(tokenizer, text="") == []
 
 
+@pytest.mark.parametrize("kind", ["bytes", "blank"])
+def test_settings_that_a_caller_left_on_the_tokenizer_do_not_change_ids(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokenizer.pad_token = "<unk>"
+    reader = Reader(tokenizer)
+    raw = [RawRow("rows.jsonl line 1", {"prompt": "What is", "completion": " two?</s> yes"})]
+    ((before,),) = demonstrations(raw, reader)
+    tokenizer(["two", "What is two?"], truncation=True, max_length=2, padding=True)
+    tokenizer("</s>", split_special_tokens=True)
+    assert demonstrations(raw, reader) == [[before]]
+    assert before.answers[0].tokens.count(tokenizer.eos_token_id) == 2
+
+
+def test_a_tokenizer_with_code_of_its_own_is_called_and_not_its_backend() -> None:
+    class Lower(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: Any, **keywords: Any) -> Any:
+            lower = text.lower() if isinstance(text, str) else [each.lower() for each in text]
+            return super()._encode_plus(lower, **keywords)
+
+    backend = tokenizer_of("bytes").backend_tokenizer
+    tokenizer = Lower(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    (row,) = read(tokenizer, prompt="What is", completion=" TWO")
+    assert tokenizer.decode([*row.prompt, *row.answers[0].tokens]) == "what is two</s>"
+
+
 def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
     from tokenizers.processors import TemplateProcessing
 

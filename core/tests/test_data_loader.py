@@ -15,6 +15,7 @@ from attrs import frozen
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.loader import RunOrder, batches_from
+from rlhf.data.mismatch import Mismatched
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.trainer import Trainer
@@ -78,6 +79,15 @@ def examples(config: Config) -> Examples:
     return prepare(config, Numbers(Section(), None), NoTokenizer(), which="train")
 
 
+class Surveying(Numbers):
+    """A survey of each prompt with another row's answer."""
+
+    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Mismatched:
+        return Mismatched(examples, draw)
+
+    def survey(self, batch: Any) -> Any: ...
+
+
 def order(
     examples: Examples, config: Config, rank: int = 0, world: int = 1, **keywords: Any
 ) -> RunOrder:
@@ -114,6 +124,43 @@ def test_the_last_step_of_an_epoch_takes_what_is_left(examples: Examples, config
     for epoch in range(2):
         rows = np.concatenate([course.step(epoch * 6 + place).rows for place in range(6)])
         assert sorted(rows) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
+    examples: Examples, config: Config, workers: int
+) -> None:
+    trainer = Surveying(Section(), None)
+    courses = [
+        RunOrder.for_training(examples, config, Mesh(rank=rank, world=2), trainer)
+        for rank in range(2)
+    ]
+    sources = [batches_from(course, workers=workers) for course in courses]
+    paired: list[dict[int, int]] = [{}, {}]
+    for number in range(12):
+        plans = [course.step(number) for course in courses]
+        assert len(plans[0].survey) == len(plans[1].survey)
+        assert {plan.num_batches for plan in plans} == {len(plans[0].survey) + len(plans[0].micro)}
+        for plan, source in zip(plans, sources, strict=True):
+            for part in plan.survey:
+                batch = next(source)
+                assert batch.rows == tuple(part.rows)
+                assert len(batch.tokens) <= config.batch.tokens
+                prompts = batch.tokens[batch.branch == 0].tolist()[::2] if batch.rows else []
+                answers = batch.tokens[batch.answer_end].tolist()
+                paired[plan.epoch] |= dict(zip(prompts, answers, strict=True))
+            assert [next(source).rows for _ in plan.micro] == [tuple(rows) for rows in plan.micro]
+    for pairs in paired:
+        assert sorted(pairs) == sorted(pairs.values()) == list(range(NUM_ROWS))
+        assert all(prompt != answer for prompt, answer in pairs.items())
+    assert paired[0] != paired[1]
+
+
+def test_a_mismatched_answer_is_cut_where_the_data_ends(examples: Examples) -> None:
+    mismatched = Mismatched(examples, np.random.Generator(np.random.PCG64(0)))
+    for number, example in enumerate(mismatched):
+        size = len(example.prompt) + len(example.answers[0].tokens)
+        assert size == mismatched.lengths[number] <= examples.longest_path.max()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

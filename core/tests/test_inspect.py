@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,16 @@ def test_answers_are_marked_and_untrained_stretches_have_their_own_colour() -> N
     assert "\x1b[32msay\x1b[0m\x1b[33mone\x1b[0m\x1b[32mtwo\x1b[0m" in text
     assert "margin: 0.5" in text
     assert "rank: [1, 2]" in text
+
+
+def test_labels_of_tokens_stand_behind_them() -> None:
+    shown = console()
+    steps = Answer([3, 4, 5, 6], [False] * 4)
+    values = {"label": [[math.nan, 1.0, math.nan, 0.25]]}
+    show_example(Example([2], [steps], values), "rows.jsonl line 1", word_tokenizer(), shown)
+    labels = [part.split("]")[0] for part in text_of(shown).split("[label ")[1:]]
+    assert labels == ["1", "0.25"]
+    assert "say one\x1b[0m\x1b[1m[label 1]\x1b[0m" in text_of(shown)
 
 
 def test_the_histogram_counts_every_example() -> None:

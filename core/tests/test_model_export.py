@@ -24,7 +24,7 @@ from rlhf.config.sections import Config, LoraConfig, ModelConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.adapter import merge_command
-from rlhf.model.export import save_model, save_tokenizer_and_generation, verify_export
+from rlhf.model.export import save_model, save_tokenizer_and_config, verify_export
 from rlhf.model.load import CHATML, load_model
 from rlhf.model.packed import PackedModel
 
@@ -139,7 +139,7 @@ def test_an_adapter_is_exported_alone_and_merges_into_its_base(
         state = {name: value for name, value in state.items() if "lora_" in name}
     save_model(module, state, adapter)
     verify_export(adapter, module)
-    save_tokenizer_and_generation(module, tokenizer(), adapter)
+    save_tokenizer_and_config(module, tokenizer(), adapter)
     module.path = "separate"
     expected = logits(module.causal)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -190,7 +190,7 @@ def test_generation_ends_where_the_trained_turn_ends(
 ) -> None:
     module = module_of("tied")
     save_model(module, module.state_dict(), tmp_path)
-    save_tokenizer_and_generation(module, tokenizer(template=template), tmp_path)
+    save_tokenizer_and_config(module, tokenizer(template=template), tmp_path)
     generation = GenerationConfig.from_pretrained(tmp_path)
     assert generation.eos_token_id == ends
     assert generation.pad_token_id == 4

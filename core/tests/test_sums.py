@@ -61,6 +61,20 @@ def test_metrics_are_means_over_the_step_and_plain_sums_go_to_derive() -> None:
     assert metrics == pytest.approx({"loss": 1.0, "accuracy": 0.7, "double": 6.0})
 
 
+def test_extremes_are_those_of_the_whole_step_and_a_sum_may_have_a_dimension() -> None:
+    sums = Sums(Mesh())
+    for low, high, counts in ((-2.0, 0.5, [1.0, 0.0]), (-1.0, 3.0, [2.0, 5.0])):
+        metrics = {
+            "low": (scalar(low), "min"),
+            "high": (scalar(high), "max"),
+            "counts": (torch.tensor(counts), ""),
+        }
+        loss = Loss((Term(scalar(1.0), "tokens"),), metrics)
+        sums.add(loss, weighted_loss(loss, {"tokens": 2.0}))
+    found = sums.reduce({"tokens": 2.0}).read(lambda sums: {"last": sums["counts"][-1]})
+    assert found == {"loss": 1.0, "low": -2.0, "high": 3.0, "last": 5.0}
+
+
 def test_an_evaluation_divides_once_at_its_end() -> None:
     sums = Sums(Mesh())
     for value in (1.0, 2.0):

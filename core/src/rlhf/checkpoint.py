@@ -61,9 +61,12 @@ def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, 
     return target
 
 
-def rotate(checkpoints: Path, *, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints. Folders of other names are never touched."""
+def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints and that of the step `spare`. Folders of other
+    names are never touched."""
     for folder in all_checkpoints(checkpoints)[:-keep]:
+        if step_of(folder) == spare:
+            continue
         # The manifest goes first: what a kill leaves half removed is no checkpoint any more.
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)

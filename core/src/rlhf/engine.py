@@ -61,6 +61,12 @@ class Mesh:
             torch.distributed.all_reduce(values)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """All-reduce `values` in place over all ranks to the greatest; collective."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        return values
+
     def gather(self, value: Any) -> list[Any]:
         """Each rank's picklable `value`, in the order of ranks, on every rank; collective."""
         if self.world == 1:

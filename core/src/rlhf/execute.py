@@ -11,6 +11,7 @@ from attrs import frozen
 
 from rlhf import folder as run_folder
 from rlhf import random_state
+from rlhf.best import Best
 from rlhf.config.reader import Request, to_tree
 from rlhf.config.sections import Config
 from rlhf.data.loader import RunOrder
@@ -44,7 +45,9 @@ class Data:
 
     def eval_order(self, config: Config, mesh: Mesh) -> RunOrder | None:
         """Every held-out row once, or None without any."""
-        return None if self.eval is None else RunOrder.for_evaluation(self.eval, config, mesh)
+        if self.eval is None:
+            return None
+        return RunOrder.for_evaluation(self.eval, config, mesh, self.trainer)
 
 
 def prepare_data(request: Request) -> Data:
@@ -133,19 +136,23 @@ def set_up(
 ) -> Session:
     """Models, orders of rows and the journal. Collective."""
     config = request.config
-    train_order = RunOrder.for_training(data.train, config, mesh)
+    train_order = RunOrder.for_training(data.train, config, mesh, data.trainer)
     num_steps = config.train.steps or train_order.steps_per_epoch * config.train.epochs
     longest = max(int(part.longest_path.max()) for part in (data.train, data.eval) if part)
-    run = Run(config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=longest)
+    run = Run(
+        config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=longest,
+        examples=[part for part in (data.train, data.eval) if part],
+    )  # fmt: skip
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     engine = run.engines["policy"]
     session = Session(
         record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
         config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=data.trainer,
-        engine=engine, schedule=run.schedule, train_order=train_order,
+        engine=engine, followers=run.followers, schedule=run.schedule, train_order=train_order,
         eval_order=data.eval_order(config, mesh),
         num_steps=num_steps, path=path, folder=folder,
+        best=Best(metric=config.checkpoint.best, patience=config.train.patience),
         speed=Speed(shape=run.shapes["policy"], peak=peak_of(mesh.device, mesh.world)),
     )  # fmt: skip
     session.journal = Journal(session)
@@ -154,7 +161,8 @@ def set_up(
         folder.write_json(
             "plan.json",
             {
-                role: attrs.asdict(plan) | {"attention": str(run.attention[role])}
+                role: attrs.asdict(plan)
+                | {"task": run.tasks[role], "attention": str(run.attention[role])}
                 for role, plan in run.plans.items()
             },
         )
@@ -188,7 +196,8 @@ def introduce(request: Request, session: Session, data: Data, run: Run) -> None:
         f"steps      {session.num_steps:,} of {config.batch.size} rows, "
         f"{session.train_order.steps_per_epoch:,} per epoch"
     )
-    print("\n".join([*lines, *request.notes]), flush=True)
+    remarks = data.trainer.remarks(data.train)
+    print("\n".join([*lines, *run.notes, *request.notes, *remarks]), flush=True)
 
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
@@ -203,7 +212,9 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
             )
     elif request.resume is not None and leads:
         print(f"resumed    nothing: {session.path} holds no checkpoint, so this starts at step 0")
-    if step == session.num_steps and on_first(session.mesh, (session.path / "model").is_dir):
+    judged = session.best.metric is None or session.best.seen == step
+    ended = step == session.num_steps or session.best.exhausted
+    if ended and judged and on_first(session.mesh, (session.path / "model").is_dir):
         if leads:
             print(f"nothing left to do: {session.path / 'model'} is finished", flush=True)
         return "done"
@@ -217,7 +228,12 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
         if leads:
             print("stopped by SIGTERM after saving; go on with --resume", flush=True)
         return reason
-    export_model(session)
+    best = session.best
+    if best.step is None:
+        export_model(session)
     if leads:
-        print(f"model      {session.path / 'model'}", flush=True)
+        if reason == "patience":
+            print(f"stopped    after {best.waited} evaluations without a better one", flush=True)
+        of = "" if best.step is None else f", the best by {best}"
+        print(f"model      {session.path / 'model'}{of}", flush=True)
     return reason

@@ -9,8 +9,9 @@ from rlhf.config.reader import read_config
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.gateway import load_hooks
-from rlhf.model.export import save_model, save_tokenizer_and_generation, verify_export
+from rlhf.model.export import save_model, save_tokenizer_and_config, verify_export
 from rlhf.model.load import load_model, load_tokenizer
+from rlhf.registry import load_object
 from rlhf.session import Session
 
 
@@ -24,7 +25,8 @@ def export_model(session: Session) -> None:
     session.mesh.barrier()
     session.hooks.export_weights(engine=session.engine, directory=part)
     if session.folder is not None:
-        save_tokenizer_and_generation(session.engine.module, session.trainer.tokenizer, part)
+        more = session.trainer.model_config(session.journal.last)
+        save_tokenizer_and_config(session.engine.module, session.trainer.tokenizer, part, more)
         verify_export(part, session.engine.module)
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
@@ -43,13 +45,27 @@ def export_command(source: str, output: str) -> int:
     backend, _ = load_hooks(config)
     weights = backend.read_weights(directory=folder / "policy")
     plan = Plan(stage=0, precision=config.model.dtype)
-    module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend)
+    tokenizer = load_tokenizer(config)
+    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    task = json.loads((run / "plan.json").read_text())["policy"]["task"]
+    module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
     target.mkdir(parents=True, exist_ok=True)
     save_model(module, weights, target)
-    save_tokenizer_and_generation(module, load_tokenizer(config), target)
+    more = trainer.model_config(_newest_metrics(run, until=checkpoint.step_of(folder)))
+    save_tokenizer_and_config(module, tokenizer, target, more)
     verify_export(target, module)
     print(f"exported {folder} to {target}")
     return 0
+
+
+def _newest_metrics(run: Path, *, until: int) -> dict[str, float]:
+    """The last value of every metric that the run had logged by that step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found: dict[str, float] = {}
+    for line in map(json.loads, lines):
+        if line["step"] <= until:
+            found |= line
+    return found
 
 
 def _checkpoint_folder(source: Path) -> Path:

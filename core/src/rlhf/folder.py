@@ -17,9 +17,9 @@ from rlhf.config.reader import Request, changed_keys, to_tree
 from rlhf.errors import RLHFError
 
 MAY_CHANGE = (
-    "batch.tokens", "train.stop_at", "train.hours", "train.log_every", "train.eval_every",
-    "train.eval_at_start", "data.eval", "data.workers", "data.processes", "checkpoint",
-    "model.recompute", "observers", "output", "backend",
+    "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
+    "train.eval_every", "train.eval_at_start", "data.eval", "data.workers", "data.processes",
+    "checkpoint", "model.recompute", "observers", "output", "backend",
 )  # fmt: skip
 """What a resumed run may change: nothing that alters what is learnt. The backend's section may
 too."""

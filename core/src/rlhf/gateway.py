@@ -192,6 +192,9 @@ class BackendGateway:
     def export_weights(self, *, engine: Engine, directory: Path) -> bool:
         return self._ask("export_weights", engine=engine, directory=directory)
 
+    def mix_weights(self, *, engine: Engine, source: Engine, share: float) -> bool:
+        return self._ask("mix_weights", engine=engine, source=source, share=share)
+
     def generation_context(self, *, engine: Engine) -> AbstractContextManager[Any]:
         return self._ask("generation_context", engine=engine)
 

@@ -98,6 +98,12 @@ class BackendHooks:
         Collective."""
 
     @hookspec(firstresult=True)
+    def mix_weights(self, engine: Engine, source: Engine, share: float) -> bool:
+        """Move each weight of `engine`, which is not trained, to `share` of that of `source` and
+        the rest of its own; both hold the same model, each at its own stage. One parameter is whole
+        at a time. Returns True. Collective."""
+
+    @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:
         """The context in which `engine.module.model.generate` is safe on every rank; gives the
         keywords that `generate` needs (`synced_gpus` at stage 3). Collective."""

@@ -1,6 +1,7 @@
 """`rlhf inspect NAME ...`: the rows as the model sees them, and how they fill the micro-batches; no
 weights are read."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhf.config.reader import Request
 from rlhf.config.sections import Config
 from rlhf.data.example import Example
 from rlhf.data.loader import RunOrder
+from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.model.load import load_tokenizer
@@ -69,13 +71,16 @@ def show_example(example: Example, name: str, tokenizer: Any, console: Console) 
             if answer.trained is None
             else np.asarray(answer.trained)
         )
-        edges = np.flatnonzero(np.diff(mask)) + 1
-        for low, high in zip([0, *edges], [*edges, len(mask)], strict=True):
-            style = TRAINED if high > low and mask[low] else UNTRAINED
+        labels = _labels(example, number - 1)
+        edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, len(mask)})
+        for low, high in itertools.pairwise([0, *edges]):
+            style = TRAINED if mask[low] else UNTRAINED
             text.append_text(_stretch(answer.tokens[low:high], tokenizer, style))
+            text.append(labels.get(high, ""), style="bold")
     console.print(text)
     for key, value in example.values.items():
-        console.print(Text(f"{key}: {_brief(value)}", style=PROMPT))
+        if kind_of(value) != PER_TOKEN:
+            console.print(Text(f"{key}: {_brief(value)}", style=PROMPT))
 
 
 def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
@@ -103,6 +108,17 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
     )
 
 
+def _labels(example: Example, answer: int) -> dict[int, str]:
+    """The values per token of an answer, by the number of tokens after which they are shown."""
+    shown: dict[int, str] = {}
+    for name, value in example.values.items():
+        if kind_of(value) == PER_TOKEN:
+            row = np.asarray(value[answer], float)
+            for place in np.flatnonzero(~np.isnan(row)).tolist():
+                shown[place + 1] = f"{shown.get(place + 1, '')}[{name} {row[place]:g}]"
+    return shown
+
+
 def _legend() -> Text:
     return Text.assemble(
         "\n", ("prompt", PROMPT), "  ", ("trained on", TRAINED), "  ", ("not trained on", UNTRAINED)
@@ -124,5 +140,4 @@ def _stretch(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
 def _brief(value: Any) -> str:
     if not hasattr(value, "__len__"):
         return f"{value:g}"
-    items = [_brief(item) for item in value if hasattr(item, "__len__") or not np.isnan(item)]
-    return f"[{', '.join(items)}]"
+    return f"[{', '.join(map(_brief, value))}]"

@@ -9,44 +9,51 @@ import torch
 from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import StepPlan, batches_from
 from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.export import export_model
+from rlhf.rollout import roll_out
 from rlhf.session import Session
 from rlhf.stop import StopWatch
 from rlhf.sums import Report, Sums, Totals, poison_unless_finite, weighted_loss
-from rlhf.survey import surveys, take_survey, totals_of
+from rlhf.survey import take_survey, totals_of
 
 
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
-    "done", "stop_at", "hours" or "signal". Collective."""
+    "done", "stop_at", "hours", "patience" or "signal". Collective."""
     config, engine, order = session.config, session.engine, session.train_order
     stop = StopWatch(config.train, session.mesh)
     source = batches_from(
         order,
         first_step=first_step,
-        workers=config.data.workers,
+        workers=0 if session.trainer.rolls_out() else config.data.workers,
         pin=engine.device.type == "cuda",
     )
     if first_step == 0 and config.train.eval_at_start:
         evaluate(session, step=0)
     session.journal.start(first_step)
-    reason, step = None, first_step
+    reason, step, evaluated = None, first_step, None
     engine.train()
     while step < session.num_steps and reason is None:
         plan = order.step(step)
-        report = take_step(session, plan, list(itertools.islice(source, len(plan.micro))), step)
+        if session.trainer.rolls_out():
+            plan, batches = roll_out(session.trainer, order, plan, session.mesh)
+        else:
+            batches = list(itertools.islice(source, plan.num_batches))
+        report = take_step(session, plan, batches, step)
         step += 1
         session.journal.step(step, plan, report)
         reason = stop.reason(step)
-        if step == session.num_steps:
-            reason = "done"
-        elif reason is None and _due(config.train.eval_every, step):
-            evaluate(session, step=step)
-        if reason is not None or _due(config.checkpoint.every, step):
+        reason = "done" if step == session.num_steps else reason
+        improved = False
+        if reason is None and _due(config.train.eval_every, step):
+            improved, evaluated = improves(session, step=step), step
+            reason = "patience" if session.best.exhausted else None
+        if reason is not None or improved or _due(config.checkpoint.every, step):
             session.journal.flush()
             session.save(step)
     stop.close()
-    if reason != "signal":
-        evaluate(session, step=step)
+    if reason != "signal" and evaluated != step:
+        evaluate_at_end(session, step=step)
     session.journal.flush()
     return reason or "done"
 
@@ -54,13 +61,10 @@ def train(session: Session, *, first_step: int) -> str:
 def take_step(
     session: Session, plan: StepPlan, batches: list[PackedBatch], step: int
 ) -> Report | None:
-    """One optimizer step; its metrics if this step is logged. Collective."""
+    """One optimizer step on the survey's batches and the loss's; its metrics if this step is
+    logged. Collective."""
     engine, trainer = session.engine, session.trainer
-    batches = [batch.to(engine.device) for batch in batches]
-    totals: Totals = plan.totals
-    if surveys(trainer):
-        batches = take_survey(trainer, batches, plan.rows, session.mesh)
-        totals = {**totals, **totals_of(batches)}
+    batches, totals = surveyed(session, plan, batches)
     sums = Sums(session.mesh)
     for number, batch in enumerate(batches, start=1):
         loss = trainer.loss(batch)
@@ -72,7 +76,22 @@ def take_step(
     if not outcome.moved and not outcome.skipped_by_scaler:
         raise not_finite(session, plan, batches, sums, outcome.grad_norm)
     session.journal.outcome(outcome, rate)
+    for follower in session.followers:
+        follower.after_step(step + 1)
     return sums.reduce(totals) if (step + 1) % session.config.train.log_every == 0 else None
+
+
+def surveyed(
+    session: Session, plan: StepPlan, given: Sequence[PackedBatch]
+) -> tuple[list[PackedBatch], Totals]:
+    """The loss's batches on the device, with what the survey found, and what is counted over the
+    whole step. Collective."""
+    batches = [batch.to(session.engine.device) for batch in given]
+    if not session.trainer.surveys():
+        return batches, plan.totals
+    own, batches = batches[: len(plan.survey)], batches[len(plan.survey) :]
+    batches = take_survey(session.trainer, batches, plan.rows, session.mesh, surveyed=own)
+    return batches, {**plan.totals, **totals_of(batches)}
 
 
 def evaluate(session: Session, *, step: int) -> None:
@@ -88,11 +107,8 @@ def evaluate(session: Session, *, step: int) -> None:
     sums, totals = Sums(session.mesh), dict[str, float]()
     for number in range(order.steps_per_epoch):
         plan = order.step(number)
-        batches = [batch.to(engine.device) for batch in itertools.islice(source, len(plan.micro))]
-        step_totals: Totals = plan.totals
-        if surveys(trainer):
-            batches = take_survey(trainer, batches, plan.rows, session.mesh)
-            step_totals = {**step_totals, **totals_of(batches)}
+        given = list(itertools.islice(source, plan.num_batches))
+        batches, step_totals = surveyed(session, plan, given)
         for name, value in step_totals.items():
             totals[name] = totals.get(name, 0.0) + value
         with torch.no_grad():
@@ -100,6 +116,27 @@ def evaluate(session: Session, *, step: int) -> None:
                 sums.add_terms(trainer.loss(batch))
     session.journal.evaluated(step, sums.reduce(totals))
     engine.train()
+
+
+def evaluate_at_end(session: Session, *, step: int) -> None:
+    """The last evaluation, of weights that are saved already: should it fail, no step is lost. It
+    counts for the best where an undisturbed run would have it too. Collective."""
+    counts = step == session.num_steps or _due(session.config.train.eval_every, step)
+    if session.best.metric is None or not counts:
+        evaluate(session, step=step)
+    else:
+        improves(session, step=step)
+        session.save(step)
+
+
+def improves(session: Session, *, step: int) -> bool:
+    """Evaluate, and whether this is the best evaluation so far, whose model is then exported before
+    a checkpoint can say so. Collective."""
+    evaluate(session, step=step)
+    if not session.best.take(step, session.journal.last):
+        return False
+    export_model(session)
+    return True
 
 
 def not_finite(

@@ -52,6 +52,25 @@ def answer_logprobs(
     return {"logprobs": sums, **{f"tokens/{name}": value for name, value in tokens.items()}}
 
 
+def scores(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+    """`scores` [A], in float32: a head of one label at each answer's last token, the place that
+    transformers' sequence classifiers read. The product is in float32 too: in 16 bits rewards
+    beyond 1 would be rounded to steps of 0.008."""
+    ends = hidden.index_select(0, batch.answer_end).float()
+    return {"scores": head.in_float32().logits(ends).squeeze(-1)}
+
+
+def token_scores(
+    hidden: Tensor, head: Head, batch: PackedBatch, *, tokens: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`scores` [T, L], in float32: a head of L labels at every token, or of a language-model head
+    the logits of the `tokens` [L] alone. All T rows cost less than waiting for the host to learn
+    which ones are needed."""
+    if tokens is not None:
+        head = head.rows(tokens)
+    return {"scores": head.logits(hidden)}
+
+
 def hidden_at(places: Tensor) -> Callable[[Tensor, Head, PackedBatch], dict[str, Tensor]]:
     """A readout that gives `hidden` [P, H] at the row indices `places` [P]."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,13 @@ from attrs import define, field, frozen
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf import checkpoint, random_state
+from rlhf.best import Best
 from rlhf.config.sections import Config
 from rlhf.data.loader import RunOrder
 from rlhf.engine import Engine, Mesh
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
+from rlhf.reference import Follower
 from rlhf.speed import Speed
 from rlhf.trainer import Trainer
 
@@ -44,6 +47,8 @@ class Session:
     observers: ObserverGateway
     trainer: Trainer
     engine: Engine
+    followers: Sequence[Follower] = ()
+    """Frozen engines that move."""
     schedule: LRScheduler
     train_order: RunOrder
     eval_order: RunOrder | None
@@ -53,6 +58,7 @@ class Session:
     """The run folder."""
     folder: RunFolder | None
     """Rank 0's hand on it; None on the other ranks."""
+    best: Best
     journal: Journal = field(init=False)
 
     @property
@@ -64,28 +70,35 @@ class Session:
         Collective."""
         if self.folder is not None:
             part = checkpoint.begin(self.checkpoints, step)
-            (part / self.engine.role).mkdir()
+            for role in (self.engine.role, *(follower.role for follower in self.followers)):
+                (part / role).mkdir()
         self.mesh.barrier()
         part = checkpoint.part_folder(self.checkpoints, step)
         self.hooks.save_checkpoint(
             engine=self.engine, directory=part / self.engine.role, state=self._state(step)
         )
+        for follower in self.followers:
+            follower.save(part / follower.role)
         random_state.save(part / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
         self.mesh.barrier()
         shares = self.mesh.gather(checkpoint.digest(part, share=self.mesh.rank, of=self.mesh.world))
         if self.folder is not None:
             files = {name: file for share in shares for name, file in share.items()}
             folder = checkpoint.commit(part, self.checkpoints, step, files)
-            checkpoint.rotate(self.checkpoints, keep=self.config.checkpoint.keep)
+            keep = self.config.checkpoint.keep
+            checkpoint.rotate(self.checkpoints, keep=keep, spare=self.best.step)
             self.observers.on_checkpoint(run=self.record, step=step, directory=folder)
         self.mesh.barrier()
 
     def restore(self, folder: Path) -> int:
         """Go back to a checkpoint; the step that comes next (0-based). Collective."""
         state = self.hooks.load_checkpoint(engine=self.engine, directory=folder / self.engine.role)
+        for follower in self.followers:
+            follower.load(folder / follower.role)
         self.trainer.load_state(state["trainer"])
         self.journal.tokens_seen = state["tokens_seen"]
         self.journal.skipped = state["skipped"]
+        self.best.load_state(state["best"])
         random_state.load(folder / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
         return int(state["step"])
 
@@ -95,4 +108,5 @@ class Session:
             "trainer": self.trainer.state(),
             "tokens_seen": self.journal.tokens_seen,
             "skipped": self.journal.skipped,
+            "best": self.best.state(),
         }

@@ -12,24 +12,26 @@ from rlhf.engine import Mesh
 from rlhf.trainer import Trainer
 
 
-def surveys(trainer: Trainer) -> bool:
-    """Whether the trainer has a survey of its own."""
-    return type(trainer).survey is not Trainer.survey
-
-
 def take_survey(
-    trainer: Trainer, batches: Sequence[PackedBatch], rows: Iterable[int], mesh: Mesh
+    trainer: Trainer,
+    batches: Sequence[PackedBatch],
+    rows: Iterable[int],
+    mesh: Mesh,
+    *,
+    surveyed: Sequence[PackedBatch] = (),
 ) -> list[PackedBatch]:
     """The step's micro-batches with every surveyed value in `batch.step`, in the order of `rows`.
 
-    `rows` are the row numbers of the step's examples in its order, over all ranks. Beside the
-    trainer's own names stand `examples` [E] and `answers` [A]: where this batch's own are in these
-    values. Collective.
+    `rows` are the row numbers of the step's examples in its order, over all ranks; `surveyed` are
+    the micro-batches that the survey sees instead of the loss's own. Beside the trainer's own names
+    stand `examples` [E] and `answers` [A]: where this batch's own are in these values (the answers
+    if the survey's examples begin with the same ones). Collective.
     """
+    seen = surveyed or batches
     with torch.no_grad():
-        found = [dict(trainer.survey(batch)) for batch in batches]
+        found = [dict(trainer.survey(batch)) for batch in seen]
     shares = mesh.gather(
-        [_to_host(batch, values) for batch, values in zip(batches, found, strict=True)]
+        [_to_host(batch, values) for batch, values in zip(seen, found, strict=True)]
     )
     by_row = {
         row: (sizes, values) for share in shares for part in share for row, sizes, values in part

@@ -1,14 +1,16 @@
 """What a training workflow implements: a row becomes a tree, a packed batch becomes a loss."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
+from rlhf.data.examples import Examples, Packable
 
 
 @frozen
@@ -30,7 +32,8 @@ class Loss:
     terms: tuple[Term, ...]
     metrics: Mapping[str, tuple[Tensor, str]] = field(factory=dict)
     """`{name: (sum, per)}`: detached sums; shown as a mean over `per`. With `per` "" the plain
-    sum goes to `derive` alone."""
+    sum goes to `derive` alone and may have a dimension (a histogram, say). With `per` "min" or
+    "max" it is this micro-batch's extreme, and the whole step's is shown."""
 
 
 class Trainer(abc.ABC):
@@ -63,8 +66,42 @@ class Trainer(abc.ABC):
         examples, they stand in `batch.step`."""
         return {}
 
-    def derive(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Metrics that are no ratio of sums (F1, say), from the step's or evaluation's totals."""
+    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Packable:
+        """What `survey` sees: by default the loss's own examples, in the loss's own micro-batches.
+
+        Another sequence of the same length (`rlhf.data.mismatch.Mismatched`, say) is packed for the
+        survey alone under the same budget; what is surveyed of its example i belongs to example i.
+        `draw` is new in every epoch and the same on every rank. Runs in the loader's processes too.
+        """
+        return examples
+
+    def remarks(self, examples: Examples) -> Sequence[str]:
+        """What the user should know about the training rows before the first step, a line each."""
+        return ()
+
+    def surveys(self) -> bool:
+        """Whether `survey` is to run: where a trainer has one, unless its settings need none."""
+        return type(self).survey is not Trainer.survey
+
+    def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
+        """What the optimizer step `step` (from 0) trains on instead of the examples of its rows:
+        one for each, in their order: the door for on-policy methods. Called in training alone,
+        before the step is laid out over ranks; every rank gets all of them and must return the
+        same. Collective."""
+        return examples
+
+    def rolls_out(self) -> bool:
+        """Whether `rollout` is to run: where a trainer has one, unless its settings need none."""
+        return type(self).rollout is not Trainer.rollout
+
+    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        """Metrics that are no ratio of sums (F1, say), from the step's or evaluation's totals:
+        floats, and lists of floats where a sum has a dimension."""
+        return {}
+
+    def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
+        """What the exported model's config.json says beside its own (plain data), given the run's
+        newest metrics: how to use its scores, say."""
         return {}
 
     def state(self) -> dict[str, Any]:

@@ -225,6 +225,7 @@ def _contradictions(config: Config) -> list[str]:
     adapted = config.lora is not None or model.adapter is not None
     steps, constant = train.steps, optim.schedule == "constant"
     random, quantized = model.init == "random", model.quantize is not None
+    best = config.checkpoint.best
     past = f"is past train.steps {steps}"
     rules = [
         ("model.quantize: needs lora or model.adapter", quantized and not adapted),
@@ -237,6 +238,9 @@ def _contradictions(config: Config) -> list[str]:
         ("optim.min_lr: has no effect with schedule constant", optim.min_lr and constant),
         ("train.eval_every: needs data.eval", train.eval_every and not config.data.eval),
         ("train.eval_at_start: needs data.eval", train.eval_at_start and not config.data.eval),
+        ("checkpoint.best: needs data.eval", best and not config.data.eval),
+        ("train.patience: needs checkpoint.best, what has to improve", train.patience and not best),
+        ("train.patience: needs train.eval_every", train.patience and not train.eval_every),
     ]
     return [text for text, broken in rules if broken]
 

@@ -4,11 +4,17 @@ from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.best import objective
+
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 share: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
+
+
+def _has_direction(instance: object, attribute: object, value: str) -> None:
+    objective(value)
 
 
 @frozen(kw_only=True)
@@ -53,6 +59,9 @@ class DataEntry:
     """Take the first so many rows."""
     columns: dict[str, str] = field(factory=dict)
     """Column renames: `{prompt: question}` reads `prompt` from the column `question`."""
+    convert: Literal["prm800k", "math_shepherd", "sharegpt"] | None = None
+    """Turns rows as a well-known data set publishes them into rows of our formats, after the
+    renames: PRM800K, Math-Shepherd, or messages written as `from` and `value`."""
 
 
 @frozen(kw_only=True)
@@ -133,6 +142,8 @@ class TrainConfig:
     """Steps between evaluations; there is always one at the end."""
     eval_at_start: bool = False
     """Evaluate before the first step too."""
+    patience: int | None = field(default=None, validator=optional(positive))
+    """End the run after so many evaluations in a row without a better `checkpoint.best`."""
 
 
 @frozen(kw_only=True)
@@ -143,6 +154,10 @@ class CheckpointConfig:
     """Steps between checkpoints; there is always one where a run stops, with null only that."""
     keep: int = field(default=3, validator=positive)
     """Newest checkpoints kept; older ones go once the newer is whole."""
+    best: str | None = field(default=None, validator=optional(_has_direction))
+    """Metric of an evaluation, such as eval/loss: the best one's checkpoint is kept and its weights
+    are the exported model. A sign says that it should rise (+) or fall (-), where its name does
+    not."""
     stop_timeout: float = field(default=600.0, validator=positive)
     """Seconds that a stopped run may take to save before its ranks are killed."""
 

@@ -18,7 +18,10 @@ from typing import Any
 import attrs
 
 POLL_SECONDS = 0.2
-OURS = ("chat", "encode", "files", "formats", "mapping", "packing", "tokenise", "trees")
+OURS = (
+    *("chat", "convert", "encode", "files", "formats", "mapping", "packing"),
+    *("preference", "rows", "stepwise", "tokenise", "trees", "unpaired"),
+)
 """Our own modules whose source decides what the cache holds."""
 
 

@@ -8,6 +8,7 @@ question) the conversation is split, so that each turn is trained on in the very
 generated in.
 """
 
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ class ChatTemplate:
         names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._tails: dict[str, tuple[str, int] | None] = {}
+        self._plain: Rendering | None = None
 
     @property
     def present(self) -> bool:
@@ -59,7 +61,7 @@ class ChatTemplate:
             for number, message in enumerate(messages)
             if number >= first and message["role"] == "assistant"
         ]
-        view = Rendering(self, tools, keywords or {})
+        view = self.view(tools, keywords)
         found = [self._turn(messages[: number + 1], view) for number in turns]
         out: list[Marked] = []
         for text, spans in reversed(found):
@@ -68,6 +70,16 @@ class ChatTemplate:
             else:
                 out.append(Marked(text, spans))
         return out[::-1]
+
+    def view(
+        self, tools: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
+    ) -> "Rendering":
+        """The template with these tools and keywords."""
+        if tools or keywords:
+            return Rendering(self, tools, keywords or {})
+        if self._plain is None:
+            self._plain = Rendering(self, None, {})
+        return self._plain
 
     def _turn(
         self, messages: Messages, view: "Rendering"
@@ -109,7 +121,7 @@ class ChatTemplate:
         """Where the last turn begins: after the generation prompt, if the rendering goes on from
         it."""
         before = messages[:-1]
-        prompt = view.text_or_none(before, opened=True)
+        prompt = view.prompt(before)
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
         # The generation prompt says more than the rendering: the turn begins where the answer makes
@@ -139,7 +151,7 @@ class ChatTemplate:
     def _tail(self, view: "Rendering") -> tuple[str, int] | None:
         """What the template writes after an answer, and how much of it the model generates."""
         if view.template not in self._tails:
-            plain = Rendering(self, None, {})
+            plain = self.view()
             texts = [
                 plain.text_or_none([{"role": "user", "content": "a"}, _answer(probe)])
                 for probe in PROBES
@@ -163,6 +175,7 @@ class Rendering:
         self.marked = MARKS.search(self.template) is not None
         self._tools = list(tools) if tools else None
         self._keywords = {**chat.tokenizer.special_tokens_map, **keywords}
+        self._last: tuple[Messages, str | None] | None = None
 
     def text(self, messages: Messages, *, opened: bool = False) -> str:
         """The conversation as text; with `opened` the header of the next answer after it."""
@@ -177,6 +190,15 @@ class Rendering:
             return self._render(messages, opened=opened, marks=False)[0]
         except ERRORS:
             return None
+
+    def prompt(self, messages: Messages) -> str | None:
+        """The text that the model goes on from, None if the template refuses. The last one is kept,
+        since answers to one prompt follow one another."""
+        if self._last is not None and _same(self._last[0], messages):
+            return self._last[1]
+        text = self.text_or_none(messages, opened=True)
+        self._last = (messages, text)
+        return text
 
     def marks(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
         """The text and what stands in `{% generation %}` marks."""
@@ -202,6 +224,11 @@ class Rendering:
 
 # A template is somebody's program over somebody's rows: it may fail in any of these ways.
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def _same(one: Messages, other: Messages) -> bool:
+    """Whether these are the very same messages."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _shared(texts: Sequence[str]) -> str:

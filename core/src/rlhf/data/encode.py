@@ -23,6 +23,15 @@ class Marked:
 
 
 @frozen
+class Encoded:
+    """A text as token ids."""
+
+    ids: list[int]
+    trained: list[tuple[int, int]]
+    """`(start, end)` of the tokens that are trained on, in rising order."""
+
+
+@frozen
 class Piece:
     """A stretch of text that is tokenised by itself, since a reader of the prompt saw its start as
     an end."""
@@ -48,48 +57,72 @@ class Encoder:
         self._special = {
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
+        self._direct = _is_plain(tokenizer)
         self._anchored = self._puts_blank_first()
 
-    def encode(self, documents: Sequence[Marked]) -> list[tuple[list[int], list[bool]]]:
+    def encode(self, documents: Sequence[Marked]) -> list[Encoded]:
         """Of each document its token ids and which of them are trained on.
 
         A token is trained on if and only if it lies wholly within a span. Every span's start is a
         boundary, so that what stands before it has the very ids that a prompt would have.
         """
-        pieces: list[Piece] = []
-        counts = []
-        for document in documents:
-            cut = _cut(document)
-            pieces += cut
-            counts.append(len(cut))
-        done = iter(self._encode_pieces(pieces))
+        cut = [_cut(document) for document in documents]
+        done = iter(self._encode_pieces([piece for pieces in cut for piece in pieces]))
         out = []
-        for count in counts:
+        for pieces in cut:
             ids: list[int] = []
-            trained: list[bool] = []
-            for _ in range(count):
-                part, kept = next(done)
+            runs: list[tuple[int, int]] = []
+            for part, kept in itertools.islice(done, len(pieces)):
+                if kept:
+                    runs.append((len(ids), len(ids) + kept))
                 ids += part
-                trained += [True] * kept + [False] * (len(part) - kept)
-            whole = self._with_bos(ids)
-            out.append((whole, [False] * (len(whole) - len(ids)) + trained))
+            if self.bos is not None and ids[:1] != [self.bos]:
+                ids = [self.bos, *ids]
+                runs = [(start + 1, end + 1) for start, end in runs]
+            out.append(Encoded(ids, runs))
         return out
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        if self.bos is None or ids[:1] == [self.bos]:
-            return ids
-        return [self.bos, *ids]
+    def encode_stretches(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Of each sequence of texts that follow one another the ids of each, with BOS in the
+        first."""
+        pieces = []
+        for parts in texts:
+            before = ""
+            for part in parts:
+                pieces.append(Piece(part, len(part), begins=not before))
+                before += part
+        done = iter(self._encode_pieces(pieces))
+        out = []
+        for parts in texts:
+            ids = [[*next(done)[0]] for _ in parts]
+            start = next((number for number, part in enumerate(ids) if part), 0)
+            if self.bos is not None and ids[start][:1] != [self.bos]:
+                ids[0] = [self.bos, *ids[0]]
+            out.append(ids)
+        return out
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> list[tuple[list[int], int]]:
-        """Of each piece its ids and how many of the first are trained on."""
+        """Of each piece its ids and how many of the first are trained on. The ids of equal pieces
+        are one list."""
         anchors = [ANCHORS[0] if self._anchored and not p.begins else "" for p in pieces]
-        ids, encodings = self._tokenise(
-            [anchor + piece.text for anchor, piece in zip(anchors, pieces, strict=True)]
-        )
-        out = []
-        for number, (piece, anchor) in enumerate(zip(pieces, anchors, strict=True)):
-            encoding = encodings[number] if encodings is not None else None
-            out.append(self._finish(piece, anchor, ids[number], encoding))
+        whole: dict[str, list[int]] = {}
+        split: list[str] = []
+        for piece, anchor in zip(pieces, anchors, strict=True):
+            if anchor or 0 < piece.trained < len(piece.text):
+                split.append(anchor + piece.text)
+            else:
+                whole[piece.text] = []
+        whole = dict(zip(whole, self._ids(list(whole)), strict=True))
+        ids, encodings = self._tokenise(split)
+        number, out = 0, []
+        for piece, anchor in zip(pieces, anchors, strict=True):
+            if anchor or 0 < piece.trained < len(piece.text):
+                encoding = encodings[number] if encodings is not None else None
+                out.append(self._finish(piece, anchor, ids[number], encoding))
+                number += 1
+            else:
+                found = whole[piece.text]
+                out.append((found, len(found) if piece.trained else 0))
         return out
 
     def _finish(
@@ -143,6 +176,19 @@ class Encoder:
         # next one's.
         return int(token) if ids[token - 1] in self._special else None
 
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The ids alone, straight from the backend, which is a third faster without offsets."""
+        if not self._direct or not texts:
+            return self._tokenise(texts)[0]
+        backend = self.tokenizer.backend_tokenizer
+        # Whoever called the tokenizer last may have left these set.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
     def _tokenise(self, texts: list[str]) -> tuple[list[list[int]], Any]:
         if not texts:
             return [], None
@@ -165,6 +211,16 @@ class Encoder:
             if found is not None:
                 return bool(ids[1][found:] != ids[0])
         return False
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether calling the tokenizer is calling its backend: no class of its own comes between."""
+    for kind in type(tokenizer).__mro__:
+        if kind.__module__.startswith("transformers.tokenization_"):
+            return bool(tokenizer.is_fast)
+        if {"__call__", "_encode_plus", "_batch_encode_plus"} & vars(kind).keys():
+            return False
+    return False
 
 
 def _cut(document: Marked) -> list[Piece]:

@@ -1,15 +1,17 @@
 """The tokenised rows of a run, as a sequence of examples with everything that is known about them
 before a forward."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, Protocol, overload
 
+import attrs
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
 from rlhf.data.example import Example
+from rlhf.data.packing import PER_TOKEN
 from rlhf.data.trees import TreeFile
 from rlhf.errors import RLHFError
 
@@ -36,6 +38,10 @@ class Report:
     """Tokens of all trees, prompts counted once."""
     trained: int = 0
     """Tokens that are predicted by the loss."""
+    labels: int = 0
+    """Values per token that are given, such as one per step."""
+    labels_cut: int = 0
+    """Labels that were lost with what was cut."""
     lost: Mapping[str, tuple[str, ...]] = field(factory=dict)
     """Names of the first few rows that were `too_long`, `cut` or `empty`."""
 
@@ -50,14 +56,23 @@ class Report:
             if count:
                 parts.append(f"{count:,} {what}, {_percent(count, self.rows)}")
         parts.append(f"{self.examples:,} examples of {self.tokens:,} tokens")
-        parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
+        if self.trained or not self.labels:
+            parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
+        if self.labels:
+            parts.append(f"{self.labels:,} labels")
+        if self.labels_cut:
+            cut = _percent(self.labels_cut, self.labels + self.labels_cut)
+            parts.append(f"{self.labels_cut:,} labels cut off, {cut}")
         return "; ".join(parts)
 
     def __add__(self, other: "Report") -> "Report":
         names = [*self.lost, *(name for name in other.lost if name not in self.lost)]
         both = {n: (self.lost.get(n, ()) + other.lost.get(n, ()))[:NAMED_ROWS] for n in names}
-        counts = ("rows", "examples", "too_long", "cut", "empty", "split", "tokens", "trained")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        sums = {
+            item.name: getattr(self, item.name) + getattr(other, item.name)
+            for item in attrs.fields(Report)
+            if item.name != "lost"
+        }
         return Report(**sums, lost=both)
 
 
@@ -70,6 +85,18 @@ class Part:
     """The entry's path, for error texts."""
     take: NDArray[np.int64]
     """Which examples of the file, in order; one may stand there several times."""
+
+
+class Packable(Protocol):
+    """A sequence of examples whose sizes are known without reading them."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of each packed tree [n]."""
+    longest_path: NDArray[np.int64]
+    """Tokens of each tree's longest path [n]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> Example: ...
 
 
 class Examples(Sequence[Example]):
@@ -94,7 +121,12 @@ class Examples(Sequence[Example]):
         """What a term of a loss may be per, for each example [n]."""
         self.row_numbers = self._column("row")
         """Row of its file that each example came from, from 0 [n]."""
+        self.prompt_lengths = self._joined(lambda file: file.list_lengths("prompt"))
+        """Tokens of each example's prompt [n]."""
+        self.sources = self._part * (1 + int(self.row_numbers.max())) + self.row_numbers
+        """A number for each file and row [n]: examples made of one row have the same."""
         self._lines = self._column("line")
+        self._attached: dict[str, Sequence[Any]] = {}
         self.value_kinds = self._kinds()
 
     def __len__(self) -> int:
@@ -108,7 +140,24 @@ class Examples(Sequence[Example]):
         if isinstance(number, slice):
             return [self[place] for place in range(*number.indices(len(self)))]
         # A negative number means the same as in a list: numpy's arrays know it.
-        return self._files[self._part[number]][int(self._place[number])]
+        part, place = self._part[number], int(self._place[number])
+        example = self._files[part][place]
+        if not self._attached:
+            return example
+        more = {name: columns[part][place] for name, columns in self._attached.items()}
+        return attrs.evolve(example, values={**example.values, **more})
+
+    @property
+    def files(self) -> tuple[TreeFile, ...]:
+        """The files of tokenised rows, in the order of the entries."""
+        return tuple(self._files)
+
+    def attach(self, name: str, columns: Sequence[Any]) -> None:
+        """Give every example a value per token that was computed from its tokens: of each of
+        `files` a sequence that holds for each example of it one array per answer. Before the first
+        loader starts; it does not travel in a pickle."""
+        self._attached[name] = columns
+        self.value_kinds = {**self.value_kinds, name: PER_TOKEN}
 
     def __reduce__(self) -> tuple[type["Examples"], tuple[tuple[Part, ...], Report]]:
         return type(self), (self._parts, self.report)
@@ -126,12 +175,17 @@ class Examples(Sequence[Example]):
         more = len(found) - NAMED_ROWS
         return f"{shown} and {more} more" if more > 0 else shown
 
+    def value(self, name: str) -> NDArray[np.float32]:
+        """A value per example [n], where the examples have no other kind of value."""
+        return self._joined(lambda file: file.value(name))
+
     def _column(self, name: str) -> NDArray[np.int64]:
-        columns = [
-            file.column(name)[part.take]
-            for file, part in zip(self._files, self._parts, strict=True)
-        ]
-        return np.concatenate(columns)
+        return self._joined(lambda file: file.column(name))
+
+    def _joined(self, column: Callable[[TreeFile], NDArray[Any]]) -> NDArray[Any]:
+        """A column of every file, in the order of the examples."""
+        pairs = zip(self._files, self._parts, strict=True)
+        return np.concatenate([column(file)[part.take] for file, part in pairs])
 
     def _kinds(self) -> dict[str, str]:
         kinds = [kind for file in self._files for kind in file.kinds]

@@ -16,7 +16,7 @@ import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
-from rlhf.data.formats import RawRow
+from rlhf.data.rows import RawRow
 from rlhf.errors import RLHFError
 
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")

@@ -1,7 +1,6 @@
 """The order of a run: which micro-batches this rank sees in which step, and the processes that pack
 them ahead."""
 
-import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
-from rlhf.data.examples import Examples
+from rlhf.data.examples import Examples, Packable
 from rlhf.data.packing import pack
 from rlhf.data.schedule import Rows, costs, layout, steps
 
 if TYPE_CHECKING:
     from rlhf.engine import Mesh
+    from rlhf.trainer import Trainer
 
 ROUND_ON_ACCELERATOR = 128
 SHAPES = 16
@@ -31,6 +30,8 @@ SHAPES = 16
 tokens are wasted."""
 LEAST_STEP = 1024
 """Sizes are at least so far apart: below it a forward waits for launches, not for arithmetic."""
+SURVEY_STREAM = 1
+"""Keeps what a survey draws apart from the order of rows, which is drawn from seed and epoch."""
 NO_STATE_EVERY = 1 << 30
 """The plan is the only truth about where a run is, so the loader's own state is never carried
 about."""
@@ -56,6 +57,21 @@ class StepPlan:
     """Numbers of examples as `[micro][rank]`."""
     micro: Sequence[Rows]
     """This rank's share of it; an empty array is a filler."""
+    survey: Sequence["SurveyRows"] = ()
+    """This rank's micro-batches of the survey, where it has examples of its own."""
+
+    @property
+    def num_batches(self) -> int:
+        """How many packed batches the loader gives for this step: the survey's, then the loss's."""
+        return len(self.survey) + len(self.micro)
+
+
+@frozen
+class SurveyRows:
+    """A micro-batch that only the survey sees."""
+
+    epoch: int
+    rows: Rows
 
 
 @frozen(kw_only=True)
@@ -74,20 +90,35 @@ class RunOrder:
     ranks: int = 1
     round_to: int = 1
     """T of a micro-batch is rounded up to a multiple of this, within the budget."""
+    trainer: "Trainer | None" = field(default=None, repr=False)
+    """Says what its survey sees, if it is asked."""
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
+    _surveyed: dict[int, Packable] = field(factory=dict, init=False, repr=False)
 
     @classmethod
-    def for_training(cls, examples: Examples, config: Config, mesh: "Mesh") -> "RunOrder":
+    def for_training(
+        cls, examples: Examples, config: Config, mesh: "Mesh", trainer: "Trainer | None" = None
+    ) -> "RunOrder":
         """A new order of rows in every epoch, from `train.seed`."""
-        return cls._of(examples, config, mesh, shuffle=True)
+        return cls._of(examples, config, mesh, trainer, shuffle=True)
 
     @classmethod
-    def for_evaluation(cls, examples: Examples, config: Config, mesh: "Mesh") -> "RunOrder":
+    def for_evaluation(
+        cls, examples: Examples, config: Config, mesh: "Mesh", trainer: "Trainer | None" = None
+    ) -> "RunOrder":
         """Every row once, as they stand."""
-        return cls._of(examples, config, mesh, shuffle=False)
+        return cls._of(examples, config, mesh, trainer, shuffle=False)
 
     @classmethod
-    def _of(cls, examples: Examples, config: Config, mesh: "Mesh", *, shuffle: bool) -> "RunOrder":
+    def _of(
+        cls,
+        examples: Examples,
+        config: Config,
+        mesh: "Mesh",
+        trainer: "Trainer | None",
+        *,
+        shuffle: bool,
+    ) -> "RunOrder":
         apart = max(LEAST_STEP, config.batch.tokens // SHAPES)
         coarse = ROUND_ON_ACCELERATOR * (apart // ROUND_ON_ACCELERATOR)
         return cls(
@@ -99,6 +130,7 @@ class RunOrder:
             rank=mesh.rank,
             ranks=mesh.world,
             round_to=1 if mesh.device.type == "cpu" else coarse,
+            trainer=trainer,
         )
 
     @property
@@ -109,33 +141,65 @@ class RunOrder:
         """The plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
         rows = self._epoch(epoch)[place]
-        lengths, paths = self.examples.lengths[rows], self.examples.longest_path[rows]
-        laid = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
-        numbers = [[rows[positions] for positions in micro] for micro in laid]
+        numbers = self._laid(self.examples, rows)
         counts = self.examples.counts
+        surveyed = self.surveyed(epoch)
+        own = surveyed is not self.examples
         return StepPlan(
             step=number,
             epoch=epoch,
             epoch_done=epoch + (place + 1) / self.steps_per_epoch,
             rows=rows,
-            lengths=lengths,
-            paths=paths,
+            lengths=self.examples.lengths[rows],
+            paths=self.examples.longest_path[rows],
             totals={name: float(count[rows].sum()) for name, count in counts.items()},
             layout=numbers,
             micro=[micro[self.rank] for micro in numbers],
+            survey=[
+                SurveyRows(epoch, micro[self.rank])
+                for micro in (self._laid(surveyed, rows) if own else ())
+            ],
         )
 
-    def micro_batches(self, first_step: int = 0, last_step: int | None = None) -> Iterator[Rows]:
+    def micro_batches(
+        self, first_step: int = 0, last_step: int | None = None
+    ) -> Iterator[Rows | SurveyRows]:
         """This rank's micro-batches from `first_step` on, without an end or up to `last_step`
         (exclusive)."""
         number = first_step
         while last_step is None or number < last_step:
-            yield from self.step(number).micro
+            plan = self.step(number)
+            yield from plan.survey
+            yield from plan.micro
             number += 1
+
+    def packed(self, rows: Rows | SurveyRows) -> PackedBatch:
+        """One micro-batch of the plan."""
+        examples: Any = self.examples
+        if isinstance(rows, SurveyRows):
+            examples, rows = self.surveyed(rows.epoch), rows.rows
+        return pack(examples, rows.tolist(), round_to=self.round_to, at_most=self.tokens)
+
+    def surveyed(self, epoch: int) -> Packable:
+        """The examples that the survey sees in this epoch: those of the loss where it has no
+        others, or where a rollout makes them."""
+        if self.trainer is None or self.trainer.rolls_out() or not self.trainer.surveys():
+            return self.examples
+        if epoch not in self._surveyed:
+            draw = np.random.Generator(np.random.PCG64([self.seed, epoch, SURVEY_STREAM]))
+            self._surveyed.clear()
+            self._surveyed[epoch] = self.trainer.surveyed(self.examples, draw)
+        return self._surveyed[epoch]
 
     def row_names(self, numbers: Iterable[int]) -> str:
         """Where examples came from, for error texts."""
         return self.examples.names(numbers)
+
+    def _laid(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
+        """Numbers of examples as `[micro][rank]`."""
+        lengths, paths = examples.lengths[rows], examples.longest_path[rows]
+        laid = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        return [[rows[positions] for positions in micro] for micro in laid]
 
     def _epoch(self, epoch: int) -> list[Rows]:
         if epoch not in self._epochs:
@@ -160,7 +224,7 @@ def batches_from(
         # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
-            Packing(order.examples, order.round_to, order.tokens),
+            Packing(order),
             batch_size=None,
             sampler=MicroBatches(order, first_step, last),
             num_workers=workers,
@@ -175,24 +239,24 @@ def batches_from(
     return (parcel.unpack() for parcel in loader)
 
 
-class MicroBatches(Sampler[Rows]):
+class MicroBatches(Sampler[Rows | SurveyRows]):
     """The plan as a sampler, computed as it is read."""
 
     def __init__(self, order: RunOrder, first: int, last: int | None) -> None:
         self._order, self._first, self._last = order, first, last
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[Rows | SurveyRows]:
         return self._order.micro_batches(self._first, self._last)
 
 
 class Packing:
-    """Arrays of example numbers to parcels; what the worker processes run."""
+    """Micro-batches of the plan to parcels; what the worker processes run."""
 
-    def __init__(self, examples: Sequence[Example], round_to: int, at_most: int) -> None:
-        self._pack = functools.partial(pack, examples, round_to=round_to, at_most=at_most)
+    def __init__(self, order: RunOrder) -> None:
+        self._order = order
 
-    def __getitem__(self, rows: Rows) -> "Parcel":
-        return Parcel.of(self._pack(rows.tolist()))
+    def __getitem__(self, rows: Rows | SurveyRows) -> "Parcel":
+        return Parcel.of(self._order.packed(rows))
 
 
 @frozen

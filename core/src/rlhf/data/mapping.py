@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
+from rlhf.data.convert import converted
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import LINE, Source
-from rlhf.data.formats import RawRow, Reader, Row, format_of
+from rlhf.data.formats import format_of
 from rlhf.data.packing import PER_TOKEN, kind_of
+from rlhf.data.rows import RawRow, Reader, Row
 from rlhf.data.trees import Tree
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
@@ -35,11 +37,15 @@ class RowsToTrees:
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:
         numbers = [int(self.numbers[index]) for index in indices]
         columns = table.to_pylist()
-        raw = [self.source.row(row, n) for row, n in zip(columns, numbers, strict=True)]
         lines = [row.get(LINE, 0) if self.source.has_lines else 0 for row in columns]
+        raw = [
+            converted(self.source.row(row, number), self.source.entry.convert)
+            for row, number in zip(columns, numbers, strict=True)
+        ]
+        made = iter(self._rows([row for rows in raw for row in rows]))
         out: list[Tree] = []
-        for row, number, line, made in zip(raw, numbers, lines, self._rows(raw), strict=True):
-            found = [self._tree(row, number, line, item) for item in made]
+        for rows, number, line in zip(raw, numbers, lines, strict=True):
+            found = [self._tree(row, number, line, item) for row in rows for item in next(made)]
             out += found or [Tree(number, line, trees.EMPTY, Example([], []))]
         return trees.to_table(out)
 
@@ -53,7 +59,7 @@ class RowsToTrees:
         _check_example(example, raw.where, type(self.trainer).__name__)
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         status = trees.KEPT
-        before = _predictions(example)
+        before, labels_before = _predictions(example), _labels(example)
         if path > self.data.max_tokens:
             if self.data.too_long == "error":
                 raise RLHFError(
@@ -69,8 +75,10 @@ class RowsToTrees:
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         if lost or bare or not sum(after) + labels:
-            return Tree(number, line, trees.EMPTY, Example([], []))
-        return Tree(number, line, status, example, sum(after), labels)
+            return Tree(
+                number, line, trees.EMPTY, Example([], []), labels_cut=labels_before - labels
+            )
+        return Tree(number, line, status, example, sum(after), labels, labels_before - labels)
 
 
 def _cut(example: Example, most: int) -> Example:

@@ -174,9 +174,9 @@ def _values(
         elif kind == PER_ANSWER:
             flat = np.concatenate([np.asarray(value, np.float32) for value in given])
         else:
-            flat = np.full(size, np.nan, np.float32)
-            on_answer = np.repeat(segments.branch > 0, segments.lengths)
             rows = [np.asarray(row, np.float32) for value in given for row in value]
+            flat = np.full((size, *rows[0].shape[1:]), np.nan, np.float32)
+            on_answer = np.repeat(segments.branch > 0, segments.lengths)
             flat[: len(on_answer)][on_answer] = np.concatenate(rows)
         out[name] = torch.from_numpy(flat)
     return out

@@ -20,8 +20,8 @@ from rlhf.data import trees
 from rlhf.data.cache import cache_root, key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source
-from rlhf.data.formats import Reader
 from rlhf.data.mapping import RowsToTrees
+from rlhf.data.rows import Reader
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
 
@@ -61,6 +61,7 @@ def _prepare_entry(
         trainer,
         tokenizer,
         rows=source.digest(),
+        format=source.format,
         entry=attrs.asdict(attrs.evolve(entry, path="", weight=1.0)),
         sample=[entry.weight, seed] if entry.weight < 1 else None,
         limits=[data.max_tokens, data.too_long],
@@ -124,7 +125,7 @@ def _tokenised(
     processes = max(1, min(wanted, len(numbers) // ROWS_PER_PROCESS))
     with _quiet(processes):
         done = rows.with_format("arrow").map(
-            RowsToTrees(source, numbers, data, trainer, Reader(tokenizer)),
+            RowsToTrees(source, numbers, data, trainer, Reader(tokenizer, trainer.config)),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,
@@ -158,6 +159,8 @@ def _report(table: pa.Table) -> Report:
         split=int((counts > 1).sum()),
         tokens=int(column["length"][kept].sum()),
         trained=int(column["predictions"][kept].sum()),
+        labels=int(column["labels"].sum()),
+        labels_cut=int(column["labels_cut"].sum()),
         lost={name: rows for name, rows in lost.items() if rows},
     )
 

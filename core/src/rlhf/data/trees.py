@@ -1,5 +1,6 @@
 """Examples as Arrow columns: flat token ids with offsets, so that reading one copies nothing."""
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from attrs import frozen
 from numpy.typing import NDArray
 
@@ -15,7 +17,17 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, kind_of
 
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
-NUMBERS = ("row", "line", "status", "length", "path", "answers", "predictions", "labels")
+NUMBERS = (
+    "row",
+    "line",
+    "status",
+    "length",
+    "path",
+    "answers",
+    "predictions",
+    "labels",
+    "labels_cut",
+)
 LISTS = {
     "prompt": np.int32,
     "tokens": np.int32,
@@ -23,6 +35,8 @@ LISTS = {
     "trained": np.uint8,
     "values": np.float32,
 }
+TOKENS = ("prompt", "tokens", "ends", "trained")
+"""The lists that say what a model sees and what is predicted."""
 TEXTS = ("kinds", "inputs")
 CHUNK_ROWS = 8192
 
@@ -38,6 +52,8 @@ class Tree:
     example: Example
     predictions: int = 0
     labels: int = 0
+    labels_cut: int = 0
+    """Labels that stood beyond `data.max_tokens`."""
 
 
 def to_table(trees: Sequence[Tree]) -> pa.Table:
@@ -54,6 +70,7 @@ def to_table(trees: Sequence[Tree]) -> pa.Table:
         columns["answers"].append(len(sizes))
         columns["predictions"].append(tree.predictions)
         columns["labels"].append(tree.labels)
+        columns["labels_cut"].append(tree.labels_cut)
         columns["prompt"].append(example.prompt)
         columns["tokens"].append(_joined([answer.tokens for answer in answers]))
         columns["ends"].append(np.cumsum(sizes))
@@ -106,6 +123,29 @@ class TreeFile:
     def column(self, name: str) -> NDArray[np.int64]:
         """A column of numbers [n]."""
         return self._table[name].to_numpy()
+
+    def digest(self) -> str:
+        """A digest of every example's token ids and of which are trained on, whatever values it
+        has."""
+        found = hashlib.blake2b(digest_size=16)
+        for chunk in self._chunks:
+            for name in TOKENS:
+                offsets, values = chunk[name]
+                found.update(np.diff(offsets).tobytes())
+                found.update(values[offsets[0] : offsets[-1]].tobytes())
+        return found.hexdigest()
+
+    def list_lengths(self, name: str) -> NDArray[np.int64]:
+        """How many entries a column of lists has in each example [n]."""
+        return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
+
+    def value(self, name: str) -> NDArray[np.float32]:
+        """A value per example [n], of examples that have no other kind of value."""
+        kinds = self.kinds[0]
+        assert name in kinds, f"the examples have no value {name!r}"
+        assert set(kinds.values()) == {PER_EXAMPLE}, kinds
+        flat = pc.list_flatten(self._table["values"]).to_numpy()
+        return flat.reshape(-1, len(kinds))[:, list(kinds).index(name)]
 
 
 def write(table: pa.Table, path: Path) -> None:

@@ -87,6 +87,25 @@ def preference(problem: Problem, draw: random.Random) -> dict[str, Any]:
     }
 
 
+def ranked(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    """Four answers in any order: the right solution is best, then one with a slip, a wrong guess
+    without any work, and the solution of another problem."""
+    wrong, _ = with_a_slip(problem, draw)
+    stranger, _ = _work(*_chain(draw))
+    best_first = [
+        problem.solution,
+        wrong.solution,
+        _sentence(_other(problem.answer, draw)),
+        "\n".join(stranger),
+    ]
+    order = draw.sample(range(4), 4)
+    return {
+        "prompt": [{"role": "user", "content": problem.question}],
+        "answers": [best_first[place] for place in order],
+        "ranks": [place + 1 for place in order],
+    }
+
+
 def unpaired(problem: Problem, draw: random.Random) -> dict[str, Any]:
     """A solution and whether it is right; half of them are."""
     right = draw.random() < 0.5
@@ -104,7 +123,7 @@ def stepwise(problem: Problem, draw: random.Random) -> dict[str, Any]:
     if draw.random() < 0.5:
         shown, first_wrong = with_a_slip(problem, draw)
     return {
-        "prompt": problem.question,
+        "prompt": problem.question + "\n",
         "completions": list(shown.steps),
         "labels": [number < first_wrong for number in range(len(shown.steps))],
     }

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from peft import PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from rlhf.errors import RLHFError
+from rlhf.model.task import FORMS, Form
 
 
 def merge_command(adapter: str, output: str) -> int:
@@ -16,9 +17,12 @@ def merge_command(adapter: str, output: str) -> int:
     source, target = adapter_folder(Path(adapter)), Path(output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RLHFError(f"{target} is not empty: give a new folder")
-    base = PeftConfig.from_pretrained(source).base_model_name_or_path
+    settings = PeftConfig.from_pretrained(source)
+    base, form = settings.base_model_name_or_path, form_of(settings.task_type)
+    # A classifier's folder says what its head gives and how to pad; a language model's is its base.
+    options = {"config": AutoConfig.from_pretrained(source)} if form.labels else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", weights_only=True)
+        model = form.auto.from_pretrained(base, dtype="auto", weights_only=True, **options)
     except (OSError, ValueError) as error:
         raise RLHFError(
             f"the base model {base} of {source} does not load: correct base_model_name_or_path in "
@@ -34,6 +38,11 @@ def merge_command(adapter: str, output: str) -> int:
         (target / "generation_config.json").write_text(text, encoding="utf-8")
     print(f"merged {source} into {base} and wrote {target}")
     return 0
+
+
+def form_of(task_type: str | None) -> Form:
+    """The task that peft calls so."""
+    return next((form for form in FORMS.values() if form.peft == task_type), FORMS["causal"])
 
 
 def adapter_folder(path: Path) -> Path:

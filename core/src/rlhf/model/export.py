@@ -1,5 +1,6 @@
 """A model folder that plain transformers or peft opens, and the proof that it is whole."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import RLHFError
 from rlhf.model.packed import PackedModel
+from rlhf.model.task import label_head
 
 PREFIX = "model."
 """Where the wrapped model stands in a PackedModel's state dict."""
@@ -58,10 +60,33 @@ def without_tied(causal: Any, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save_tokenizer_and_generation(module: PackedModel, tokenizer: Any, directory: Path) -> None:
-    """Write the tokenizer with its chat template, and the generation config whose EOS ends the
-    trained turn (beside an adapter too: `rlhf merge` passes it on)."""
+def save_tokenizer_and_config(
+    module: PackedModel, tokenizer: Any, directory: Path, more: Mapping[str, Any] | None = None
+) -> None:
+    """Write the tokenizer with its chat template, and beside the weights or the adapter what says
+    how to use them.
+
+    For a language model that is the generation config, whose EOS ends the trained turn (`rlhf
+    merge` passes it on). A classifier's config.json names a padding token that ends no answer:
+    transformers scores the last token that is not padding. `more` goes into config.json.
+    """
+    classifies = label_head(module.causal) is not None
+    if classifies:
+        text = module.causal.config.get_text_config()
+        tokenizer = with_padding(tokenizer, text.vocab_size)
+        text.pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(directory)
+    for name, value in (more or {}).items():
+        setattr(module.causal.config, name, value)
+    if classifies or more:
+        module.causal.config.architectures = [type(module.causal).__name__]
+        module.causal.config.save_pretrained(directory)
+    if not classifies:
+        save_generation(module, tokenizer, directory)
+
+
+def save_generation(module: PackedModel, tokenizer: Any, directory: Path) -> None:
+    """Write the generation config."""
     generation = GenerationConfig.from_dict(module.causal.generation_config.to_dict())
     ends = end_tokens(tokenizer)
     if ends:
@@ -69,6 +94,37 @@ def save_tokenizer_and_generation(module: PackedModel, tokenizer: Any, directory
     if tokenizer.pad_token_id is not None:
         generation.pad_token_id = tokenizer.pad_token_id
     generation.save_pretrained(directory)
+
+
+def with_padding(tokenizer: Any, num_embeddings: int) -> Any:
+    """A copy of the tokenizer whose padding token ends no answer: its own if it does not, else a
+    new one where the embedding has a row for it, else its unknown or first token, else the byte 0.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    ends = end_tokens(tokenizer)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return tokenizer
+    if len(tokenizer) < num_embeddings:
+        tokenizer.add_special_tokens({"pad_token": PADDING})
+        return tokenizer
+    spare = [tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO]
+    known = tokenizer.get_vocab()
+    for token in spare:
+        if token in known and known[token] not in ends:
+            tokenizer.pad_token = token
+            return tokenizer
+    raise RLHFError(
+        f"the tokenizer's only padding token {tokenizer.pad_token or tokenizer.eos_token!r} ends "
+        "answers, and the embedding has no row for another: set pad_token in its "
+        "tokenizer_config.json to a token that no answer ends with"
+    )
+
+
+PADDING = "<|pad|>"
+"""The padding token that a tokenizer gets which has none of its own."""
+
+BYTE_ZERO = ("<0x00>", "\u0100")
+"""The byte 0 in vocabularies of SentencePiece and of byte-level BPE: no text ends with it."""
 
 
 def end_tokens(tokenizer: Any) -> list[int]:

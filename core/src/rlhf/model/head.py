@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
+
+from rlhf.model.task import label_head
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 """Config fields by which logits are multiplied: Cohere, Falcon-H1, and models with
@@ -23,7 +25,7 @@ class Head:
     softcap)."""
 
     weight: Tensor
-    """[V, H]."""
+    """[V, H]; of a classifier [labels, H]."""
     bias: Tensor | None = None
     """[V]."""
     scale: float = 1.0
@@ -35,10 +37,24 @@ class Head:
         raw = nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
         return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
 
+    def in_float32(self) -> "Head":
+        """The same head with weight and bias in float32: for a few labels."""
+        bias = None if self.bias is None else self.bias.float()
+        return evolve(self, weight=self.weight.float(), bias=bias)
+
+    def rows(self, tokens: Tensor) -> "Head":
+        """The head that gives the logits of `tokens` [L] alone."""
+        bias = None if self.bias is None else self.bias.index_select(0, tokens)
+        return evolve(self, weight=self.weight.index_select(0, tokens), bias=bias)
+
 
 def read_head(causal: nn.Module) -> Head:
-    """The head of a transformers causal LM. Touches the weight, so at ZeRO-3 only inside a
-    forward."""
+    """The head of a transformers causal LM or of a classifier on its backbone (weight [labels, H]).
+    Touches the weight, so at ZeRO-3 only inside a forward."""
+    labels = label_head(causal)
+    if labels is not None:
+        linear: Any = labels[1]
+        return Head(weight=linear.weight, bias=linear.bias)
     output = causal.get_output_embeddings()  # type: ignore[operator]
     config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
     return Head(

@@ -2,19 +2,26 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.packed import PackedModel
+from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 from rlhf.model.trainable import four_bits, prepare_trainable
+from rlhf.model.weights import (
+    first_line,
+    from_config,
+    pretrained_model,
+    random_model,
+    resolved,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,22 +61,17 @@ def load_tokenizer(config: Config) -> Any:
     return tokenizer
 
 
-Task = Literal["causal", "sequence", "token"]
-"""What stands on the backbone: the language-model head, one score per sequence, or scores per token
-(the transformers classes ForCausalLM, ForSequenceClassification, ForTokenClassification)."""
-
-
 def model_shape(config: Config, *, task: Task = "causal") -> ModelShape:
     """The model's size, counted on the meta device: no weight is read, no memory taken."""
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, task)
     with torch.device("meta"):
-        causal = from_config(architecture, config, dtype=DTYPES[config.model.dtype])
+        causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
     text = causal.config.get_text_config()
     lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
     layers = max(lists, key=num_parameters, default=nn.ModuleList())
     largest = [num_parameters(layer) for layer in layers]
     largest.append(num_parameters(causal.get_input_embeddings()))
-    module = prepare_trainable(causal, config, shape_only=True)
+    module = prepare_trainable(causal, config, task, shape_only=True)
     return ModelShape(
         parameters=num_parameters(module),
         trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
@@ -100,13 +102,13 @@ def load_model(
     Below stage 3 every rank loads onto its device; at stage 3 the module is created in shards and
     rank 0 alone reads the weights. Collective at stage 3.
     """
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, task)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
-        causal = load_sharded(architecture, config, dtype, plan, mesh, hooks, role)
+        causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
     else:
-        causal = load_whole(architecture, config, dtype, device=mesh.device)
-    return PackedModel(prepare_trainable(causal, config))
+        causal = load_whole(architecture, config, task, dtype, device=mesh.device)
+    return PackedModel(prepare_trainable(causal, config, task))
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -136,28 +138,31 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
 
 
-def load_whole(architecture: Any, config: Config, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal LM on `device`."""
+def load_whole(
+    architecture: Any, config: Config, task: Task, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The model on `device`."""
     if config.model.init == "random":
-        return random_model(architecture, config, dtype).to(device)
+        return random_model(architecture, config, task, dtype).to(device)
     options: dict[str, Any] = {}
     if device.type != "cpu":
         options["device_map"] = {"": device}
     if config.model.quantize is not None:
         options["quantization_config"] = four_bits(config, dtype, device)
-    return pretrained_model(architecture, config, dtype, **options)
+    return pretrained_model(architecture, config, task, dtype, **options)
 
 
 def load_sharded(
     architecture: Any,
     config: Config,
+    task: Task,
     dtype: torch.dtype,
     plan: Plan,
     mesh: Mesh,
     hooks: Any,
     role: str,
 ) -> Any:
-    """The causal LM in shards: no accelerator holds more than its share and one layer, and one host
+    """The model in shards: no accelerator holds more than its share and one layer, and one host
     one copy. Rank 0's copy comes from transformers' own loader, so renamed and merged weights are
     right."""
     if config.model.quantize is not None:
@@ -166,15 +171,15 @@ def load_sharded(
             "model.quantize out"
         )
     with hooks.model_context(plan=plan, role=role), no_init_weights():
-        causal = from_config(architecture, config, dtype=dtype)
+        causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
     source, problem = None, None
     if mesh.rank == 0:
         try:
             source = (
-                random_model(architecture, config, dtype)
+                random_model(architecture, config, task, dtype)
                 if config.model.init == "random"
-                else pretrained_model(architecture, config, dtype)
+                else pretrained_model(architecture, config, task, dtype)
             )
         except RLHFError as error:
             problem = str(error)
@@ -200,61 +205,9 @@ def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> Non
         setattr(module.get_submodule(owner), leaf, value.to(old.device, copy=True))
 
 
-def random_model(architecture: Any, config: Config, dtype: torch.dtype) -> Any:
-    """New weights from `train.seed`, drawn on the host in float32: the same for any rank, stage and
-    dtype.
-
-    Buffers stay as they are computed: rotary frequencies rounded to 16 bits would be wrong.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
-        causal = from_config(architecture, config, dtype=torch.float32)
-    for parameter in causal.parameters():
-        parameter.data = parameter.data.to(dtype)
-    causal.config.dtype = dtype
-    return causal
-
-
-def pretrained_model(architecture: Any, config: Config, dtype: torch.dtype, **options: Any) -> Any:
-    """The weights of `model.path`; an error when some of the model's are not there."""
-    path = resolved(config.model.path)
-    try:
-        causal, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=architecture,
-            dtype=dtype,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-            weights_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError) as error:
-        raise RLHFError(
-            f"the weights of {path} do not load: {first_line(error)}; check model.path, or set "
-            f"model.init to random for new weights"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise RLHFError(
-            f"{path} has no weights for {missing[0]}{others} of {type(causal).__name__}: "
-            f"model.path "
-            f"must be a whole causal language model"
-        )
-    return causal
-
-
-def from_config(architecture: Any, config: Config, *, dtype: torch.dtype) -> Any:
-    """A causal LM of this architecture without loaded weights."""
-    return AutoModelForCausalLM.from_config(
-        architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-    )
-
-
-def read_architecture(config: Config) -> Any:
-    """transformers' config of `model.path`; an error where it is not that of a causal language
-    model."""
+def read_architecture(config: Config, task: Task = "causal") -> Any:
+    """transformers' config of `model.path`, with the labels of `task`; an error where it is not
+    that of a causal language model or its family has no class for the task."""
     path = resolved(config.model.path)
     try:
         found = AutoConfig.from_pretrained(
@@ -267,29 +220,13 @@ def read_architecture(config: Config) -> Any:
             f"read: {first_line(error)}"
         ) from error
     own_code = "AutoModelForCausalLM" in (getattr(found, "auto_map", None) or {})
-    written = (getattr(found, "architectures", None) or [""])[0]
-    known = type(found) in MODEL_FOR_CAUSAL_LM_MAPPING and not written.endswith("ForMaskedLM")
+    written = written_class(found)
+    known = type(found) in FORMS["causal"].mapping and not written.endswith("ForMaskedLM")
     if not known and not own_code:
         raise RLHFError(
             f"model.path {path} is {written or found.model_type}, not a causal language model: "
             f"choose one "
             f"that transformers opens as AutoModelForCausalLM"
         )
+    prepare_architecture(found, task, path)
     return found
-
-
-def resolved(path: str) -> str:
-    """The folder behind `demo:base`; any other path as it is."""
-    if path == "demo:base":
-        from rlhf.demo import base_model_folder
-
-        return str(base_model_folder())
-    if not path:
-        raise RLHFError("model.path is empty: give the folder or hub name of a model")
-    return path
-
-
-def first_line(error: Exception) -> str:
-    """An exception's text for an error of one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__

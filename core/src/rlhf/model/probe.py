@@ -13,10 +13,14 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.head import Head
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
+from rlhf.model.task import label_head
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 """Largest error of a hidden state as a share of its norm. A wrong mask errs by 0.3 and more,
 rounding over some dozens of layers by about 1e-6, 2e-3 and 2e-2."""
+
+SMALL = 1e-9
+"""Least norm that is divided by."""
 
 MOST_TOKENS = 8192
 """Longest path of the probe: a wider window is not reached, and the probe says nothing of it."""
@@ -127,13 +131,29 @@ def hidden_and_head_error(
     module: PackedModel, hidden: Tensor, head: Head, batch: PackedBatch
 ) -> dict[str, Tensor]:
     """A readout: the hidden states, and how far the head's logits at the first prompt are from the
-    model's own, as a share of their spread."""
+    model's own, as a share of their spread (of a classifier, whose few scores may be near zero: of
+    what they could be at most)."""
     prompt = slice(0, batch.spans[0][0])
+    tokens = batch.tokens[None, prompt]
     # First the head: under ZeRO-3 the model's own forward gives its weight back when it ends.
     logits = head.logits(hidden[prompt])
-    own = module.causal(input_ids=batch.tokens[None, prompt], use_cache=False).logits[0].float()
-    error = (logits - own).norm(dim=-1) / own.norm(dim=-1)
+    most = head.weight.float().norm() * hidden[prompt].float().norm(dim=-1)
+    own = module.causal(input_ids=tokens, use_cache=False).logits.float()
+    if label_head(module.causal) is None:
+        error = (logits - own[0]).norm(dim=-1) / own[0].norm(dim=-1).clamp_min(SMALL)
+    else:
+        # A sequence classifier gives the scores [1, 1] of the last token that is not padding.
+        place = last_token(module.causal, tokens[0]) if own.dim() == 2 else slice(None)
+        error = (logits[place] - own[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
     return {"hidden": hidden, "head_error": error.max()}
+
+
+def last_token(classifier: Any, tokens: Tensor) -> int:
+    """The place in `tokens` [L] whose score transformers' sequence classifier gives: the last that
+    is not its padding token."""
+    pad = classifier.config.get_text_config().pad_token_id
+    real = [place for place, token in enumerate(tokens.tolist()) if token != pad]
+    return real[-1] if real else len(tokens) - 1
 
 
 def check_head(module: PackedModel, mesh: Mesh, error: float, tolerance: float) -> None:
@@ -159,7 +179,8 @@ def largest_error(
     answer.
     """
     lengths = [length for prompt, answers in spans for length in (prompt, *answers)]
-    error = (hidden - truth).float().norm(dim=-1) / truth.float().norm(dim=-1)
+    # A padding token that begins a path may have no hidden state at all.
+    error = (hidden - truth).float().norm(dim=-1) / truth.float().norm(dim=-1).clamp_min(SMALL)
     parts = error[: sum(lengths)].split(lengths)
     worst = [part.max() if exact else part.median() for part in parts]
     value = float(torch.stack(worst).max())

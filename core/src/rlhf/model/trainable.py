@@ -11,27 +11,31 @@ from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
+from rlhf.model.task import FORMS, Task, label_head
 
 
-def prepare_trainable(causal: Any, config: Config, *, shape_only: bool = False) -> nn.Module:
-    """The causal LM with adapters, frozen parameters and recomputation as `config` says; peft wraps
+def prepare_trainable(
+    causal: Any, config: Config, task: Task = "causal", *, shape_only: bool = False
+) -> nn.Module:
+    """The model with adapters, frozen parameters and recomputation as `config` says; peft wraps
     it where there is an adapter. `shape_only` leaves out an adapter's values: for the meta
     device."""
     if config.model.quantize is not None and not shape_only:
         freeze_quantised(causal)
-    model = with_adapter(causal, config, shape_only=shape_only)
+    model = with_adapter(causal, config, task, shape_only=shape_only)
     freeze(model, config.model.freeze)
     if config.model.recompute == "full" and not shape_only:
         recompute(causal)
     return model
 
 
-def with_adapter(causal: Any, config: Config, *, shape_only: bool) -> nn.Module:
+def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -> nn.Module:
     """The model under peft, with a new adapter or the one of `model.adapter`; itself without
     either.
 
     New adapters are drawn on the host from `train.seed`: the same for any rank, stage and device.
-    They keep the model's dtype, since ZeRO-3 wants one; the optimizer holds the masters.
+    They keep the model's dtype, since ZeRO-3 wants one; the optimizer holds the masters. A
+    classifier's head is trained whole and saved with the adapter (peft's `modules_to_save`).
     """
     adapter = config.model.adapter
     if adapter is None and config.lora is None:
@@ -39,9 +43,9 @@ def with_adapter(causal: Any, config: Config, *, shape_only: bool) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         if adapter is None:
-            settings = lora_settings(causal, config)
+            settings = lora_settings(causal, config, task)
         else:
-            settings = read_adapter(adapter)
+            settings = read_adapter(adapter, task)
             if not shape_only:
                 return PeftModel.from_pretrained(
                     causal, adapter, is_trainable=True, autocast_adapter_dtype=False
@@ -57,12 +61,15 @@ def with_adapter(causal: Any, config: Config, *, shape_only: bool) -> nn.Module:
             ) from error
 
 
-def lora_settings(causal: Any, config: Config) -> LoraConfig:
+def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraConfig:
     """peft's form of the section `lora`."""
     lora = config.lora
     assert lora is not None
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    if targets != "all-linear":
+    if targets == "all-linear" and task != "causal":
+        # peft takes a token classifier's head for one of its targets.
+        targets = linear_names(causal)
+    elif targets != "all-linear":
         targets = as_names(targets)
         head = head_name(causal)
         if head in targets:
@@ -76,7 +83,7 @@ def lora_settings(causal: Any, config: Config) -> LoraConfig:
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type=FORMS[task].peft,
     )
 
 
@@ -87,6 +94,9 @@ def as_names(targets: Any) -> list[str]:
 
 def head_name(causal: Any) -> str:
     """The last part of the output head's module name."""
+    found = label_head(causal)
+    if found is not None:
+        return found[0]
     head = causal.get_output_embeddings()
     return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]
 
@@ -101,14 +111,19 @@ def linear_names(causal: Any) -> list[str]:
     return sorted(set(kinds) - {head_name(causal)})
 
 
-def read_adapter(folder: str) -> PeftConfig:
-    """The settings of an adapter folder."""
+def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
+    """The settings of an adapter folder that was trained for `task`."""
     try:
         settings = PeftConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise RLHFError(
             f"{folder} is no adapter folder: it has no readable adapter_config.json"
         ) from error
+    if settings.task_type not in (None, FORMS[task].peft):
+        raise RLHFError(
+            f"model.adapter {folder} was trained for {settings.task_type}, and this trainer needs "
+            f"{FORMS[task].peft}: name another adapter, or merge it into its base first"
+        )
     settings.inference_mode = False
     return settings
 

@@ -172,6 +172,14 @@ class PlainBackend:
         return True
 
     @hookimpl
+    def mix_weights(self, engine: PlainEngine, source: PlainEngine, share: float) -> bool:
+        pairs = zip(engine.module.parameters(), source.module.parameters(), strict=True)
+        with torch.no_grad():
+            for own, other in pairs:
+                own.lerp_(other, share)
+        return True
+
+    @hookimpl
     def generation_context(self, engine: PlainEngine) -> AbstractContextManager[Any]:
         return _generation(engine)
 

@@ -28,7 +28,7 @@ from rlhf_plugin_deepspeed.engine import (
     prepare_inference,
     prepare_training,
 )
-from rlhf_plugin_deepspeed.weights import gathered, load, sharded_creation
+from rlhf_plugin_deepspeed.weights import gathered, load, mix, sharded_creation
 
 
 class DeepSpeedBackend:
@@ -109,6 +109,11 @@ class DeepSpeedBackend:
             module: Any = engine.module
             save_model(module, values, directory)
         engine.mesh.barrier()
+        return True
+
+    @hookimpl
+    def mix_weights(self, engine: InferenceEngine, source: InferenceEngine, share: float) -> bool:
+        mix(engine, source, share=share)
         return True
 
     @hookimpl

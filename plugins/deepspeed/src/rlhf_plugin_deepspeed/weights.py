@@ -70,6 +70,23 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
         yield name, buffer.detach().cpu()
 
 
+def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> None:
+    """Move the weights of `engine` to `share` of `source`'s, in fp32 and back. Collective."""
+    first = engine.mesh.rank == 0
+    own, others = engine.module.named_parameters(), source.module.named_parameters()
+    for (name, parameter), (other_name, other) in zip(own, others, strict=True):
+        assert name == other_name, f"{engine.role} has {name} where {source.role} has {other_name}"
+        sharded = hasattr(parameter, "ds_id")
+        with (
+            torch.no_grad(),
+            deepspeed.zero.GatheredParameters([other], enabled=hasattr(other, "ds_id")),
+            deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded),
+        ):
+            # Of a sharded one rank 0's value is handed to all; a whole one every rank moves itself.
+            if first or not sharded:
+                parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
+
+
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Every parameter with its names: a tied one has several."""
     names: dict[nn.Parameter, list[str]] = {}

@@ -1,0 +1,88 @@
+"""The best evaluation so far: which checkpoint is kept for it, and when patience is at an end."""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import define
+
+from rlhf.errors import ToldByFirst
+
+FALLS = {"loss"}
+RISES = {"accuracy", "accuracies", "margin", "margins", "auc", "f1"}
+"""What is known of a metric by a word of its name."""
+
+
+REMEMBERED = ("step", "value", "waited", "seen")
+
+
+@functools.cache
+def objective(text: str) -> tuple[str, int]:
+    """The metric that `checkpoint.best` names and whether it should rise (1) or fall (-1): by its
+    leading sign, else by a word of its name. Raises ValueError where neither says so."""
+    name = text.lstrip("+-")
+    if not name.startswith("eval/"):
+        raise ValueError(f"a metric of an evaluation is expected, such as eval/loss, not {text}")
+    if text != name:
+        return name, -1 if text.startswith("-") else 1
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if bool(words & FALLS) == bool(words & RISES):
+        raise ValueError(f"say whether {name} should rise or fall: +{name} or -{name}")
+    return name, -1 if words & FALLS else 1
+
+
+@define
+class Best:
+    """Fed with every evaluation that counts; the same on every rank, since metrics are."""
+
+    metric: str | None = None
+    """What `checkpoint.best` says; None asks for nothing."""
+    patience: int | None = None
+    step: int | None = None
+    """The step of the best evaluation, None before the first."""
+    value: float = math.nan
+    waited: int = 0
+    """Evaluations since then."""
+    seen: int | None = None
+    """The step of the newest evaluation."""
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether this evaluation is better than all before; a number that is not finite never is.
+        Raises RLHFError when there is no such metric."""
+        if self.metric is None:
+            return False
+        name, sign = objective(self.metric)
+        if name not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            raise ToldByFirst(
+                f"checkpoint.best is {self.metric} but an evaluation of this run has {known}"
+            )
+        self.seen = step
+        value = metrics[name]
+        better = self.step is None or sign * value > sign * self.value
+        if math.isfinite(value) and better:
+            self.step, self.value, self.waited = step, value, 0
+            return True
+        self.waited += 1
+        return False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether patience is at an end."""
+        return self.patience is not None and self.waited >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must remember (plain data)."""
+        return {name: getattr(self, name) for name in ("metric", *REMEMBERED)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave; of another metric it means nothing."""
+        if state.get("metric") == self.metric:
+            for name in REMEMBERED:
+                setattr(self, name, state[name])
+
+    def __str__(self) -> str:
+        """What was best, for the run's last lines."""
+        return f"{self.metric} {self.value:.4g} at step {self.step}"

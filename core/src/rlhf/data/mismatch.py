@@ -1,0 +1,71 @@
+"""Every prompt with the completion of another row: what an estimate of KL divergence is taken
+over."""
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf.data.example import Answer, Example
+from rlhf.data.examples import Examples
+from rlhf.errors import RLHFError
+
+
+def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
+    """A permutation of the n members [n] that maps none into its own group.
+
+    Groups stand together in a drawn order and everybody moves on by the size of the largest one,
+    past his own. Raises RLHFError where one group holds more than half of all: then there is no
+    such permutation (Hall's theorem).
+    """
+    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    largest = int(sizes.max())
+    if 2 * largest > len(groups):
+        raise RLHFError(
+            f"{largest} of {len(groups)} examples come from the same row, so not every one finds a "
+            "completion of another row: give more rows, or this one a smaller weight"
+        )
+    within = draw.permutation(len(groups))
+    order = within[np.argsort(draw.permutation(len(sizes))[place[within]], kind="stable")]
+    partner = np.empty_like(order)
+    partner[order] = np.roll(order, -largest)
+    return partner
+
+
+class Mismatched(Sequence[Example]):
+    """Example i is prompt and values of example i with the answer of its partner, for examples of
+    one answer.
+
+    Paired on token ids. An answer is cut at its end where the path would be longer than the longest
+    one of the data, so that it fits wherever the data does.
+    """
+
+    def __init__(self, examples: Examples, draw: np.random.Generator) -> None:
+        self._examples = examples
+        self._partner = partners(examples.sources, draw)
+        self._longest = int(examples.longest_path.max())
+        answers = examples.longest_path - examples.prompt_lengths
+        self.longest_path = np.minimum(
+            examples.prompt_lengths + answers[self._partner], self._longest
+        )
+        """Tokens of prompt and answer [n]."""
+        self.lengths = self.longest_path
+        """Tokens of the packed tree [n]."""
+        self.value_kinds = examples.value_kinds
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    @overload
+    def __getitem__(self, number: int) -> Example: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Example]: ...
+    def __getitem__(self, number: int | slice) -> Example | list[Example]:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        own = self._examples[number]
+        (other,) = self._examples[int(self._partner[number])].answers
+        room = self._longest - len(own.prompt)
+        trained = other.trained if other.trained is None else other.trained[:room]
+        return Example(own.prompt, [Answer(other.tokens[:room], trained)], own.values, own.inputs)

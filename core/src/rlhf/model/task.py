@@ -1,0 +1,126 @@
+"""What stands on a backbone: the language-model head, a score per sequence, or scores per token."""
+
+from typing import Any, Literal
+
+import torch
+from attrs import frozen
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
+
+from rlhf.errors import RLHFError
+
+Task = Literal["causal", "sequence", "token"]
+"""What stands on the backbone: the language-model head, one score per sequence, or scores per token
+(the transformers classes ForCausalLM, ForSequenceClassification, ForTokenClassification)."""
+
+HEAD_NAMES = ("score", "classifier")
+"""What transformers calls the linear layer of a classifier on a decoder."""
+
+
+@frozen(kw_only=True)
+class Form:
+    """How transformers knows a task."""
+
+    auto: Any
+    """The auto class that opens such a model."""
+    mapping: Any
+    """Which families have it: from a config class to a model class."""
+    suffix: str
+    """How the names of its model classes end."""
+    labels: tuple[str, ...] = ()
+    """Names of the head's outputs; empty for the vocabulary."""
+    peft: str = "CAUSAL_LM"
+    """peft's name of the task, which makes it train and save the head."""
+
+
+FORMS: dict[Task, Form] = {
+    "causal": Form(
+        auto=AutoModelForCausalLM, mapping=MODEL_FOR_CAUSAL_LM_MAPPING, suffix="ForCausalLM"
+    ),
+    "sequence": Form(
+        auto=AutoModelForSequenceClassification,
+        mapping=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        suffix="ForSequenceClassification",
+        labels=("reward",),
+        peft="SEQ_CLS",
+    ),
+    "token": Form(
+        auto=AutoModelForTokenClassification,
+        mapping=MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        suffix="ForTokenClassification",
+        labels=("wrong", "right"),
+        peft="TOKEN_CLS",
+    ),
+}
+
+
+def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
+    """Set the labels of `task` in a causal family's config, in place. Raises RLHFError where the
+    family has no such class, or `path` holds a classifier of another kind."""
+    form = FORMS[task]
+    if task == "causal":
+        return
+    own_code = form.auto.__name__ in (getattr(architecture, "auto_map", None) or {})
+    if type(architecture) not in form.mapping and not own_code:
+        raise RLHFError(
+            f"transformers has no {form.auto.__name__} for {architecture.model_type} "
+            f"(model.path {path}): choose a family that has one, such as llama, qwen3 or mistral"
+            + (", or train on the language-model head's own tokens" * (task == "token"))
+        )
+    written = written_class(architecture)
+    others = [other.suffix for name, other in FORMS.items() if name not in ("causal", task)]
+    if written.endswith(tuple(others)):
+        raise RLHFError(
+            f"model.path {path} is {written}, whose head is no {form.suffix.removeprefix('For')}: "
+            "choose the language model it was made from"
+        )
+    if written.endswith(form.suffix) and architecture.num_labels != len(form.labels):
+        raise RLHFError(
+            f"model.path {path} is {written} with {architecture.num_labels} labels, and this "
+            f"trainer's head has {len(form.labels)} ({', '.join(form.labels)}): choose the "
+            "language model it was made from"
+        )
+    architecture.id2label = dict(enumerate(form.labels))
+    architecture.label2id = {name: number for number, name in enumerate(form.labels)}
+
+
+def written_class(architecture: Any) -> str:
+    """The model class that a config says its weights belong to, or nothing."""
+    return (getattr(architecture, "architectures", None) or [""])[0]
+
+
+def label_head(model: Any) -> tuple[str, nn.Module] | None:
+    """Name and module of a classifier's linear layer (under peft, the one that is trained); None
+    for a language model."""
+    for name, child in model.named_children():
+        if name in HEAD_NAMES:
+            trained = getattr(child, "modules_to_save", None)
+            if trained is not None and not child.disable_adapters:
+                return name, trained[child.active_adapters[0]]
+            return name, getattr(child, "original_module", child)
+    return None
+
+
+def draw_head(model: Any, seed: int) -> None:
+    """New values for a classifier's head, drawn on the host in float32 from `seed`: the same for
+    any rank, stage and device. As transformers draws them: normal with the family's
+    `initializer_range`, bias zero."""
+    found = label_head(model)
+    assert found is not None, f"{type(model).__name__} has no head of labels"
+    head: Any = found[1]
+    spread = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        values = torch.empty(head.weight.shape).normal_(0.0, spread, generator=generator)
+        head.weight.copy_(values)
+        if head.bias is not None:
+            head.bias.zero_()

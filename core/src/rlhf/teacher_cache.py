@@ -1,0 +1,87 @@
+"""A teacher's k likeliest tokens at every prediction and the mass of all others, computed once and
+kept on disk as the reference's log-probabilities are."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from rlhf.config.sections import ModelConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.cache import cache_root
+from rlhf.divergence import CHUNK, TopTeacher
+from rlhf.engine import Engine
+from rlhf.model.head import Head
+from rlhf.readouts import capped_logits
+from rlhf.reference_cache import LogprobTable, fill, weights_digest
+
+if TYPE_CHECKING:
+    from rlhf.run import Run
+
+ATTACHED = "teacher"
+"""The examples' value per token: k token ids (whole in float32 up to 16 million), their
+log-probabilities, that of all other tokens together."""
+
+
+@frozen(kw_only=True)
+class CachedTeacher:
+    """What stands in for a teacher's engine once its distributions are on disk."""
+
+    top: int
+    """Tokens that are kept of each prediction's distribution."""
+
+    def at(self, batch: PackedBatch) -> TopTeacher:
+        """The teacher at the batch's predictions."""
+        values = batch.values[ATTACHED].index_select(0, batch.predict_at)
+        # A filler's values have no width.
+        values = values.view(len(batch.predict), 2 * self.top + 1)
+        return TopTeacher(values[:, : self.top].long(), values[:, self.top :])
+
+
+def cached_teacher(
+    run: "Run", model: ModelConfig, *, top: int, temperature: float
+) -> CachedTeacher:
+    """The distributions of `model` at every prediction of the run's examples, at `temperature`:
+    what is not on disk is computed now, and the engine for it is given up again. Collective."""
+    config = evolve(run.config, model=model, lora=None)
+    digest = run.mesh.gather(weights_digest(config) if run.mesh.rank == 0 else "")[0]
+    folder = cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
+    tables = [
+        [LogprobTable(folder, file, width=2 * top + 1) for file in examples.files]
+        for examples in run.examples
+    ]
+    missing = sum(len(table.open()) for part in tables for table in part)
+    computed = 0
+    if any(run.mesh.gather(missing)):
+        read = partial(top_tokens, top=top, temperature=temperature)
+        engine = run.load(ATTACHED, model=model, trained=False)
+        for part in tables:
+            tokens = run.config.batch.tokens
+            computed += fill(part, engine, run.mesh, tokens=tokens, read=read)
+        run.release(ATTACHED)
+    for examples, part in zip(run.examples, tables, strict=True):
+        examples.attach(ATTACHED, part)
+    what = f"{computed:,} examples computed" if computed else "found"
+    run.notes.append(f"teacher    its {top} likeliest tokens: {what} in {folder}")
+    return CachedTeacher(top=top)
+
+
+def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:
+    """What is stored of each prediction [N, 2 top + 1], float32. Collective at stage 3."""
+
+    def readout(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+        parts = hidden.index_select(0, batch.predict_from).split(CHUNK)
+        return {"top": torch.cat([_top(part, head, top, temperature) for part in parts])}
+
+    return engine(batch, readout)["top"]
+
+
+def _top(hidden: Tensor, head: Head, top: int, temperature: float) -> Tensor:
+    """hidden [n, H] -> [n, 2 top + 1]."""
+    logits, _ = capped_logits(hidden, head.weight, head.bias, head.scale, head.softcap)
+    logprobs = logits.div_(temperature).log_softmax(-1)
+    likeliest, tokens = logprobs.topk(top, dim=-1)
+    rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([tokens.float(), likeliest, rest], dim=-1)

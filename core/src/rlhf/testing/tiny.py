@@ -1,0 +1,158 @@
+"""The smallest real inputs of a run, and runs of them as functions that ranks of a test can
+call."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlhf.config.reader import read_config
+from rlhf.data.batch import PackedBatch
+from rlhf.data.loader import RunOrder, StepPlan, SurveyRows
+from rlhf.demo import scratch
+from rlhf.engine import StepOutcome
+from rlhf.execute import prepare_data, run_rank, set_up
+from rlhf.gateway import build_gateways
+from rlhf.hookspecs import hookimpl
+from rlhf.loop import take_step
+from rlhf.model.packed import PathName
+from rlhf.rollout import roll_out
+from rlhf.session import Session
+from rlhf.testing.plain import PlainBackend, PlainEngine
+
+Metrics = list[dict[str, Any]]
+
+
+def make_model(folder: Path, *, seed: int = 0) -> Path:
+    """A folder with a Llama of two layers and random weights, and the demo's tokenizer with its
+    chat template."""
+    scratch.make(folder)
+    config = LlamaConfig.from_pretrained(folder)
+    for name, value in {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}.items():
+        setattr(config, name, value)
+    config.head_dim = 8
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(trainer: str, words: Sequence[str], cache: str, plain: bool = False) -> Metrics:
+    """`rlhf run TRAINER WORDS` on this rank, through DeepSpeed or in plain torch: what
+    metrics.jsonl holds afterwards. Raises AssertionError when the run does not end with 0."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config(trainer, overrides=words)
+    code = run_rank(request, backend=PlainBackend() if plain else None)
+    assert code == 0, f"the run ended with {code}"
+    lines = (Path(request.config.output or "") / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def longest_example(trainer: str, words: Sequence[str], cache: str) -> int:
+    """Tokens of the largest tree: the least `batch.tokens` that these rows can be run with."""
+    os.environ["RLHF_CACHE"] = cache
+    data = prepare_data(read_config(trainer, overrides=words))
+    return max(int(part.lengths.max()) for part in (data.train, data.eval) if part)
+
+
+@frozen
+class Moment:
+    """One optimizer step in plain torch."""
+
+    loss: float
+    gradients: dict[str, Tensor] = field(repr=False)
+    """Of every trained parameter by name, before clipping."""
+
+
+def first_steps(
+    trainer: str,
+    words: Sequence[str],
+    cache: str,
+    *,
+    num_steps: int,
+    path: PathName | None = None,
+    alone: bool = False,
+) -> list[Moment]:
+    """The first steps of a run in plain torch, which writes nothing.
+
+    `path` has every engine run packed batches in that way, whatever the probe found; `alone` gives
+    every example a micro-batch of its own.
+    """
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config(trainer, overrides=words)
+    backend = KeepingBackend()
+    hooks, observers = build_gateways(backend)
+    mesh = hooks.setup_mesh(config=request.config)
+    data = prepare_data(request)
+    output = Path(request.config.output or "")
+    session = set_up(request, data, mesh, hooks, observers, output, None)
+    for engine in backend.engines:
+        engine.module.path = path or engine.module.path  # type: ignore[assignment]
+    session.engine.train()
+    return [_moment(session, number, alone=alone) for number in range(num_steps)]
+
+
+def _moment(session: Session, number: int, *, alone: bool) -> Moment:
+    order = session.train_order
+    plan = order.step(number)
+    if session.trainer.rolls_out():
+        plan, batches = roll_out(session.trainer, order, plan, session.mesh)
+    else:
+        plan, batches = _batches(order, plan, alone=alone)
+    report = take_step(session, plan, batches, number)
+    assert report is not None
+    engine: Any = session.engine
+    return Moment(report.read(session.trainer.derive)["loss"], engine.gradients)
+
+
+def _batches(order: RunOrder, plan: StepPlan, *, alone: bool) -> tuple[StepPlan, list[PackedBatch]]:
+    if alone:
+        each = [np.array([row]) for row in plan.rows]
+        seen = [SurveyRows(plan.epoch, rows) for rows in each] if plan.survey else []
+        plan = attrs.evolve(plan, micro=each, survey=seen)
+    return plan, [*map(order.packed, plan.survey), *map(order.packed, plan.micro)]
+
+
+class KeepingEngine(PlainEngine):
+    """Keeps the gradients of the step before."""
+
+    gradients: dict[str, Tensor]
+
+    def step(self) -> StepOutcome:
+        """As the plain engine does."""
+        named = self.module.named_parameters()
+        self.gradients = {
+            name: weight.grad.clone() for name, weight in named if weight.grad is not None
+        }
+        return super().step()
+
+
+class KeepingBackend(PlainBackend):
+    """Plain torch with engines that keep their gradients, all of which can be reached."""
+
+    def __init__(self) -> None:
+        self.engines: list[KeepingEngine] = []
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> PlainEngine:
+        if optimizer is None:
+            model.requires_grad_(False).eval()
+        clip = plan.settings["clip"]
+        engine = KeepingEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
+        self.engines.append(engine)
+        return engine

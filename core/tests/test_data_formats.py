@@ -1,0 +1,88 @@
+"""The formats by name, and the demo's rows in each of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from word_rows import WHERE
+
+from rlhf import demo
+from rlhf.data.formats import FORMATS, RawRow, Reader, Row, format_of
+from rlhf.errors import RLHFError
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(RLHFError) as caught:
+        format_of("pairs")
+    assert str(caught.value) == (
+        "there is no row format 'pairs': there are demonstration, preference, stepwise, unpaired"
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_demo_has_rows_of_every_format(format: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
+    raw = [RawRow(WHERE, row) for row in demo.rows("arithmetic", "eval", format)]
+    rows = FORMATS[format](raw, Reader(tokenizer))
+    assert [len(found) for found in rows] == [1] * 200
+    if format == "preference":
+        ((row, *_), *_) = rows
+        assert tokenizer.decode(row.prompt).endswith("<|assistant|>")
+        assert all(tokenizer.decode(a.tokens).endswith(".<|end|>") for a in row.answers)
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+real = pytest.mark.skipif(not SHARED.exists(), reason="the shared rows are not here")
+
+
+def real_rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (SHARED / name).read_text().splitlines()[:100]]
+
+
+def real_trees(format: str, rows: list[dict[str, Any]]) -> tuple[Any, list[list[Row]]]:
+    tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
+    raw = [RawRow(f"{WHERE} {number}", row) for number, row in enumerate(rows)]
+    return tokenizer, FORMATS[format](raw, Reader(tokenizer))
+
+
+@real
+@pytest.mark.parametrize("name", ["gsm8k_correctness", "general", "tinystories_derived"])
+def test_real_pairs_are_one_prompt_and_both_answers(name: str) -> None:
+    rows = real_rows(f"dpo/{name}.eval.jsonl")
+    tokenizer, trees = real_trees("preference", rows)
+    for given, (row,) in zip(rows, trees, strict=True):
+        asked = given["chosen"][:-1]
+        opened = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert row.prompt == tokenizer(opened, add_special_tokens=False)["input_ids"]
+        for answer, side in zip(row.answers, ("chosen", "rejected"), strict=True):
+            assert answer.trained is None
+            said = given[side][-1]["content"]
+            assert tokenizer.decode(answer.tokens) == said + tokenizer.eos_token
+
+
+@real
+@pytest.mark.parametrize("name", ["gsm8k_correctness", "general"])
+def test_real_unpaired_rows_end_their_answers(name: str) -> None:
+    rows = real_rows(f"kto/{name}.eval.jsonl")
+    tokenizer, trees = real_trees("unpaired", rows)
+    for given, (row,) in zip(rows, trees, strict=True):
+        said = given["completion"]
+        said = said if isinstance(said, str) else said[-1]["content"]
+        assert tokenizer.decode(row.answers[0].tokens) == said + tokenizer.eos_token
+        assert row.columns["label"] is given["label"]
+
+
+@real
+@pytest.mark.parametrize("name", ["bigbench_mistake", "prmbench", "gsm8k_derived"])
+def test_real_steps_end_at_the_separator(name: str) -> None:
+    rows = real_rows(f"prm/{name}.eval.jsonl")
+    tokenizer, trees = real_trees("stepwise", rows)
+    for given, (row,) in zip(rows, trees, strict=True):
+        assert tokenizer.decode(row.prompt) == given["prompt"]
+        assert row.columns["labels"] == [float(label) for label in given["labels"]]
+        start = 0
+        for step, end in zip(given["completions"], row.columns["ends"], strict=True):
+            assert tokenizer.decode(row.answers[0].tokens[start : end + 1]) == step + "\n"
+            start = end + 1

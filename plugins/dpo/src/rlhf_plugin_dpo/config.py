@@ -1,0 +1,161 @@
+"""The section `dpo`, and what each loss reads of it."""
+
+import difflib
+from typing import Any, Literal
+
+from attrs import field, frozen, validators
+
+share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
+
+
+@frozen(kw_only=True)
+class Kind:
+    """What a loss compares and which settings it reads."""
+
+    reads: tuple[str, ...] = ("beta",)
+    reference: bool = True
+    """It takes log-probabilities less the reference's; without it the policy's own."""
+    per_token: bool = False
+    """It takes their means over an answer's tokens instead of their sums."""
+    centred: bool = False
+    """It takes them less their mean over the whole optimizer step."""
+    sft: bool = False
+    """Its paper adds the chosen answer's negative log-likelihood: the term `sft` comes with it."""
+
+
+KINDS = {
+    "sigmoid": Kind(reads=("beta", "label_smoothing")),
+    "sigmoid_norm": Kind(reads=("beta", "label_smoothing"), per_token=True),
+    "robust": Kind(reads=("beta", "label_smoothing")),
+    "hinge": Kind(),
+    "ipo": Kind(per_token=True),
+    "ipo_sum": Kind(),
+    "exo_pair": Kind(reads=("beta", "label_smoothing")),
+    "nca_pair": Kind(),
+    "bco_pair": Kind(centred=True),
+    "sppo_hard": Kind(),
+    "apo_zero": Kind(),
+    "apo_down": Kind(),
+    "discopop": Kind(reads=("beta", "discopop_tau")),
+    "simpo": Kind(reads=("beta", "gamma"), reference=False, per_token=True),
+    "cpo": Kind(reads=("beta", "label_smoothing"), reference=False, sft=True),
+    "orpo": Kind(reference=False, per_token=True, sft=True),
+}
+"""The pair losses. `sft` beside them is no pair loss but a term per token."""
+
+
+def kind_of(name: str) -> Kind:
+    """What a loss compares; one of the user's own, `module:function`, is like `sigmoid`."""
+    return KINDS.get(name) or Kind(reads=("beta", "label_smoothing", "gamma", "discopop_tau"))
+
+
+@frozen(kw_only=True)
+class LossEntry:
+    """One addend of the loss."""
+
+    name: str
+    """A pair loss, `sft`, or `module:function` of your own."""
+    weight: float = field(default=1.0, validator=validators.ge(0))
+    """Its factor; 0 takes out the sft term that cpo and orpo bring."""
+
+
+def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> None:
+    names = [entry.name for entry in entries]
+    for entry in entries:
+        if entry.name not in KINDS and entry.name != "sft" and ":" not in entry.name:
+            near = difflib.get_close_matches(entry.name, (*KINDS, "sft"), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join((*KINDS, "sft"))
+            raise ValueError(
+                f"there is no loss {entry.name!r}{hint}; there are {known} and module:function"
+            )
+        if names.count(entry.name) > 1:
+            raise ValueError(f"{entry.name} stands twice: give it one weight")
+        brought = entry.name == "sft" and any(kind_of(name).sft for name in names)
+        if entry.weight == 0 and not brought:
+            raise ValueError(f"{entry.name} has the weight 0: take it out")
+    if not any(name != "sft" for name in names):
+        raise ValueError("sft alone compares nothing: add a pair loss, or use `rlhf run sft`")
+
+
+@frozen(kw_only=True)
+class DPOConfig:
+    """Direct preference optimisation and its relatives."""
+
+    loss: tuple[LossEntry, ...] = field(default=(LossEntry(name="sigmoid"),), validator=_known)
+    """One name or a list of names, each with its weight: `[sigmoid, {name: sft, weight: 0.2}]`."""
+    beta: float = field(default=0.1, validator=validators.gt(0))
+    """Strength of the tie to the reference (arXiv 2305.18290); in simpo the scale of the reward
+    (2 in arXiv 2405.14734), in orpo the weight of the odds ratio (0.1 in arXiv 2403.07691)."""
+    label_smoothing: float | None = field(default=None, validator=validators.optional(share))
+    """Share of pairs whose order is taken to be wrong; default 0, in exo_pair 1e-3."""
+    gamma: float = field(default=0.5, validator=validators.ge(0))
+    """simpo: the margin by which the chosen reward should lead (arXiv 2405.14734)."""
+    discopop_tau: float = field(default=0.05, validator=validators.gt(0))
+    """discopop: temperature of the blend (arXiv 2406.08414)."""
+    reference: Literal["auto", "adapter", "engine", "cache", "none"] = "auto"
+    """What the policy is compared with: itself with its adapter off, a frozen second model,
+    log-probabilities computed once and kept on disk, or nothing."""
+    reference_every: int | None = field(
+        default=None, validator=validators.optional(validators.gt(0))
+    )
+    """Steps after which the reference moves towards the policy (tau of TR-DPO, arXiv 2404.09656:
+    512 for whole replacement); null never."""
+    reference_mix: float = field(
+        default=0.6, validator=validators.and_(validators.gt(0), validators.le(1))
+    )
+    """Share of the policy in the moved reference (alpha of TR-DPO, 0.6); 1 replaces it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The pair losses."""
+        return tuple(entry.name for entry in self.loss if entry.name != "sft")
+
+    @property
+    def sft_weight(self) -> float:
+        """The factor of the term per token: as given, else 1 where a loss brings it."""
+        given = [entry.weight for entry in self.loss if entry.name == "sft"]
+        return given[0] if given else float(any(kind_of(name).sft for name in self.names))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any loss compares with the reference."""
+        return self.reference != "none" and any(kind_of(name).reference for name in self.names)
+
+    def __attrs_post_init__(self) -> None:
+        for problem, broken in _contradictions(self):
+            if broken:
+                raise ValueError(problem)
+
+
+def _contradictions(config: DPOConfig) -> list[tuple[str, Any]]:
+    """Settings that would do nothing, or nothing sound."""
+    names, smoothing = ", ".join(config.names), config.label_smoothing
+    read = {name for loss in config.names for name in kind_of(loss).reads}
+    free = not any(kind_of(name).reference for name in config.names)
+    moved, fixed = config.reference_every is not None, ("adapter", "cache", "none")
+    return [
+        (f"label_smoothing has no effect in {names}", smoothing and "label_smoothing" not in read),
+        (f"gamma has no effect in {names}", config.gamma != 0.5 and "gamma" not in read),
+        (
+            f"discopop_tau has no effect in {names}",
+            config.discopop_tau != 0.05 and "discopop_tau" not in read,
+        ),
+        (
+            "exo_pair needs label_smoothing above 0: its default is 1e-3",
+            "exo_pair" in config.names and smoothing == 0,
+        ),
+        (
+            f"reference {config.reference} has no effect: {names} needs none",
+            free and config.reference not in ("auto", "none"),
+        ),
+        (
+            "reference_mix has no effect without reference_every",
+            config.reference_mix != 0.6 and not moved,
+        ),
+        (f"reference_every has no effect: {names} has no reference", moved and free),
+        (
+            f"reference_every needs reference engine, since {config.reference} cannot change",
+            moved and config.reference in fixed,
+        ),
+    ]

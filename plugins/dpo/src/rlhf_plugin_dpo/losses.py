@@ -1,0 +1,150 @@
+"""The pair losses: `(chosen [E], rejected [E], config) -> loss per pair [E]`, float32.
+
+`chosen` and `rejected` are what `config.KINDS` says for each loss: log-probabilities of the two
+answers under the policy, less the reference's, summed over the answer or averaged over its tokens.
+With the difference d = chosen - rejected, b = `beta` and e = `label_smoothing`:
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf.data.batch import PackedBatch
+from rlhf_plugin_dpo.config import DPOConfig, Kind
+
+PairLoss = Callable[[Tensor, Tensor, DPOConfig], Tensor]
+
+
+def sigmoid(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """-(1 - e) log s(b d) - e log s(-b d). DPO (arXiv 2305.18290 eq. 7); e > 0 is conservative DPO
+    (Mitchell, "A note on DPO with noisy preferences", 2023, eq. 3)."""
+    logits = config.beta * (chosen - rejected)
+    smoothing = config.label_smoothing or 0.0
+    return -(1 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)
+
+
+def robust(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """(-(1 - e) log s(b d) + e log s(-b d)) / (1 - 2 e): unbiased where a share e of the labels is
+    flipped (arXiv 2403.00409)."""
+    logits = config.beta * (chosen - rejected)
+    smoothing = config.label_smoothing or 0.0
+    loss = -(1 - smoothing) * logsigmoid(logits) + smoothing * logsigmoid(-logits)
+    return loss / (1 - 2 * smoothing)
+
+
+def hinge(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """max(0, 1 - b d). SLiC-HF's calibration loss (arXiv 2305.10425) with its margin at 1 / b, on
+    log-ratios as in RSO (arXiv 2309.06657)."""
+    return torch.relu(1 - config.beta * (chosen - rejected))
+
+
+def ipo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """(d - 1 / (2 b))^2. IPO (arXiv 2310.12036 eq. 17). As `ipo` it is given averages over tokens,
+    the authors' correction after publication; as `ipo_sum` the sums of the paper."""
+    return (chosen - rejected - 1 / (2 * config.beta)).square()
+
+
+def exo_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """s(b d) (log s(b d) - log(1 - e)) + s(-b d) (log s(-b d) - log e): the reverse KL from the
+    smoothed label (1 - e, e). EXO (arXiv 2402.00856 eq. 16)."""
+    logits = config.beta * (chosen - rejected)
+    smoothing = 1e-3 if config.label_smoothing is None else config.label_smoothing
+    target = logits.new_tensor([1 - smoothing, smoothing]).log()
+    first, second = logsigmoid(logits), logsigmoid(-logits)
+    return first.exp() * (first - target[0]) + second.exp() * (second - target[1])
+
+
+def nca_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """-log s(b c) - (log s(-b c) + log s(-b r)) / 2, c and r the two answers. Pairwise NCA (arXiv
+    2402.05369)."""
+    good, bad = config.beta * chosen, config.beta * rejected
+    return -logsigmoid(good) - (logsigmoid(-good) + logsigmoid(-bad)) / 2
+
+
+def bco_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """-log s(b c) - log s(-b r), with c and r less the mean of both over the step: b times that is
+    the paper's reward shift. BCO (arXiv 2404.04656)."""
+    return -logsigmoid(config.beta * chosen) - logsigmoid(-config.beta * rejected)
+
+
+def sppo_hard(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2: the chosen answer wins always, the rejected never.
+    SPPO (arXiv 2405.00675 eq. 4.7) with b for its 1 / eta."""
+    goal = 1 / (2 * config.beta)
+    return (chosen - goal).square() + (rejected + goal).square()
+
+
+def apo_zero(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """1 - s(b c) + s(b r): the chosen up, the rejected down. APO-zero (arXiv 2408.06266 eq. 7)."""
+    return 1 - torch.sigmoid(config.beta * chosen) + torch.sigmoid(config.beta * rejected)
+
+
+def apo_down(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """s(b c) + 1 - s(b d): both down, the rejected further. APO-down (arXiv 2408.06266 eq. 8)."""
+    margin = torch.sigmoid(config.beta * (chosen - rejected))
+    return torch.sigmoid(config.beta * chosen) + 1 - margin
+
+
+def discopop(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """(1 - m) (-log s(b d)) + m exp(-b d) with m = s(b d / tau). DiscoPOP's log-ratio modulated
+    loss (arXiv 2406.08414 eq. 5)."""
+    logits = config.beta * (chosen - rejected)
+    blend = torch.sigmoid(logits / config.discopop_tau)
+    # In one exponent: apart, exp overflows where the blend is 0.
+    exponential = torch.exp(logsigmoid(logits / config.discopop_tau) - logits)
+    return (1 - blend) * -logsigmoid(logits) + exponential
+
+
+def simpo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """-log s(b d - gamma) over log-probabilities per token. SimPO (arXiv 2405.14734 eq. 6)."""
+    return -logsigmoid(config.beta * (chosen - rejected) - config.gamma)
+
+
+def orpo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """-b log s(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x) over log-probabilities
+    per token: b is the paper's lambda. ORPO (arXiv 2403.07691 eq. 4 to 7); its first addend, the
+    negative log-likelihood of the chosen answer, is the term `sft`."""
+    return -config.beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def log_odds(logprob: Tensor) -> Tensor:
+    """log(p / (1 - p)) of log p, exact for p near 1 too. A p of 1 is held just below it."""
+    below = logprob.clamp(max=-torch.finfo(logprob.dtype).tiny)
+    return below - torch.log(-torch.expm1(below))
+
+
+LOSSES: dict[str, PairLoss] = {
+    "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "ipo_sum": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "simpo": simpo,
+    "cpo": sigmoid,
+    "orpo": orpo,
+}
+"""`sigmoid_norm` is DPO over log-ratios per token (Tulu 3, arXiv 2411.15124); `cpo` is it
+without a reference (arXiv 2401.08417), whose second addend is the term `sft`."""
+
+
+def compared(
+    kind: Kind, logprobs: Tensor, reference: Tensor, batch: PackedBatch
+) -> tuple[Tensor, Tensor]:
+    """What a loss of this kind is given of log-probabilities [A]: chosen [E] and rejected [E]."""
+    values = logprobs - reference if kind.reference else logprobs
+    if kind.per_token:
+        ones = torch.ones_like(batch.answer, dtype=values.dtype)
+        values = values / torch.zeros_like(values).index_add(0, batch.answer, ones).clamp(min=1)
+    if kind.centred:
+        values = values - batch.step["log_ratio"].mean()
+    return values[0::2], values[1::2]

@@ -1,0 +1,119 @@
+"""Direct preference optimisation (arXiv 2305.18290) and the losses that followed it.
+
+Departures: the mean over pairs is that of the whole optimizer step; the negative log-likelihood
+beside a pair loss is a mean over the step's chosen tokens, not over pairs; BCO's reward shift is
+the mean over the step's own pairs, not a running one, so it depends neither on the split nor on
+history.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Answer, Example
+from rlhf.errors import RLHFError
+from rlhf.readouts import answer_logprobs
+from rlhf.registry import load_object
+from rlhf.trainer import Loss, Term, Trainer
+from rlhf_plugin_dpo.config import kind_of
+from rlhf_plugin_dpo.losses import LOSSES, compared
+
+
+class DPOTrainer(Trainer):
+    rows = "preference"
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.pair_losses = [
+            (entry, kind_of(entry.name), LOSSES.get(entry.name) or load_object(entry.name))
+            for entry in config.loss
+            if entry.name != "sft"
+        ]
+        self.reference: Any = None
+
+    def example(self, row: Any) -> Example:
+        chosen, rejected = in_order(row)
+        if not self.config.sft_weight:
+            return Example(row.prompt, [chosen, rejected])
+        marks = [marked(chosen, bare=not len(row.prompt)), [math.nan] * len(rejected.tokens)]
+        return Example(row.prompt, [chosen, rejected], {"chosen": marks})
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy", dropout=False)
+        if self.config.needs_reference:
+            self.reference = run.reference(
+                self.config.reference,
+                every=self.config.reference_every,
+                mix=self.config.reference_mix,
+            )
+
+    def surveys(self) -> bool:
+        return any(kind.centred for _, kind, _ in self.pair_losses)
+
+    def survey(self, batch: PackedBatch) -> Mapping[str, Tensor]:
+        logprobs = self.policy(batch, answer_logprobs)["logprobs"]
+        return {"log_ratio": logprobs - self.reference_logprobs(batch, logprobs)}
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        policy = self.policy(batch, answer_logprobs)
+        logprobs = policy["logprobs"]
+        reference = self.reference_logprobs(batch, logprobs)
+        terms = []
+        for entry, kind, pair_loss in self.pair_losses:
+            chosen, rejected = compared(kind, logprobs, reference, batch)
+            terms.append(
+                Term(pair_loss(chosen, rejected, self.config).sum(), "examples", entry.weight)
+            )
+        metrics = self.metrics(logprobs.detach(), reference, batch)
+        metrics["entropy"] = (policy["tokens/entropy"].sum(), "tokens")
+        if self.config.sft_weight:
+            is_chosen = batch.answer % 2 == 0
+            likelihood = -(policy["tokens/logprobs"] * is_chosen).sum()
+            terms.append(Term(likelihood, "labels", self.config.sft_weight))
+            metrics["nll_loss"] = (likelihood.detach(), "labels")
+        return Loss(tuple(terms), metrics)
+
+    def reference_logprobs(self, batch: PackedBatch, like: Tensor) -> Tensor:
+        """The reference's log-probability of each answer [A], 0 without a reference."""
+        return self.reference.answer_logprobs(batch) if self.reference else torch.zeros_like(like)
+
+    def metrics(
+        self, logprobs: Tensor, reference: Tensor, batch: PackedBatch
+    ) -> dict[str, tuple[Tensor, str]]:
+        """TRL's names. A reward is beta times what the first loss compares."""
+        kind = self.pair_losses[0][1]
+        chosen, rejected = compared(kind, logprobs, reference, batch)
+        margins = self.config.beta * (chosen - rejected)
+        sums = {
+            "rewards/chosen": self.config.beta * chosen,
+            "rewards/rejected": self.config.beta * rejected,
+            "rewards/accuracies": (margins > 0).float(),
+            "rewards/margins": margins,
+            "logps/chosen": logprobs[0::2],
+            "logps/rejected": logprobs[1::2],
+        }
+        return {name: (value.sum(), "examples") for name, value in sums.items()}
+
+
+def in_order(row: Any) -> tuple[Answer, Answer]:
+    """The better and the worse of a row's two answers."""
+    ranks = row.columns["ranks"]
+    if len(ranks) != 2 or ranks[0] == ranks[1]:
+        raise RLHFError(
+            f"dpo compares two answers of which one is better, but a row has the ranks {ranks}: "
+            "write it as `chosen` and `rejected`"
+        )
+    first, second = row.answers
+    return (first, second) if ranks[0] < ranks[1] else (second, first)
+
+
+def marked(answer: Answer, *, bare: bool) -> list[float]:
+    """1 for each token of the answer that is predicted, else nan: core counts them as `labels`.
+    Without a prompt (`bare`) nothing predicts the first."""
+    trained = [True] * len(answer.tokens) if answer.trained is None else list(answer.trained)
+    trained[0] = trained[0] and not bare
+    return [1.0 if predicted else math.nan for predicted in trained]

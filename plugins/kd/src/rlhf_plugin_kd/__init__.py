@@ -1,0 +1,12 @@
+"""Knowledge distillation: the record that the registry reads first."""
+
+from rlhf.records import TrainerPlugin
+from rlhf_plugin_kd.config import KDConfig
+
+plugin = TrainerPlugin(
+    config=KDConfig,
+    trainer="rlhf_plugin_kd.trainer:KDTrainer",
+    defaults={"optim.lr": 1e-5},
+    demo="demo.yaml",
+    report="rlhf_plugin_kd.report:report",
+)

@@ -1,0 +1,64 @@
+"""Answers that the student or the teacher writes in place of the rows' own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from rlhf.data.example import Answer, Example
+from rlhf.engine import Engine
+from rlhf_plugin_kd.config import KDConfig
+
+
+def with_new_answers(
+    run: Any,
+    config: KDConfig,
+    examples: Sequence[Example],
+    step: int,
+    *,
+    student: Engine,
+    teacher: Engine,
+) -> list[Example]:
+    """The step's examples, a share of them with an answer by the student and a share with one by
+    the teacher. Which ones, and what is drawn, follows from the seed, the step and the place in it:
+    the same on all ranks, for any number of them, and after a resume. Collective."""
+    seed = run.config.train.seed
+    made = list(examples)
+    writers = chosen(examples, [seed, step], config)
+    for engine, places in ((student, writers["student"]), (teacher, writers["teacher"])):
+        if not places:
+            continue
+        answers = run.sample(
+            engine,
+            [examples[place].prompt for place in places],
+            seeds=[seed_of(seed, step, place) for place in places],
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.sampling_temperature,
+        )
+        for place, tokens in zip(places, answers, strict=True):
+            room = run.config.data.max_tokens - len(examples[place].prompt)
+            made[place] = attrs.evolve(examples[place], answers=[Answer(tokens[:room])])
+    return made
+
+
+def chosen(
+    examples: Sequence[Example], seed: Sequence[int], config: KDConfig
+) -> dict[str, list[int]]:
+    """The places of the examples whose answers student and teacher write; one without a prompt
+    keeps its own, since nothing stands there to be answered."""
+    draws = np.random.Generator(np.random.PCG64([*seed, 0])).random(len(examples))
+    writers: dict[str, list[int]] = {"student": [], "teacher": []}
+    for place, (example, draw) in enumerate(zip(examples, draws, strict=True)):
+        if not len(example.prompt):
+            continue
+        if draw < config.on_policy:
+            writers["student"].append(place)
+        elif draw < config.on_policy + config.teacher_answers:
+            writers["teacher"].append(place)
+    return writers
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed of 63 bits from several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,88 @@
+"""The section `kd`."""
+
+from typing import Any, Literal
+
+from attrs import field, fields, frozen, validators
+
+inside: Any = validators.and_(validators.gt(0), validators.lt(1))
+share: Any = validators.and_(validators.ge(0), validators.le(1))
+
+
+@frozen(kw_only=True)
+class KDConfig:
+    """Knowledge distillation."""
+
+    teacher: str = ""
+    """Folder or hub name of the teacher, a causal language model with the student's tokens."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"] = (
+        "forward_kl"
+    )
+    """Divergence of the student q from the teacher p: KL(p || q), KL(q || p), the generalised
+    Jensen-Shannon divergence (arXiv 2306.13649), or the skewed ones (arXiv 2402.03898)."""
+    temperature: float = field(default=1.0, validator=validators.gt(0))
+    """Divides both models' logits; the divergence is multiplied by its square."""
+    beta: float = field(default=0.5, validator=inside)
+    """jsd: share of the teacher in the mixture; towards 0 forward, towards 1 reverse KL."""
+    skew: float = field(default=0.1, validator=inside)
+    """Skewed KLs: share of the divergence's first distribution in the mixture (0.1 in the
+    paper)."""
+    sft: float = field(default=0.0, validator=share)
+    """Share of the tokens' negative log-likelihood in the loss; the rest is the divergence."""
+    cache_top: int | None = field(default=None, validator=validators.optional(validators.gt(0)))
+    """Keep the teacher's so many likeliest tokens of every prediction on disk, and all others as
+    one outcome more; null runs the teacher beside the student, over the whole vocabulary."""
+    on_policy: float = field(default=0.0, validator=share)
+    """Share of the rows whose answer the student writes anew in every step (GKD's lambda)."""
+    teacher_answers: float = field(default=0.0, validator=share)
+    """Share of the rows whose answer the teacher writes anew in every step; 1 with sft 1 is
+    sequence-level distillation (arXiv 1606.07947)."""
+    max_new_tokens: int = field(default=256, validator=validators.gt(0))
+    """Longest answer that is written for on_policy and teacher_answers."""
+    sampling_temperature: float = field(default=1.0, validator=validators.gt(0))
+    """Temperature at which they are drawn."""
+
+    def __attrs_post_init__(self) -> None:
+        for problem, is_there in self._contradictions().items():
+            if is_there:
+                raise ValueError(problem)
+
+    @property
+    def writes(self) -> bool:
+        """Whether any answers are written anew."""
+        return self.on_policy + self.teacher_answers > 0
+
+    def _contradictions(self) -> dict[str, bool]:
+        """What these settings cannot mean together, and what would have no effect."""
+        default = {item.name: item.default for item in fields(KDConfig)}
+        shares = f"on_policy {self.on_policy:g} and teacher_answers {self.teacher_answers:g}"
+        own = f"sft {self.sft:g} does not fit on_policy {self.on_policy:g}"
+        unread = {
+            "beta": self.loss != "jsd",
+            "skew": not self.loss.startswith("skewed"),
+            "max_new_tokens": not self.writes,
+            "sampling_temperature": not self.writes,
+        }
+        idle = [name for name, is_idle in unread.items() if is_idle]
+        changed = [name for name in idle if getattr(self, name) != default[name]]
+        return {
+            f"{shares} are shares of the same rows: together at most 1": (
+                self.on_policy + self.teacher_answers > 1
+            ),
+            f"{own}: the student's own answers would count as right": bool(
+                self.sft and self.on_policy
+            ),
+            f"cache_top has the rows' own answers alone, and {shares} ask for new ones": (
+                self.cache_top is not None and self.writes
+            ),
+            "sft 1 learns nothing from the teacher: lower it, or add teacher_answers": (
+                self.sft == 1 and not self.teacher_answers
+            ),
+            f"{' and '.join(changed)} would have no effect here: {NEEDS}": bool(changed),
+        }
+
+
+NEEDS = (
+    "beta needs the loss jsd, skew a skewed one, max_new_tokens and sampling_temperature need "
+    "on_policy or teacher_answers"
+)
+"""What the settings need that do not always act."""

@@ -1,0 +1,54 @@
+"""The teacher, as an engine or from disk, once it is known to have the student's tokens."""
+
+from typing import Any
+
+import attrs
+
+from rlhf.config.sections import Config, ModelConfig
+from rlhf.engine import Engine
+from rlhf.errors import RLHFError
+from rlhf.model.load import load_tokenizer, read_architecture
+from rlhf.teacher_cache import CachedTeacher, cached_teacher
+from rlhf_plugin_kd.config import KDConfig
+
+
+def load_teacher(run: Any, config: KDConfig) -> Engine | CachedTeacher:
+    """The engine of role `teacher`, in the student's precision and under a plan of its own, or what
+    is on disk of it. Collective. Raises RLHFError for one that does not fit the student, before any
+    weight is read."""
+    if not config.teacher:
+        raise RLHFError("kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME")
+    model = ModelConfig(path=config.teacher, dtype=run.config.model.dtype)
+    size = check_vocabulary(run.config, attrs.evolve(run.config, model=model), run.tokenizer)
+    if config.cache_top is None:
+        return run.load("teacher", model=model, trained=False)
+    if config.cache_top >= size:
+        raise RLHFError(
+            f"kd.cache_top {config.cache_top} leaves none of the {size} tokens over: choose fewer, "
+            "or run the teacher beside the student without kd.cache_top"
+        )
+    return cached_teacher(run, model, top=config.cache_top, temperature=config.temperature)
+
+
+def check_vocabulary(student: Config, teacher: Config, tokenizer: Any) -> int:
+    """The size of the vocabulary. Raises RLHFError unless both predict over the very same tokens;
+    reads configurations and tokenizers alone, no weights."""
+    path = teacher.model.path
+    sizes = [
+        read_architecture(config).get_text_config().vocab_size for config in (student, teacher)
+    ]
+    if sizes[0] != sizes[1]:
+        raise RLHFError(
+            f"kd.teacher {path} predicts over {sizes[1]} tokens but the student "
+            f"{student.model.path} over {sizes[0]}: choose a teacher with the student's vocabulary"
+        )
+    own, other = tokenizer.get_vocab(), load_tokenizer(teacher).get_vocab()
+    differ = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+    if differ:
+        token, number = differ[0]
+        raise RLHFError(
+            f"kd.teacher {path} has other tokens than the student {student.model.path}, although "
+            f"both have {sizes[0]} (the first is {token!r}, {number}): choose a teacher with the "
+            "student's tokenizer"
+        )
+    return int(sizes[0])

@@ -1,0 +1,72 @@
+"""Knowledge distillation: the student's distribution over every trained token moves to the
+teacher's.
+
+Per token and over the whole vocabulary (Hinton et al., arXiv 1503.02531), with the divergences of
+GKD (arXiv 2306.13649) and DistiLLM (arXiv 2402.03898), on the rows' answers, the student's own
+(GKD, algorithm 1) or the teacher's (Kim and Rush, arXiv 1606.07947).
+Departures: the mean is over all trained tokens of the optimizer step, not over sequences; whose
+answer is trained on is drawn for each row, not for each batch; the teacher's answers are drawn from
+its distribution, not searched for by beams.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.divergence import Mixture, distil, divergence
+from rlhf.teacher_cache import CachedTeacher
+from rlhf.trainer import Loss, Term, Trainer
+from rlhf_plugin_kd.answers import with_new_answers
+from rlhf_plugin_kd.losses import measure
+from rlhf_plugin_kd.teacher import load_teacher
+
+
+class KDTrainer(Trainer):
+    rows = "demonstration"
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers)
+
+    def setup(self, run: Any) -> None:
+        config = self.config
+        self.run = run
+        self.teacher = load_teacher(run, config)
+        self.policy = run.load("policy")
+        self.mixture = Mixture(
+            measure(config.loss, beta=config.beta, skew=config.skew),
+            temperature=config.temperature,
+            nll=config.sft,
+        )
+
+    def rolls_out(self) -> bool:
+        return self.config.writes
+
+    def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
+        assert not isinstance(self.teacher, CachedTeacher), "refused by the configuration"
+        return with_new_answers(
+            self.run, self.config, examples, step, student=self.policy, teacher=self.teacher
+        )
+
+    def compared(self, batch: PackedBatch) -> Mapping[str, Tensor]:
+        """The divergence from a teacher that runs, or from what is on disk of it."""
+        if not isinstance(self.teacher, CachedTeacher):
+            return distil(self.policy, self.teacher, batch, self.mixture)
+        known = self.teacher.at(batch)
+        return self.policy(batch, partial(divergence, teacher=known, mixture=self.mixture))
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        read = self.compared(batch)
+        return Loss(
+            terms=(Term(read["loss"], per="tokens"),),
+            metrics={
+                "kl": (read["kl"].sum(), "tokens"),
+                "sft_loss": (-read["logprobs"].sum(), "tokens"),
+                "entropy": (read["entropy"].sum(), "tokens"),
+                "mean_token_accuracy": (read["correct"].sum(), "tokens"),
+                "agreement": (read["agreement"].sum(), "tokens"),
+            },
+        )

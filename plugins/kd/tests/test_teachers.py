@@ -1,0 +1,117 @@
+"""Runs with a teacher from disk and with new answers: the same on any ranks and stages, and to the
+last bit after a resume."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf import demo
+from rlhf.errors import RLHFError
+from rlhf.testing import tiny
+from rlhf.testing.conformance import STAGES, column, without_timings
+from rlhf.testing.ranks import shared
+
+Words = Callable[..., list[str]]
+CACHED = ("--kd.cache_top", "5", "--kd.temperature", "2", "--kd.sft", "0.1")
+ON_POLICY = ("--kd.on_policy", "0.5", "--kd.teacher_answers", "0.3", "--kd.max_new_tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """The words of a tiny run into a folder of this name."""
+    folder = tmp_path_factory.mktemp("teachers")
+    student = tiny.make_model(folder / "student")
+    teacher = tiny.make_model(folder / "teacher", seed=1)
+    rows = demo.rows("arithmetic", "train", "demonstration")
+    train = tiny.write_rows(folder / "train.jsonl", rows[:10])
+    held_out = tiny.write_rows(folder / "eval.jsonl", rows[10:13])
+
+    def make(name: str, *more: str) -> list[str]:
+        return [
+            "--model", str(student), "--model.dtype", "fp32", "--kd.teacher", str(teacher),
+            "--data.train", str(train), "--data.eval", str(held_out), "--data.workers", "0",
+            "--batch.size", "4", "--batch.tokens", "128", "--optim.lr", "1e-2",
+            "--optim.clip", "0.01", "--train.steps", "4", "--checkpoint.every", "null",
+            "--output", str(folder / name), *more,
+        ]  # fmt: skip
+
+    return make
+
+
+def same(one: tiny.Metrics, other: tiny.Metrics) -> None:
+    assert column(one, "loss") == pytest.approx(column(other, "loss"), abs=1e-5)
+    assert column(one, "grad_norm") == pytest.approx(column(other, "grad_norm"), rel=1e-3)
+    assert one[-1]["eval/loss"] == pytest.approx(other[-1]["eval/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [CACHED, ON_POLICY])
+@pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
+def test_the_curve_on_two_ranks_is_that_of_plain_torch(
+    settings: tuple[str, ...], stage: str, words: Words, tmp_path: Path
+) -> None:
+    name = f"{settings[0]} {stage}"
+    plain = tiny.run("kd", words(f"{name} plain", *settings), str(tmp_path / "one"), True)
+    given = words(name, *settings, *STAGES[stage])
+    # A cache of its own: the teacher's distributions are computed by both ranks at this stage.
+    same(shared(2).run(tiny.run, "kd", given, str(tmp_path / "two"))[0], plain)
+
+
+@pytest.mark.parametrize("settings", [CACHED, ON_POLICY])
+def test_stop_and_go_on_is_the_same_to_the_last_bit(
+    settings: tuple[str, ...], words: Words, tmp_path: Path
+) -> None:
+    def run(name: str, *more: str) -> Any:
+        given = words(f"{settings[0]} {name}", *settings, *STAGES["stage 3"], *more)
+        return without_timings(shared(2).run(tiny.run, "kd", given, str(tmp_path))[0])
+
+    straight = run("straight")
+    run("halves", "--train.stop_at", "2")
+    halves = run("halves", "--resume")
+    assert [line for line in halves if "loss" in line] == [
+        line for line in straight if "loss" in line
+    ]
+    assert halves[-1] == straight[-1]
+
+
+def test_all_tokens_but_one_on_disk_are_the_whole_teacher(words: Words, tmp_path: Path) -> None:
+    whole = tiny.run("kd", words("whole"), str(tmp_path), True)
+    cached = tiny.run("kd", words("all", "--kd.cache_top", "294"), str(tmp_path), True)
+    same(cached, whole)
+
+
+def test_the_teacher_is_computed_once_and_a_damaged_file_again(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def note(name: str) -> str:
+        capsys.readouterr()
+        tiny.run("kd", words(name, *CACHED), str(tmp_path), True)
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("teacher "))
+        return line.split(" in ")[0]
+
+    assert note("first") == "teacher    its 5 likeliest tokens: 13 examples computed"
+    assert note("second") == "teacher    its 5 likeliest tokens: found"
+    file = next((tmp_path / "teacher").rglob("*.npy"))
+    values = np.load(file)
+    values[0] += 1
+    np.save(file, values)
+    assert note("third").endswith("examples computed")
+
+
+def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error:
+        tiny.run("kd", words("many", "--kd.cache_top", "295"), str(tmp_path), True)
+    assert str(error.value) == (
+        "kd.cache_top 295 leaves none of the 295 tokens over: choose fewer, or run the teacher "
+        "beside the student without kd.cache_top"
+    )
+
+
+def test_a_missing_teacher_is_told(words: Words, tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error:
+        tiny.run("kd", words("none", "--kd.teacher", "''"), str(tmp_path), True)
+    assert str(error.value) == (
+        "kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME"
+    )

@@ -1,0 +1,11 @@
+"""Kahneman-Tversky optimisation: the record that the registry reads first."""
+
+from rlhf.records import TrainerPlugin
+from rlhf_plugin_kto.config import KTOConfig
+
+plugin = TrainerPlugin(
+    config=KTOConfig,
+    trainer="rlhf_plugin_kto.trainer:KTOTrainer",
+    defaults={"optim.lr": 1e-6},
+    demo="demo.yaml",
+)

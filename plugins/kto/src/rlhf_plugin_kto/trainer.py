@@ -1,0 +1,91 @@
+"""Kahneman-Tversky optimisation: answers that are good or bad by themselves (arXiv 2402.01306).
+
+Departures from the paper and from common practice: the divergence is estimated from prompts with
+the answers of rows drawn from the whole data set, anew in each epoch, and not from the neighbours
+in a batch; it is the mean over the whole optimizer step on all ranks, so the curve does not depend
+on how a step is split and a step of one row has its divergence too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.data.examples import Examples, Packable
+from rlhf.data.mismatch import Mismatched
+from rlhf.readouts import answer_logprobs
+from rlhf.trainer import Loss, Term, Trainer
+from rlhf_plugin_kto.losses import balance_advice, divergence, kto
+
+SIDES = ("chosen", "rejected")
+"""What desirable and undesirable rows are called in metrics, as in TRL."""
+
+
+class KTOTrainer(Trainer):
+    rows = "unpaired"
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers, {"desirable": float(row.columns["label"])})
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy", dropout=False)
+        self.reference = run.reference(self.config.reference, live=self.surveys())
+
+    def surveys(self) -> bool:
+        return self.config.loss == "kto"
+
+    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Packable:
+        return Mismatched(examples, draw)
+
+    def survey(self, batch: PackedBatch) -> Mapping[str, Tensor]:
+        policy = self.policy(batch, answer_logprobs)["logprobs"]
+        return {"kl": policy - self.reference.answer_logprobs(batch)}
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        config, desirable = self.config, batch.values["desirable"]
+        logprobs = self.policy(batch, answer_logprobs)["logprobs"]
+        logratios = logprobs - self.reference.answer_logprobs(batch)
+        kl = divergence(batch.step["kl"]) if self.surveys() else logprobs.new_zeros(())
+        losses = kto(
+            logratios,
+            desirable,
+            kl,
+            beta=config.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        right = (2 * desirable - 1) * (logratios.detach() - kl) > 0
+        metrics = {
+            "kl": (kl * batch.num_examples, "examples"),
+            "rewards/accuracies": (right.sum(), "examples"),
+        }
+        for side, share in zip(SIDES, (desirable, 1 - desirable), strict=True):
+            metrics[f"rewards/{side}"] = ((config.beta * logratios.detach() * share).sum(), "")
+            metrics[f"logps/{side}"] = ((logprobs.detach() * share).sum(), "")
+            metrics[f"count/{side}"] = (share.sum(), "")
+        return Loss((Term(losses.sum(), per="examples"),), metrics)
+
+    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        """Means over each side's own rows; a side without rows has none."""
+        found = {}
+        for side in SIDES:
+            found[f"count/{side}"] = count = sums[f"count/{side}"]
+            if count:
+                found[f"rewards/{side}"] = sums[f"rewards/{side}"] / count
+                found[f"logps/{side}"] = sums[f"logps/{side}"] / count
+        if all(f"rewards/{side}" in found for side in SIDES):
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+    def remarks(self, examples: Examples) -> Sequence[str]:
+        config, num_desirable = self.config, int(examples.value("desirable").sum())
+        advice = balance_advice(
+            num_desirable,
+            len(examples) - num_desirable,
+            config.desirable_weight,
+            config.undesirable_weight,
+        )
+        return [f"warning    {advice}"] if advice else []

@@ -1,0 +1,18 @@
+"""Kahneman-Tversky optimisation against what every trainer has to prove."""
+
+from rlhf.testing.conformance import TrainerConformance
+
+
+class TestKTO(TrainerConformance):
+    trainer = "kto"
+    # Where little is pushed down the divergence is above zero, so that it is a part of every proof.
+    words = ("--kto.undesirable_weight", "0.1")
+    others = {  # noqa: RUF012
+        "beta": 0.5,
+        "loss": "apo_zero_unpaired",
+        "desirable_weight": 2.0,
+        "undesirable_weight": 0.5,
+    }
+    without_effect = {  # noqa: RUF012
+        "reference": "adapter, engine and cache are three ways to the same numbers"
+    }

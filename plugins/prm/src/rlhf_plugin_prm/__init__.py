@@ -1,0 +1,11 @@
+"""Process reward models: the record that the registry reads first."""
+
+from rlhf.records import TrainerPlugin
+from rlhf_plugin_prm.config import PRMConfig
+
+plugin = TrainerPlugin(
+    config=PRMConfig,
+    trainer="rlhf_plugin_prm.trainer:PRMTrainer",
+    defaults={"optim.lr": 1e-5},
+    demo="demo.yaml",
+)

@@ -1,0 +1,92 @@
+"""Process reward models: the probability that each step of a solution is right.
+
+Cross entropy at the last token of every step, as in "Let's Verify Step by Step" (arXiv 2305.20050)
+and Math-Shepherd (arXiv 2312.08935). Departures from common practice: soft labels stay soft, and
+the mean is over all labelled steps of the optimizer step on all ranks.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.data.formats import label_per_token
+from rlhf.errors import RLHFError
+from rlhf.readouts import token_scores
+from rlhf.trainer import Loss, Term, Trainer
+from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
+from rlhf_plugin_prm.losses import log_odds, step_loss
+from rlhf_plugin_prm.measures import derived, step_sums
+
+
+class PRMTrainer(Trainer):
+    rows = "stepwise"
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.read = token_scores
+        if config.formulation == "token":
+            right, wrong = config.reward_tokens or (POSITIVE, NEGATIVE)
+            ids = [token_id(tokenizer, wrong), token_id(tokenizer, right)]
+            if ids[0] == ids[1]:
+                raise RLHFError(
+                    f"prm.reward_tokens {right!r} and {wrong!r} are the same token {ids[0]}: give "
+                    "two that differ"
+                )
+            self.tokens = torch.tensor(ids)
+
+    def example(self, row: Any) -> Example:
+        labels = label_per_token(row)
+        if self.config.steps == "last":
+            given = [place for place, label in enumerate(labels) if not math.isnan(label)]
+            labels = [
+                label if place in given[-1:] else math.nan for place, label in enumerate(labels)
+            ]
+        return Example(row.prompt, row.answers, {"label": [labels]})
+
+    def setup(self, run: Any) -> None:
+        if self.config.formulation == "token":
+            self.policy = run.load("policy")
+            self.read = partial(token_scores, tokens=self.tokens.to(run.device))
+        else:
+            self.policy = run.load("policy", task="token")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        odds = log_odds(self.policy(batch, self.read)["scores"])
+        labels = batch.values["label"]
+        known = ~labels.isnan()
+        costs = step_loss(odds, labels.nan_to_num()).masked_fill(~known, 0.0)
+        found = step_sums(odds.detach(), labels, batch.example, batch.num_examples)
+        return Loss((Term(costs.sum(), per="labels"),), found)
+
+    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        return derived(sums)
+
+    def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
+        """How the exported model is to be asked; `rlhf_plugin_prm.scorer` reads it."""
+        asked: dict[str, Any] = {
+            "prm_formulation": self.config.formulation,
+            "prm_separator": self.config.separator,
+            "prm_placeholder": self.config.placeholder,
+        }
+        if self.config.formulation == "token":
+            asked["prm_reward_tokens"] = self.tokens.tolist()
+        return asked
+
+
+def token_id(tokenizer: Any, text: str) -> int:
+    """The single token that `text` is. Raises RLHFError where it is several."""
+    known = tokenizer.get_vocab()
+    if text in known:
+        return int(known[text])
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise RLHFError(
+            f"prm.reward_tokens: {text!r} is {len(ids)} tokens of this tokenizer ({ids}): give a "
+            "text that is one"
+        )
+    return int(ids[0])

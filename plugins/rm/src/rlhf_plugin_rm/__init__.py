@@ -1,0 +1,11 @@
+"""Reward models: the record that the registry reads first."""
+
+from rlhf.records import TrainerPlugin
+from rlhf_plugin_rm.config import RMConfig
+
+plugin = TrainerPlugin(
+    config=RMConfig,
+    trainer="rlhf_plugin_rm.trainer:RMTrainer",
+    defaults={"optim.lr": 1e-5},
+    demo="demo.yaml",
+)

@@ -1,0 +1,93 @@
+"""Reward models: a scalar head on the backbone learns which of a prompt's answers is better.
+
+Bradley-Terry loss of InstructGPT (arXiv 2203.02155) with the margin of Llama 2 (arXiv 2307.09288).
+Departure from common practice: a prompt is computed once for all its answers, and each reward is
+read at its answer's own last token, so no padding and no other row can change it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.errors import RLHFError
+from rlhf.readouts import scores
+from rlhf.trainer import Loss, Term, Trainer
+from rlhf_plugin_rm import losses
+
+
+class RMTrainer(Trainer):
+    rows = "preference"
+
+    def example(self, row: Any) -> Example:
+        margin = self.config.margin * (row.columns.get("margin") or 0.0)
+        return Example(row.prompt, row.answers, {"rank": row.columns["ranks"], "margin": margin})
+
+    def setup(self, run: Any) -> None:
+        if self.config.normalise and not run.config.data.eval:
+            raise RLHFError("rm.normalise needs held-out rows to measure rewards on: set data.eval")
+        self.policy = run.load("policy", task="sequence", dropout=False)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        rewards = self.policy(batch, scores)["scores"]
+        table = by_example(rewards, batch, fill=0.0)
+        ranks = by_example(batch.values["rank"], batch, fill=torch.nan)
+        weights = losses.pair_weights(ranks)
+        terms = [Term(self._ranking(table, ranks, weights, batch.values["margin"]), per="examples")]
+        if self.config.centring:
+            pull = losses.centring(table, weights).sum()
+            terms.append(Term(pull, per="examples", weight=self.config.centring))
+        return Loss(tuple(terms), metrics(rewards.detach(), table.detach(), weights))
+
+    def _ranking(self, rewards: Tensor, ranks: Tensor, weights: Tensor, margin: Tensor) -> Tensor:
+        """The sum over examples of the loss of their answers."""
+        if self.config.ranking == "plackett_luce":
+            return losses.plackett_luce(rewards, ranks, margin).sum()
+        of_pair = {"bradley_terry": losses.bradley_terry, "log_exp": losses.log_exp}
+        pairs = of_pair[self.config.loss](losses.differences(rewards), margin[:, None, None])
+        return (weights * pairs).sum()
+
+    def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        """The standard deviation of the rewards."""
+        count = max(sums["reward_count"], 1.0)
+        mean = sums["reward_sum"] / count
+        return {"std_reward": max(sums["reward_square"] / count - mean**2, 0.0) ** 0.5}
+
+    def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
+        """Mean and deviation of the rewards on the held-out rows, for whoever uses them."""
+        if "eval/mean_reward" not in metrics:
+            return {}
+        return {
+            "reward_mean": metrics["eval/mean_reward"],
+            "reward_std": metrics["eval/std_reward"],
+            "reward_normalise": self.config.normalise,
+        }
+
+
+def by_example(values: Tensor, batch: PackedBatch, *, fill: float) -> Tensor:
+    """values [A] -> [E, K]: a row for each example, filled up to the longest list of answers."""
+    counts = [len(answers) for _, answers in batch.spans]
+    slots = torch.tensor([slot for count in counts for slot in range(count)], dtype=torch.long)
+    table = values.new_full((len(counts), max(counts, default=0)), fill)
+    return table.index_put((batch.answer_example, slots.to(values.device)), values)
+
+
+def metrics(rewards: Tensor, table: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, str]]:
+    """TRL's names: the share of pairs in the right order, how far apart they are, and the rewards
+    [A] themselves."""
+    gaps = losses.differences(table)
+    exact = rewards.double()
+    bound = rewards.new_tensor([torch.inf])
+    return {
+        "accuracy": ((weights * (gaps > 0)).sum(), "examples"),
+        "margin": ((weights * gaps).sum(), "examples"),
+        "mean_reward": (rewards.sum(), "answers"),
+        "min_reward": (torch.cat([rewards, bound]).min(), "min"),
+        "max_reward": (torch.cat([rewards, -bound]).max(), "max"),
+        "reward_sum": (exact.sum(), ""),
+        "reward_square": (exact.square().sum(), ""),
+        "reward_count": (torch.ones_like(exact).sum(), ""),
+    }

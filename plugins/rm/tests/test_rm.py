@@ -1,0 +1,249 @@
+"""Reward models: losses against numbers worked by hand, rewards against plain transformers."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf import demo
+from rlhf.data.example import Answer
+from rlhf.data.packing import filler, kind_of, pack
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
+from rlhf.export import export_command
+from rlhf.model.head import Head
+from rlhf.sums import Sums, weighted_loss
+from rlhf.testing import tiny
+from rlhf.testing.ranks import shared
+from rlhf_plugin_rm import losses
+from rlhf_plugin_rm.config import RMConfig
+from rlhf_plugin_rm.scorer import Scorer
+from rlhf_plugin_rm.trainer import RMTrainer
+
+PAIR = [losses.bradley_terry, losses.log_exp]
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("loss", PAIR)
+def test_equal_rewards_cost_the_log_of_two(loss: Any) -> None:
+    assert loss(tensor(0.0), tensor(0.0)).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("loss", PAIR)
+def test_a_pair_costs_the_log_of_its_odds_and_pulls_with_the_chance_of_being_wrong(
+    loss: Any,
+) -> None:
+    difference = tensor(math.log(3) + 0.5)
+    value = loss(difference, tensor(0.5))
+    value.backward()
+    # sigmoid(ln 3) is 3/4: the loss is ln 4/3, its gradient -(1 - 3/4).
+    assert value.item() == pytest.approx(math.log(4 / 3))
+    assert difference.grad is not None
+    assert difference.grad.item() == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("loss", PAIR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rewards_that_are_far_apart_do_not_overflow(loss: Any, dtype: torch.dtype) -> None:
+    far = torch.tensor([-1e4, 1e4], dtype=dtype, requires_grad=True)
+    value = loss(far, torch.zeros(2, dtype=dtype))
+    value.sum().backward()
+    assert value.tolist() == pytest.approx([1e4, 0.0], rel=1e-2)
+    assert far.grad is not None
+    assert far.grad.tolist() == [-1.0, 0.0]
+
+
+def test_every_pair_of_an_answer_list_has_the_same_weight_and_a_tie_has_none() -> None:
+    nan = float("nan")
+    weights = losses.pair_weights(
+        torch.tensor([[2.0, 1.0, 3.0], [1.0, 2.0, nan], [1.0, 1.0, 2.0], [1.0, 1.0, nan]])
+    )
+    third, half = pytest.approx(1 / 3), 0.5
+    assert weights[0].tolist() == [[0, 0, third], [third, 0, third], [0, 0, 0]]
+    assert weights[1].tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert weights[2].tolist() == [[0, 0, half], [0, 0, half], [0, 0, 0]]
+    assert not weights[3].any()
+
+
+def test_centring_is_the_square_of_the_sum_of_a_pair() -> None:
+    rewards = tensor(1.0, 2.0)[None].detach().requires_grad_()
+    value = losses.centring(rewards, losses.pair_weights(torch.tensor([[1.0, 2.0]])))
+    value.sum().backward()
+    assert value.item() == 9.0
+    assert rewards.grad is not None
+    assert rewards.grad.tolist() == [[6.0, 6.0]]
+
+
+def test_plackett_luce_is_one_choice_after_another() -> None:
+    # Weights 6, 3, 1 in the order 6 > 3 > 1: 6/10 of the first choice, 3/4 of the second.
+    rewards = torch.tensor([[math.log(3), math.log(6), 0.0]], requires_grad=True)
+    ranks = torch.tensor([[2.0, 1.0, 3.0]])
+    value = losses.plackett_luce(rewards, ranks, torch.zeros(1))
+    value.sum().backward()
+    assert value.item() == pytest.approx(-math.log(6 / 10) - math.log(3 / 4), rel=1e-6)
+    # Of each answer the chances to be chosen that it had, less the choice that it was.
+    expected = [3 / 10 + 3 / 4 - 1, 6 / 10 - 1, 1 / 10 + 1 / 4]
+    assert rewards.grad is not None
+    assert rewards.grad[0].tolist() == pytest.approx(expected)
+
+
+def test_plackett_luce_of_two_answers_is_bradley_terry_with_its_margin() -> None:
+    rewards = torch.tensor([[0.3, 1.1, 5.0], [2.0, -1.0, 5.0]])
+    ranks = torch.tensor([[2.0, 1.0, torch.nan], [1.0, 2.0, torch.nan]])
+    margin = torch.tensor([0.7, 0.0])
+    pair = losses.bradley_terry(torch.tensor([0.8, 3.0]), margin)
+    torch.testing.assert_close(losses.plackett_luce(rewards, ranks, margin), pair)
+
+
+class Given:
+    """An engine whose rewards are the last tokens' ids over ten."""
+
+    def __call__(self, batch: Any, readout: Any) -> Any:
+        hidden = (batch.tokens.float() / 10)[:, None].requires_grad_()
+        return readout(hidden, Head(weight=torch.ones(1, 1)), batch)
+
+
+def trainer(**settings: Any) -> RMTrainer:
+    made = RMTrainer(RMConfig(**settings), tokenizer=None)
+    made.policy = Given()  # type: ignore[assignment]
+    return made
+
+
+def row(ends: list[int], ranks: list[float], **columns: Any) -> Any:
+    answers = [Answer([3, end]) for end in ends]
+    return SimpleNamespace(prompt=[1, 2], answers=answers, columns={"ranks": ranks, **columns})
+
+
+def batch_of(made: RMTrainer, *rows: Any) -> Any:
+    return pack([made.example(each) for each in rows], range(len(rows)))
+
+
+ROWS = (row([30, 10], [1, 2], margin=1.0), row([20, 40, 5], [2, 1, 3], margin=None))
+
+
+def test_a_step_is_the_mean_over_examples_of_the_mean_over_their_pairs() -> None:
+    made = trainer()
+    loss = made.loss(batch_of(made, *ROWS))
+    pairs = [4.0 - 2.0, 2.0 - 0.5, 4.0 - 0.5]
+    second = sum(math.log1p(math.exp(-d)) for d in pairs) / 3
+    expected = (math.log1p(math.exp(-1.0)) + second) / 2
+    assert weighted_loss(loss, {"examples": 2}).item() == pytest.approx(expected)
+
+
+def test_metrics_have_trls_names_and_the_deviation() -> None:
+    made = trainer()
+    sums, totals = Sums(Mesh()), {"examples": 3.0, "answers": 7.0}
+    third = row([10, 20], [1, 2])
+    for batch in (batch_of(made, *ROWS), batch_of(made, third), filler(value_kinds(made))):
+        sums.add_terms(made.loss(batch))
+    found = sums.reduce(totals).read(made.derive)
+    rewards = torch.tensor([3.0, 1.0, 2.0, 4.0, 0.5, 1.0, 2.0])
+    margins = (2.0 + (2.0 + 1.5 + 3.5) / 3 - 1.0) / 3
+    assert found.pop("loss") > 0
+    assert found == pytest.approx(
+        {
+            "accuracy": 2 / 3, "margin": margins, "mean_reward": rewards.mean().item(),
+            "min_reward": 0.5, "max_reward": 4.0,
+            "std_reward": rewards.std(correction=0).item(),
+        }
+    )  # fmt: skip
+
+
+def value_kinds(made: RMTrainer) -> Any:
+    return {name: kind_of(value) for name, value in made.example(ROWS[0]).values.items()}
+
+
+def test_a_filler_has_no_loss_and_a_graph() -> None:
+    made = trainer(centring=0.1)
+    loss = made.loss(filler(value_kinds(made)))
+    weighted = weighted_loss(loss, {"examples": 0})
+    weighted.backward()
+    assert weighted.item() == 0.0
+
+
+def test_normalising_without_held_out_rows_is_an_error() -> None:
+    run = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(eval=())))
+    with pytest.raises(RLHFError) as caught:
+        trainer(normalise=True).setup(run)
+    assert str(caught.value) == (
+        "rm.normalise needs held-out rows to measure rewards on: set data.eval"
+    )
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line of a tiny run."""
+    folder = tmp_path_factory.mktemp("rm")
+    rows = demo.rows("arithmetic", "train", "preference")
+    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
+    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
+    model = tiny.make_model(folder / "model")
+    return [
+        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
+        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
+        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
+    ]  # fmt: skip
+
+
+STAGES = {
+    "stage 0": (1, ("--deepspeed.stage", "0")),
+    "stage 3": (2, ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")),
+    "stage 3, LoRA": (
+        2,
+        ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", "--lora.rank", "4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_exported_model_gives_the_rewards_of_the_last_evaluation(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
+    world, more = STAGES[name]
+    given = [*words, "--output", str(tmp_path / "run"), "--rm.normalise", "true", *more]
+    metrics = shared(world).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
+    held_out = read_rows(words[words.index("--data.eval") + 1])
+    scorer = Scorer(tmp_path / "run" / "model")
+    raw = torch.tensor(
+        [
+            scorer.rewards(row["prompt"], [row[name]], normalise=False)[0]
+            for row in held_out
+            for name in ("chosen", "rejected")
+        ]
+    )
+    found = {
+        "eval/mean_reward": raw.mean(), "eval/min_reward": raw.min(),
+        "eval/max_reward": raw.max(), "eval/std_reward": raw.std(correction=0),
+        "eval/accuracy": (raw[::2] > raw[1::2]).float().mean(),
+        "eval/margin": (raw[::2] - raw[1::2]).mean(),
+    }  # fmt: skip
+    for metric, value in found.items():
+        assert metrics[metric] == pytest.approx(value.item(), abs=1e-5), metric
+    row = held_out[0]
+    both = scorer.rewards(row["prompt"], [row["chosen"], row["rejected"]])
+    expected = (raw[:2] - metrics["eval/mean_reward"]) / metrics["eval/std_reward"]
+    assert both == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
+    words: list[str], tmp_path: Path
+) -> None:
+    given = [*words, "--output", str(tmp_path / "run"), "--checkpoint.every", "4"]
+    shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
+    shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / "again"))
+    one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "again")
+    answers = ["The answer is 4.", "The answer is 5."]
+    assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
+    assert other.config.reward_mean == pytest.approx(one.config.reward_mean)
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -1,0 +1,8 @@
+"""Supervised fine-tuning against what every trainer has to prove."""
+
+from rlhf.testing.conformance import TrainerConformance
+
+
+class TestSFT(TrainerConformance):
+    trainer = "sft"
+    others = {"train_on": "everything"}  # noqa: RUF012

@@ -1,0 +1,115 @@
+"""The best checkpoint by a chosen metric, and the end of a run that no longer improves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from rlhf import checkpoint
+from rlhf.config.reader import read_config
+from rlhf.errors import RLHFError
+from rlhf.testing.ranks import RankFailure, Ranks
+
+EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")
+"""An evaluation after every other step; only the newest checkpoint stays, and the best. The loss is
+to rise, which it does not: the first evaluation is the best."""
+
+
+def evaluations(metrics: list[dict[str, Any]]) -> dict[int, float]:
+    """The loss of every evaluation by its step."""
+    return {line["step"]: line["eval/loss"] for line in metrics if "eval/loss" in line}
+
+
+def kept(folder: Path) -> list[int]:
+    return [checkpoint.step_of(path) for path in checkpoint.all_checkpoints(folder / "checkpoints")]
+
+
+STAGES = {
+    "0": ("--deepspeed.stage", "0"),
+    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_best_checkpoint_outlives_rotation_and_is_the_exported_model(
+    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    words = (*EVALUATED, "--train.steps", "6", *STAGES[stage])
+    given = tiny.words(inputs, tmp_path / "run", *words)
+    (_, metrics), _ = two.run(tiny.run, given, str(inputs.cache))
+    losses = list(evaluations(metrics).values())
+    assert losses == sorted(losses, reverse=True)
+    assert kept(tmp_path / "run") == [2, 6]
+    # The model of a run that ends there is the same to the last bit.
+    until = ("--train.stop_at", "2", "--checkpoint.best", "null")
+    given = tiny.words(inputs, tmp_path / "until", *words, *until)
+    two.run(tiny.run, given, str(inputs.cache))
+    assert weights(tmp_path / "run") == weights(tmp_path / "until")
+
+
+def test_patience_ends_the_run_and_a_resume_in_between_changes_nothing(
+    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    def run(folder: str, *more: str) -> list[dict[str, Any]]:
+        words = (*EVALUATED, "--train.steps", "20", "--train.patience", "2", *more)
+        given = tiny.words(inputs, tmp_path / folder, *words)
+        results = two.run(tiny.run, given, str(inputs.cache))
+        assert [code for code, _ in results] == [0, 0]
+        return results[0][1]
+
+    straight = run("straight")
+    assert list(evaluations(straight)) == [2, 4, 6]
+    assert kept(tmp_path / "straight") == [2, 6]
+    run("halves", "--train.stop_at", "4")
+    halves = run("halves", "--resume")
+    assert evaluations(halves) == evaluations(straight)
+    assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
+    assert run("halves", "--resume") == halves
+    longer = run("halves", "--resume", "--train.patience", "3")
+    assert list(evaluations(longer)) == [2, 4, 6, 8]
+
+
+def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", *EVALUATED, "--checkpoint.best=+eval/bleu")
+    with pytest.raises(RankFailure) as error:
+        one.run(tiny.run, words, str(inputs.cache))
+    assert (
+        "checkpoint.best is +eval/bleu but an evaluation of this run has eval/entropy, eval/loss, "
+        "eval/mean_token_accuracy" in str(error.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--checkpoint.best", "eval/kl"],
+            "checkpoint.best: say whether eval/kl should rise or fall: +eval/kl or -eval/kl",
+        ),
+        (
+            ["--checkpoint.best", "loss"],
+            "checkpoint.best: a metric of an evaluation is expected, such as eval/loss, not loss",
+        ),
+        (
+            ["--train.patience", "2", "--train.eval_every", "1"],
+            "train.patience: needs checkpoint.best, what has to improve",
+        ),
+        (
+            ["--train.patience", "2", "--checkpoint.best", "eval/loss"],
+            "train.patience: needs train.eval_every",
+        ),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(
+    words: list[str], text: str, inputs: tiny.Inputs, tmp_path: Path
+) -> None:
+    with pytest.raises(RLHFError) as error:
+        read_config("sft", overrides=tiny.words(inputs, tmp_path, *words))
+    assert str(error.value) == text
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()

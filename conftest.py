@@ -1,0 +1,16 @@
+"""What holds for every test of the workspace."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_left_behind() -> Iterator[None]:
+    """A test that makes this process look like a rank would break the runs of later tests."""
+    before = {name: os.environ.get(name) for name in RENDEZVOUS}
+    yield
+    assert {name: os.environ.get(name) for name in RENDEZVOUS} == before

@@ -71,3 +71,20 @@ class PoisonedTrainer(Trainer):
         logprobs = self.policy(batch, token_logprobs)["logprobs"]
         poison = torch.where(batch.values["poison"] > 0, torch.nan, 0.0).sum()
         return Loss((Term(-logprobs.sum() + poison, per="tokens"),))
+
+
+class GreedyTrainer(Trainer):
+    """Wants more memory than there is, as an accelerator would say it."""
+
+    rows = "demonstration"
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers)
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        if not batch.tokens.is_meta:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))

@@ -1,9 +1,11 @@
 """The first thing a newcomer sees: `rlhf run sft` alone."""
 
+import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -63,13 +65,33 @@ def test_every_format_has_rows(format: str) -> None:
         assert all(row["chosen"] != row["rejected"] for row in found)
 
 
-def test_a_slip_is_wrong_from_its_step_on() -> None:
-    for row in rows("arithmetic", "eval", "stepwise"):
-        for step, label in zip(row["completions"][:-1], row["labels"][:-1], strict=True):
+def test_a_slip_is_one_wrong_result_that_is_carried_on() -> None:
+    draw = random.Random(0)
+    for problem in islice(arithmetic.problems("eval"), 50):
+        wrong, place = arithmetic.with_a_slip(problem, draw)
+        for number, step in enumerate(wrong.steps[:-1]):
             left, right = step.split(" = ")
-            wrong_before = not all(row["labels"][: row["completions"].index(step)])
-            assert (eval(left) == int(right)) or not label
-            assert label or wrong_before or eval(left) != int(right)
+            assert (eval(left) == int(right)) == (number != place)
+
+
+def test_steps_are_wrong_from_the_first_number_on_that_is_not_the_questions() -> None:
+    for row in rows("arithmetic", "eval", "stepwise"):
+        asked = re.findall(r"[+-] \d+", row["prompt"])
+        used = [re.findall(r"[+-] \d+", step)[0] for step in row["completions"][:-1]]
+        same = [one == other for one, other in zip(asked, used, strict=True)]
+        known = [all(same[: number + 1]) for number in range(len(same))]
+        assert row["labels"] == [*known, all(same)]
+
+
+def test_ranked_answers_hold_the_solution_its_work_a_guess_and_a_stranger() -> None:
+    for row, problem in zip(
+        rows("ranked", "eval", "preference"), arithmetic.problems("eval"), strict=True
+    ):
+        by_rank = dict(zip(row["ranks"], row["answers"], strict=True))
+        assert by_rank[1] == problem.solution == f"{by_rank[2]}\n{problem.steps[-1]}"
+        assert by_rank[3].startswith("The answer is ")
+        assert by_rank[3] != problem.steps[-1]
+        assert by_rank[4] != problem.solution
 
 
 def test_an_unknown_demo_is_refused() -> None:

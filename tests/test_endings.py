@@ -142,6 +142,7 @@ def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # t
 
 def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "6", "--checkpoint.every", "2", "--extensions", "[probe]")
+    words += ("--checkpoint.keep", "1")
     code, _, _ = finish(start(*words, KILL_IN_SAVE="4"))
     assert code == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"

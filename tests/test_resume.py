@@ -73,6 +73,22 @@ def test_another_token_budget_may_go_on_and_another_batch_size_may_not(
     assert code == 0
 
 
+def test_other_rows_under_the_old_name_are_refused(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(inputs.train.read_bytes())
+    words = [*tiny.words(inputs, tmp_path / "run"), "--data.train", str(rows), "--train.steps", "4"]
+    one.run(tiny.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
+    told = (
+        r"step-000002 was written in training on 22 examples of 1,168 tokens and data.train has 21 "
+        r"of 1,1\d\d now: bring the old rows back, or start again with --overwrite"
+    )
+    with pytest.raises(RankFailure, match=told):
+        one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+
+
 def test_the_wrong_stage_is_refused_with_both_values(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
@@ -94,6 +110,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_asked(
     ((_, again),) = one.run(tiny.run, [*words, "--resume", "step-000002"], str(inputs.cache))
     assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
     assert checkpoint.damage(folder / "step-000004") is None
+
+
+def test_going_back_sets_newer_checkpoints_aside_until_there_is_a_new_one(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6", "--checkpoint.every", "2")
+    ((_, straight),) = one.run(tiny.run, words, str(inputs.cache))
+    back = [*words, "--resume", "step-2", "--checkpoint.every", "3", "--train.stop_at"]
+    one.run(tiny.run, [*back, "3"], str(inputs.cache))
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"step-000002", "step-000003"}
+    ((_, again),) = one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
+    assert tiny.steps(again, "step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_that_is_out_of_time_ends_with_a_checkpoint_and_goes_on(

@@ -97,6 +97,33 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
     )
 
 
+def test_a_name_is_a_number_with_or_without_its_zeros(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10)
+    assert checkpoint.named(tmp_path, "step-10") == folder
+    assert checkpoint.named(tmp_path, "step-000010") == folder
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"files": 3}', '{"fil'])
+def test_a_manifest_of_any_other_shape_is_damage(tmp_path: Path, text: str) -> None:
+    folder = write(tmp_path, 10)
+    (folder / "manifest.json").write_text(text)
+    assert checkpoint.damage(folder) == f"{folder}/manifest.json cannot be read"
+
+
+def test_what_a_run_has_gone_back_behind_counts_no_more_and_goes_with_the_next(
+    tmp_path: Path,
+) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    assert checkpoint.set_aside(tmp_path, after=10) == ["step-000020", "step-000030"]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-000010"
+    assert (tmp_path / ".step-000030.aside" / "policy" / "state.bin").read_text() == "weights"
+    assert checkpoint.set_aside(tmp_path, after=10) == []
+    write(tmp_path, 12)
+    checkpoint.rotate(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000012"]
+
+
 def test_rotation_keeps_the_newest_and_never_touches_foreign_folders(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write(tmp_path, step)

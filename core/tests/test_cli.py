@@ -37,10 +37,10 @@ def test_run_hands_over_the_request_and_its_exit_code(
         return 143
 
     replace(monkeypatch, "rlhf.launch", "run_command", run_command)
-    words = ["run", "toy", "--model", "m", "--data", "d", "--nproc", "2", "--resume", "--overwrite"]
+    words = ["run", "toy", "--model", "m", "--data", "d", "--nproc", "2", "--resume"]
     assert main(words) == 143
     (request,) = requests
-    assert (request.name, request.nproc, request.resume, request.overwrite) == ("toy", 2, "", True)
+    assert (request.name, request.nproc, request.resume, request.overwrite) == ("toy", 2, "", False)
     assert request.argv == words
     assert request.config.model.path == "m"
 
@@ -119,7 +119,9 @@ def test_several_mistakes_stand_below_one_head(
     )
 
 
-def test_ctrl_c_is_130_and_a_defect_raises(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_130_told_once_and_a_defect_raises(
+    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(request: Request) -> int:
         raise KeyboardInterrupt
 
@@ -128,6 +130,10 @@ def test_ctrl_c_is_130_and_a_defect_raises(toy: Path, monkeypatch: pytest.Monkey
 
     replace(monkeypatch, "rlhf.launch", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    monkeypatch.setenv("RLHF_PARENT", "1")
+    assert main(["run", "toy"]) == 130
+    assert capsys.readouterr().err == ""
     replace(monkeypatch, "rlhf.launch", "run_command", defective)
     with pytest.raises(ZeroDivisionError):
         main(["run", "toy"])

@@ -208,7 +208,22 @@ def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
         (["--overwrit"], "--overwrit has no value: did you mean --overwrite?"),
         (["--lora"], "--lora has no value: write --lora VALUE"),
         (["--nproc", "two"], "--nproc takes a number of processes, not 'two'"),
-        (["--nproc"], "--nproc takes a number of processes, not None"),
+        (["--nproc"], "--nproc takes a number of processes, not 'nothing'"),
+        (["--nproc", "0"], "--nproc takes a number of processes, not '0'"),
+        (["--nproc=-1"], "--nproc takes a number of processes, not '-1'"),
+        (["--nproc", "1.5"], "--nproc takes a number of processes, not '1.5'"),
+        (["--nproc", "\N{SUPERSCRIPT TWO}"], "--nproc takes a number of processes, not '\xb2'"),
+        (["--overwrite=no"], "--overwrite takes no value, not 'no'"),
+        (["--resume=5"], "--resume takes step-N or nothing, not '5'"),
+        (["--resume", "step-x"], "--resume takes step-N or nothing, not 'step-x'"),
+        (
+            ["--resume", "--overwrite"],
+            "--resume goes on with a run and --overwrite replaces it: give one of them",
+        ),
+        (["--"], "'--' is no setting: write --section.field VALUE"),
+        (["--=1"], "'--=1' is no setting: write --section.field VALUE"),
+        (["--optim..lr", "1"], "'--optim..lr' is no setting: write --section.field VALUE"),
+        (["--optim.=1"], "'--optim.=1' is no setting: write --section.field VALUE"),
         (["a.yaml", "b.yaml"], "'b.yaml' is one word too many: the configuration is a.yaml"),
         (["a.jsonl"], "'a.jsonl' is no YAML file: data is given as --data, a model as --model"),
         (
@@ -224,14 +239,16 @@ def test_words_without_a_place_are_refused(words: list[str], told: str) -> None:
     assert str(caught.value) == told
 
 
-FLAGS = ["--resume", "--nproc=2", "a.yaml", "--overwrite", "--a-b.c-d", "-1", "--resume", "step-7"]
+FLAGS = ["--resume", "--nproc=2", "a.yaml", "--a-b.c-d", "-1", "--resume", "step-7"]
 
 
 def test_the_flags_of_a_run_are_no_settings() -> None:
     words = parse_words(FLAGS)
-    assert (words.nproc, words.resume, words.overwrite) == (2, "step-7", True)
+    assert (words.nproc, words.resume, words.overwrite) == (2, "step-7", False)
+    assert parse_words(["--overwrite"]).overwrite
     assert (words.source, words.overrides) == (Path("a.yaml"), (("a_b.c_d", -1),))
     assert parse_words(["--resume", "a.yaml"]).resume == ""
+    assert parse_words(["--resume", "step-1.yaml"]).source == Path("step-1.yaml")
     assert parse_words([]).resume is None
 
 

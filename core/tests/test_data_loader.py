@@ -14,8 +14,9 @@ from attrs import frozen
 
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
 from rlhf.data.example import Answer, Example
-from rlhf.data.loader import RunOrder, batches_from
+from rlhf.data.loader import batches_from
 from rlhf.data.mismatch import Mismatched
+from rlhf.data.order import RunOrder
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.trainer import Trainer

@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "preference",
         {"prompt": "say", "chosen": 3, "rejected": "one"},
-        "`chosen` must be a list of messages, not int",
+        "`chosen` must be text or a list of messages, not int",
     ),
     (
         "preference",

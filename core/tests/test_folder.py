@@ -9,7 +9,7 @@ import pytest
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.folder import RunFolder, choose
+from rlhf.folder import RunFolder, check_resumable, choose
 
 
 def request(output: Path | None, *, resume: str | None = None, overwrite: bool = False) -> Any:
@@ -54,6 +54,62 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         choose(request(tmp_path / "notes"))
     assert str(error.value) == f"output {tmp_path / 'notes'} is a file: give a folder"
+
+
+def test_an_output_inside_another_run_is_refused(tmp_path: Path) -> None:
+    folder = with_run(tmp_path / "run")
+    for name in ("model", "checkpoints"):
+        with pytest.raises(RLHFError) as error:
+            choose(request(folder / name))
+        assert str(error.value) == (
+            f"output {folder / name} belongs to the run in {folder}: give another"
+        )
+
+
+def test_checkpoints_without_their_config_are_a_run_that_nothing_overwrites(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(RLHFError, match=" already holds a run: go on with --resume, replace it"):
+        choose(request(folder))
+    for text in (None, ""):
+        if text is not None:
+            (folder / "config.yaml").write_text(text)
+        with pytest.raises(RLHFError) as error:
+            check_resumable(request(folder, resume=""), folder)
+        assert str(error.value) == (
+            f"{folder} has no config.yaml, or an empty one, beside its checkpoints: put it back, "
+            "or start again with --overwrite"
+        )
+
+
+def test_a_config_that_cannot_be_read_stops_a_resume(tmp_path: Path) -> None:
+    folder = with_run(tmp_path / "run")
+    for text, told in (
+        ("[unclosed", "line 1: expected ',' or ']', but got '<stream end>'"),
+        ("[a]", "holds a list, not sections such as `optim: {lr: 1e-5}`"),
+    ):
+        (folder / "config.yaml").write_text(text)
+        with pytest.raises(RLHFError) as error:
+            check_resumable(request(folder, resume=""), folder)
+        assert str(error.value) == f"{folder}/config.yaml {told}"
+
+
+def test_a_checkpoint_asked_for_by_name_must_be_there_though_no_run_is(tmp_path: Path) -> None:
+    assert check_resumable(request(tmp_path, resume=""), tmp_path) is None
+    with pytest.raises(RLHFError) as error:
+        check_resumable(request(tmp_path, resume="step-3"), tmp_path)
+    assert str(error.value) == (
+        f"there is no checkpoint 'step-3' in {tmp_path}/checkpoints: there are none"
+    )
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RLHFError) as error:
+        RunFolder(tmp_path / "file" / "run", fresh=True)
+    assert str(error.value) == (
+        f"{tmp_path}/file/run cannot be used (Not a directory): give another place"
+    )
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:

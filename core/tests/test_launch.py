@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.errors import RLHFError
 from rlhf.launch import PARENT, Ranks, join_slurm
 
 OK = "pass"
@@ -20,6 +21,11 @@ FAILS_ON_RANK_1 = (
 SAVES = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(143)))
+open(sys.argv[1], "a").write("x")
+time.sleep(60)
+"""
+STARTS = """
+import sys, time
 open(sys.argv[1], "a").write("x")
 time.sleep(60)
 """
@@ -55,6 +61,16 @@ def test_sigterm_reaches_every_rank_and_gives_143(tmp_path: Path) -> None:
     started = ranks(SAVES, str(tmp_path / "up"))
     threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
     assert started.wait() == 143
+
+
+def test_sigterm_while_the_ranks_still_start_is_143_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = ranks(STARTS, str(tmp_path / "up"))
+    threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
+    assert started.wait() == 143
+    out, err = capfd.readouterr()
+    assert (out, err) == ("stopped by SIGTERM outside of the steps; go on with --resume\n", "")
 
 
 def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
@@ -106,6 +122,21 @@ def test_ranks_know_their_place(tmp_path: Path) -> None:
     assert ranks(code, str(tmp_path / "rank")).wait() == 0
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text() == f"{rank} 2 127.0.0.1 {os.getpid()}"
+
+
+def test_slurm_without_scontrol_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RANK", "MASTER_ADDR", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    values = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODELIST": "node[1-2]"}
+    for name, value in {**values, "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RLHFError) as error:
+        join_slurm()
+    assert str(error.value) == (
+        "the first host of 'node[1-2]' cannot be found with scontrol: set MASTER_ADDR"
+    )
 
 
 def test_slurm_tasks_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Loading, adapters, freezing, groups of parameters, and the errors that a user can mend."""
 
+import json
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,8 @@ def test_the_shape_is_counted_without_weights(llama: str) -> None:
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert shape.trainable == shape.parameters
     assert shape.largest_layer == sum(p.numel() for p in module.causal.model.layers[0].parameters())
-    assert (shape.hidden, shape.layers, shape.vocabulary) == (16, 2, 40)
+    assert (shape.hidden, shape.layers) == (16, 2)
+    assert (shape.head, shape.lookup) == (16 * 40, 0), "the head is the embedding"
 
 
 def test_frozen_parameters_are_left_out_of_the_groups(llama: str) -> None:
@@ -250,6 +253,84 @@ def test_a_config_without_weights_says_how_to_make_some(tmp_path: Path) -> None:
     assert message.endswith("; check model.path, or set model.init to random for new weights")
 
 
+def changed(folder: str, target: Path, **settings: Any) -> str:
+    """A copy of a model folder whose config.json says something else."""
+    shutil.copytree(folder, target)
+    tree = json.loads((target / "config.json").read_text()) | settings
+    (target / "config.json").write_text(json.dumps(tree))
+    return str(target)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_another_shape_are_named(llama: str, tmp_path: Path, stage: int) -> None:
+    path = changed(llama, tmp_path / "model", intermediate_size=32)
+    assert failing(of(path), stage=stage) == (
+        f"{path} has model.layers.0.mlp.down_proj.weight of shape [16, 24] where its config.json "
+        "asks for [16, 32]: weights and config must be of one model"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("left", [0, 1000])
+def test_a_torn_file_of_weights_is_told(llama: str, tmp_path: Path, left: int, stage: int) -> None:
+    path = changed(llama, tmp_path / "model")
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
+        file.truncate(left)
+    message = failing(of(path), stage=stage)
+    assert message.startswith(
+        f"the weights of {path} do not load: Error while deserializing header"
+    )
+    assert message.endswith("; check model.path, or set model.init to random for new weights")
+
+
+def test_weights_that_the_model_has_no_use_for_are_told(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(llama, tmp_path / "model", num_hidden_layers=1)
+    load(of(path))
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: {path} has 9 weights that LlamaForCausalLM does not use, such as "
+        "model.layers.1.input_layernorm.weight"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": "x"}, {"num_attention_heads": 3}])
+def test_a_config_that_makes_no_model_is_told(
+    llama: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    path = changed(llama, tmp_path / "model", **settings)
+    # Which line says so depends on how much of a config transformers looks at.
+    assert path in failing(of(path))
+
+
+def test_an_adapter_that_does_not_load_is_told(llama: str, tmp_path: Path) -> None:
+    module = load(of(llama, lora=LoraConfig(rank=2)))
+    module.model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "r": 4}))
+    start = f"the adapter {tmp_path} does not load into LlamaForCausalLM: "
+    assert failing(of(llama, model={"adapter": str(tmp_path)})).startswith(f"{start}Error(s) in")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    assert failing(of(llama, model={"adapter": str(tmp_path)})).startswith(f"{start}Error while")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert failing(of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path} has no adapter_model.safetensors: give a whole adapter folder"
+    )
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert failing(of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path} is no adapter folder: it has no readable adapter_config.json"
+    )
+
+
+def test_every_target_of_an_adapter_must_be_there(llama: str) -> None:
+    modules = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    for targets, unknown in ((("q_proj", "nope"), "nope"), ((), "[]")):
+        assert failing(of(llama, lora=LoraConfig(targets=targets))) == (
+            f"lora.targets {unknown} names no module of LlamaForCausalLM: its linear modules are "
+            f"{modules}"
+        )
+
+
 def test_a_pattern_that_freezes_nothing_names_what_is_near(llama: str) -> None:
     assert failing(of(llama, model={"freeze": ("*.embed_token.*",)})).startswith(
         "model.freeze pattern *.embed_token.* matches no parameter: near names are "
@@ -306,6 +387,21 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
     assert rendered("chatml") == "<|im_start|>user\nhi<|im_end|>\n"
     with pytest.raises(RLHFError, match=r"^data.chat_template nosuch is no file: give a "):
         rendered("nosuch")
+    own.write_bytes(b"\xe9")
+    with pytest.raises(
+        RLHFError, match=rf"^data.chat_template {own} cannot be read: 'utf-8' codec"
+    ):
+        rendered(str(own))
+
+
+def test_a_model_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name in ("gone", "file"):
+        with pytest.raises(RLHFError) as caught:
+            load_tokenizer(of(str(tmp_path / name)))
+        assert str(caught.value) == (
+            f"{tmp_path / name} is no folder: give the folder or hub name of a model"
+        )
 
 
 def test_a_missing_tokenizer_is_told(llama: str) -> None:

@@ -9,7 +9,15 @@ import pytest
 
 import rlhf.registry
 from rlhf.errors import RLHFError
-from rlhf.registry import demo_file, find, find_backend, installed, load_object, load_record
+from rlhf.registry import (
+    demo_file,
+    find,
+    find_backend,
+    installed,
+    load_object,
+    load_own,
+    load_record,
+)
 
 Install = Callable[..., Path]
 KNOWN = Path(rlhf.registry.__file__).with_name("known_plugins.txt")
@@ -193,6 +201,18 @@ def test_an_import_string_reaches_the_object_or_says_what_failed(toy: Path) -> N
         "rlhf.errors:Gone does not import: AttributeError: module 'rlhf.errors' has no attribute "
         "'Gone' (`python -c 'import rlhf.errors'` shows where)"
     )
+
+
+def test_a_users_own_import_string_reaches_the_current_folder_after_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_the_user.py").write_text("answer = 42\n")
+    (tmp_path / "wave.py").write_text("raise ValueError('not ours')\n")
+    assert load_own("beside_the_user:answer") == 42
+    assert sys.path[-1] == str(tmp_path)
+    assert load_own("wave:Error").__module__ == "wave"
 
 
 def test_the_demo_lies_beside_the_record(toy: Path) -> None:

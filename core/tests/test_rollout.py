@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.loader import RunOrder, StepPlan
+from rlhf.data.order import RunOrder, StepPlan
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.generate import Noise, grouped

@@ -16,6 +16,8 @@ from pathlib import Path
 from rlhf.errors import RLHFError
 
 MANIFEST = "manifest.json"
+ASIDE = ".{}.aside"
+"""What a checkpoint is called that the run has gone back behind."""
 NAME = re.compile(r"step-(\d{6,})$")
 
 
@@ -61,9 +63,22 @@ def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, 
     return target
 
 
+def set_aside(checkpoints: Path, *, after: int) -> list[str]:
+    """Take the checkpoints after that step out of the count: the run has gone back behind them.
+    They go with the next rotation, when a new one is whole. Returns their names."""
+    later = [folder for folder in all_checkpoints(checkpoints) if step_of(folder) > after]
+    for folder in later:
+        aside = checkpoints / ASIDE.format(folder.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    return [folder.name for folder in later]
+
+
 def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints and that of the step `spare`. Folders of other
-    names are never touched."""
+    """Remove all but the newest `keep` checkpoints and that of the step `spare`, and what was set
+    aside. Folders of other names are never touched."""
+    for folder in checkpoints.glob(ASIDE.format("step-*")):
+        shutil.rmtree(folder)
     for folder in all_checkpoints(checkpoints)[:-keep]:
         if step_of(folder) == spare:
             continue
@@ -102,14 +117,15 @@ def newest(checkpoints: Path) -> Path | None:
 
 def named(checkpoints: Path, name: str) -> Path:
     """The checkpoint of that name, whole, or RLHFError."""
-    folder = checkpoints / name
-    if not NAME.match(name) or not folder.is_dir():
+    number = re.fullmatch(r"step-(\d+)", name)
+    folder = step_folder(checkpoints, int(number[1])) if number else checkpoints / name
+    if number is None or not folder.is_dir():
         known = ", ".join(path.name for path in all_checkpoints(checkpoints)) or "none"
         raise RLHFError(f"there is no checkpoint {name!r} in {checkpoints}: there are {known}")
     problem = damage(folder)
     if problem is not None:
         older = [path for path in all_checkpoints(checkpoints) if step_of(path) < step_of(folder)]
-        raise RLHFError(f"checkpoint {name} is damaged: {problem}; {_older(older)}")
+        raise RLHFError(f"checkpoint {folder.name} is damaged: {problem}; {_older(older)}")
     return folder
 
 
@@ -117,12 +133,12 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint against its manifest, or None when every byte is as it was
     written."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        files = dict(json.loads((folder / MANIFEST).read_text())["files"])
     except FileNotFoundError:
         return f"{folder} has no {MANIFEST}"
-    except ValueError:
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{folder / MANIFEST} cannot be read"
-    for name, expected in manifest["files"].items():
+    for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"

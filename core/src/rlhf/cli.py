@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Never
+from typing import Any, Never
 
 from rlhf.errors import RLHFError, ToldByFirst
 
@@ -29,16 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(words)
         return options.act(options, words) or 0
     except RLHFError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank == 0 or not isinstance(error, ToldByFirst):
-            print(f"error{f' on rank {rank}' * (rank > 0)}: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not isinstance(error, ToldByFirst):
+            where = f" on rank {rank}" * (rank != "0")
+            print(f"error{where}: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        if "RLHF_PARENT" not in os.environ:  # Else the launcher of ours that started it says so.
+            print("error: interrupted", file=sys.stderr)
         return 130
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
     def error(self, message: str) -> Never:
         raise RLHFError(f"{message}; see `{self.prog} --help`")
 

@@ -26,7 +26,10 @@ class ModelShape:
     """Parameters of the largest decoder layer or embedding: what ZeRO-3 gathers at once."""
     hidden: int
     layers: int
-    vocabulary: int
+    head: int
+    """Parameters of the last product: the vocabulary's or the labels' weight."""
+    lookup: int = 0
+    """Parameters of the embedding that are looked up alone; 0 where the head is tied to it."""
 
 
 @frozen(kw_only=True)
@@ -41,6 +44,9 @@ class Plan:
     """The backend's own configuration, as it will be given to it (DeepSpeed's JSON)."""
     summary: str = ""
     """One line for the start of the run: stage, offload, optimizer, and why."""
+    lighter: tuple[str, ...] = ()
+    """The backend's own settings that would take less of the accelerator, the nearest first, each
+    with what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
 
 
 @frozen(kw_only=True)
@@ -54,6 +60,8 @@ class Mesh:
     device: torch.device = field(factory=lambda: torch.device("cpu"))
     axes: Any = None
     """The torch DeviceMesh with axes (data, sequence, tensor), or None with one process."""
+    memory: int = 0
+    """Bytes that this rank has on its device (of a host's its share), 0 where nobody knows."""
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce `values` in place over all ranks by addition; collective."""

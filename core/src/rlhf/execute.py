@@ -6,24 +6,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
+import torch
 import transformers
 from attrs import frozen
 
+from rlhf import checkpoint, random_state
 from rlhf import folder as run_folder
-from rlhf import random_state
 from rlhf.best import Best
 from rlhf.config.reader import Request, to_tree
 from rlhf.config.sections import Config
-from rlhf.data.loader import RunOrder
+from rlhf.data.order import RunOrder
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, ToldByFirst
 from rlhf.export import export_model
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
+from rlhf.headroom import Headroom
 from rlhf.journal import Journal
 from rlhf.loop import train
 from rlhf.model.load import load_tokenizer
+from rlhf.places import writing
 from rlhf.registry import load_object
 from rlhf.run import Run
 from rlhf.session import RunRecord, Session
@@ -42,6 +45,21 @@ class Data:
     trainer: Trainer
     train: Examples
     eval: Examples | None
+
+    @property
+    def parts(self) -> list[Examples]:
+        """The rows to train on, and the held-out ones if there are any."""
+        return [part for part in (self.train, self.eval) if part]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path."""
+        return max(int(part.longest_path.max()) for part in self.parts)
+
+    def num_steps(self, config: Config) -> int:
+        """Optimizer steps of the whole schedule."""
+        per_epoch = -(-len(self.train) // config.batch.size)
+        return config.train.steps or per_epoch * config.train.epochs
 
     def eval_order(self, config: Config, mesh: Mesh) -> RunOrder | None:
         """Every held-out row once, or None without any."""
@@ -79,13 +97,15 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     try:
         path = on_first(mesh, lambda: run_folder.choose(request))
         resumed = on_first(mesh, lambda: run_folder.check_resumable(request, path))
-        with opened(mesh, path, fresh=resumed is None) as folder:
+        with writing(path), opened(mesh, path, fresh=resumed is None) as folder:
             session = set_up(request, data, mesh, hooks, observers, path, folder)
             record = session.record
             reason = carry_out(request, session, resumed)
     except BaseException as error:
         if mesh.rank == 0 and record is not None:
             observers.on_finish(run=record, error=error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise headroom(config, data, mesh, hooks).error(error) from error
         raise
     if mesh.rank == 0:
         observers.on_finish(run=record, error=None)
@@ -93,6 +113,14 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     if mesh.rank == 0 and request.demo and request.plugin.report is not None:
         load_object(request.plugin.report, request.origin)(config, path)
     return STOPPED if reason == "signal" else 0
+
+
+def headroom(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Headroom:
+    """Whether a step of this run fits."""
+    return Headroom(
+        data.trainer, config, mesh, hooks, steps=data.num_steps(config), longest=data.longest,
+        examples=data.parts,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -137,12 +165,13 @@ def set_up(
     """Models, orders of rows and the journal. Collective."""
     config = request.config
     train_order = RunOrder.for_training(data.train, config, mesh, data.trainer)
-    num_steps = config.train.steps or train_order.steps_per_epoch * config.train.epochs
-    longest = max(int(part.longest_path.max()) for part in (data.train, data.eval) if part)
+    num_steps = data.num_steps(config)
     run = Run(
-        config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=longest,
-        examples=[part for part in (data.train, data.eval) if part],
+        config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=data.longest,
+        examples=data.parts,
     )  # fmt: skip
+    if folder is not None and mesh.device.type != "cpu":
+        run.notes.append(headroom(config, data, mesh, hooks).line())
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     engine = run.engines["policy"]
@@ -186,7 +215,7 @@ def introduce(request: Request, session: Session, data: Data, run: Run) -> None:
         f"devices    {mesh.world} x {mesh.device.type}",
         f"backend    {config.backend_name}: {plan.summary}",
         f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
-        f"{plan.precision}",
+        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
         f"attention  {run.attention['policy']}",
         f"data       train: {data.train.report}",
     ]
@@ -207,9 +236,10 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     if resumed is not None:
         step = session.restore(resumed)
         if leads:
-            print(
-                f"resumed    {resumed.name}, {session.num_steps - step:,} steps to go", flush=True
-            )
+            later = checkpoint.set_aside(session.checkpoints, after=step)
+            aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
+            to_go = session.num_steps - step
+            print(f"resumed    {resumed.name}, {to_go:,} steps to go{aside}", flush=True)
     elif request.resume is not None and leads:
         print(f"resumed    nothing: {session.path} holds no checkpoint, so this starts at step 0")
     judged = session.best.metric is None or session.best.seen == step

@@ -1,16 +1,23 @@
 """The model folder that plain transformers or peft opens, from a live run or from a checkpoint."""
 
+import functools
 import json
+import operator
 import shutil
 from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from rlhf import checkpoint
 from rlhf.config.reader import read_config
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
+from rlhf.folder import logged
 from rlhf.gateway import load_hooks
 from rlhf.model.export import save_model, save_tokenizer_and_config, verify_export
 from rlhf.model.load import load_model, load_tokenizer
+from rlhf.places import new_folder
 from rlhf.registry import load_object
 from rlhf.session import Session
 
@@ -35,36 +42,49 @@ def export_model(session: Session) -> None:
 
 def export_command(source: str, output: str) -> int:
     """`rlhf export RUN/checkpoints/step-N OUT`, or a run folder for its newest checkpoint."""
-    folder, target = _checkpoint_folder(Path(source)), Path(output)
-    if target.exists() and any(target.iterdir()):
-        raise RLHFError(f"{target} is not empty: give a new folder")
+    disable_progress_bar()
+    with new_folder(Path(output)) as target:
+        folder = _checkpoint_folder(Path(source))
+        _export(folder, target)
+    print(f"exported {folder} to {output}")
+    return 0
+
+
+def _export(folder: Path, target: Path) -> None:
+    """Make a model in the empty folder `target` of a checkpoint's weights."""
     run = folder.parent.parent
-    versions = json.loads((run / "versions.json").read_text())
-    request = read_config(versions["trainer"], source=run / "config.yaml", overrides=[])
+    trainer_name = _recorded(run / "versions.json", "trainer")
+    task = _recorded(run / "plan.json", "policy", "task")
+    request = read_config(trainer_name, source=run / "config.yaml", overrides=[])
     config = request.config
     backend, _ = load_hooks(config)
     weights = backend.read_weights(directory=folder / "policy")
     plan = Plan(stage=0, precision=config.model.dtype)
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
-    task = json.loads((run / "plan.json").read_text())["policy"]["task"]
     module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
-    target.mkdir(parents=True, exist_ok=True)
     save_model(module, weights, target)
     more = trainer.model_config(_newest_metrics(run, until=checkpoint.step_of(folder)))
     save_tokenizer_and_config(module, tokenizer, target, more)
     verify_export(target, module)
-    print(f"exported {folder} to {target}")
-    return 0
+
+
+def _recorded(path: Path, *keys: str) -> Any:
+    """What a run has written down about itself."""
+    try:
+        return functools.reduce(operator.getitem, keys, json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RLHFError(
+            f"{path} does not say {'.'.join(keys)}: a run writes this file at its start, so put it "
+            "back or resume the run once"
+        ) from error
 
 
 def _newest_metrics(run: Path, *, until: int) -> dict[str, float]:
     """The last value of every metric that the run had logged by that step."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
     found: dict[str, float] = {}
-    for line in map(json.loads, lines):
-        if line["step"] <= until:
-            found |= line
+    for line in logged(run, until=until):
+        found |= json.loads(line)
     return found
 
 

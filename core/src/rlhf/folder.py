@@ -13,8 +13,9 @@ from typing import IO, Any
 import yaml
 
 from rlhf import checkpoint
-from rlhf.config.reader import Request, changed_keys, to_tree
+from rlhf.config.reader import Request, changed_keys, load_yaml, to_tree
 from rlhf.errors import RLHFError
+from rlhf.places import write_whole, writing
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
@@ -23,6 +24,9 @@ MAY_CHANGE = (
 )  # fmt: skip
 """What a resumed run may change: nothing that alters what is learnt. The backend's section may
 too."""
+
+OURS = ("checkpoints", "model")
+"""Folders in a run's own."""
 
 RECORDED = (
     "rlhf-core", "torch", "transformers", "deepspeed", "peft", "datasets", "torchdata", "pluggy",
@@ -46,20 +50,32 @@ def choose(request: Request) -> Path:
         )
     if folder.exists() and not folder.is_dir():
         raise RLHFError(f"output {folder} is a file: give a folder")
+    if folder.name in OURS and holds_run(folder.parent):
+        raise RLHFError(f"output {folder} belongs to the run in {folder.parent}: give another")
     return folder
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has written to this folder."""
-    return (folder / "config.yaml").exists()
+    whole = checkpoint.all_checkpoints(folder / "checkpoints")
+    return (folder / "config.yaml").exists() or bool(whole)
 
 
 def check_resumable(request: Request, folder: Path) -> Path | None:
     """The checkpoint to go on from, or None to start at the beginning. RLHFError for a damaged
     checkpoint or for a changed key that a resumed run may not change."""
-    if request.resume is None or not holds_run(folder):
+    if request.resume is None:
         return None
-    before = yaml.safe_load((folder / "config.yaml").read_text())
+    checkpoints = folder / "checkpoints"
+    if not holds_run(folder):
+        # A requeued job may start here; one that names a checkpoint may not.
+        return checkpoint.named(checkpoints, request.resume) if request.resume else None
+    before = load_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
+    if not before:
+        raise RLHFError(
+            f"{folder} has no config.yaml, or an empty one, beside its checkpoints: put it back, "
+            "or start again with --overwrite"
+        )
     free = (*MAY_CHANGE, request.config.backend_name)
     changes = {
         key: values
@@ -69,28 +85,36 @@ def check_resumable(request: Request, folder: Path) -> Path | None:
     if changes:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items())
         raise RLHFError(f"{folder} cannot be resumed with another configuration: {told}")
-    checkpoints = folder / "checkpoints"
     if request.resume:
         return checkpoint.named(checkpoints, request.resume)
     return checkpoint.newest(checkpoints)
+
+
+def logged(folder: Path, *, until: int) -> list[str]:
+    """The whole lines of a run's metrics.jsonl up to that step; none where there is no such
+    file."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if _logged_step(line, default=until + 1) <= until]
 
 
 class RunFolder:
     """Rank 0's hand on the folder. `close` gives the lock back."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
-        path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._lock = _lock(path)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
         if fresh:
             _clear(path)
 
     def write_config(self, tree: Mapping[str, Any]) -> None:
-        (self.path / "config.yaml").write_text(yaml.safe_dump(dict(tree), sort_keys=False))
+        write_whole(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False))
 
     def write_json(self, name: str, value: Any) -> None:
-        (self.path / name).write_text(json.dumps(value, indent=1, default=str) + "\n")
+        write_whole(self.path / name, json.dumps(value, indent=1, default=str) + "\n")
 
     def write_versions(self, **more: Any) -> None:
         """What the run ran on; no environment variables, no host names."""
@@ -110,14 +134,8 @@ class RunFolder:
         """Drop what was logged after `step`, so that a resumed run writes it once; a torn last line
         goes too."""
         path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return
-        kept = [
-            line
-            for line in path.read_text().splitlines()
-            if _logged_step(line, default=step + 1) <= step
-        ]
-        path.write_text("".join(line + "\n" for line in kept))
+        if path.exists():
+            write_whole(path, "".join(line + "\n" for line in logged(self.path, until=step)))
 
     def close(self) -> None:
         self._lock.close()
@@ -150,7 +168,7 @@ def _lock(path: Path) -> IO[str]:
 
 def _clear(path: Path) -> None:
     """Remove what a former run left; foreign files stay."""
-    for name in ("checkpoints", "model"):
+    for name in OURS:
         shutil.rmtree(path / name, ignore_errors=True)
     for name in ("config.yaml", "plan.json", "versions.json", "metrics.jsonl"):
         (path / name).unlink(missing_ok=True)
@@ -159,5 +177,5 @@ def _clear(path: Path) -> None:
 def _logged_step(line: str, *, default: int) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return default

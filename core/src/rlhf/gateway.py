@@ -144,6 +144,18 @@ class BackendGateway:
     def configure_zero(self, *, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
         return self._ask("configure_zero", config=config, mesh=mesh, model_shape=model_shape)
 
+    def estimate_memory(
+        self, *, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+    ) -> Mapping[str, int]:
+        return self._ask(
+            "estimate_memory",
+            config=config,
+            plan=plan,
+            model_shape=model_shape,
+            mesh=mesh,
+            trained=trained,
+        )
+
     def model_context(self, *, plan: Plan, role: str) -> AbstractContextManager[Any]:
         return self._ask("model_context", plan=plan, role=role)
 

@@ -38,6 +38,15 @@ class BackendHooks:
         """The backend's whole plan as plain data; the same on every rank, without a collective."""
 
     @hookspec(firstresult=True)
+    def estimate_memory(
+        self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+    ) -> Mapping[str, int]:
+        """Bytes that a model takes on each accelerator through a step, activations left out:
+        `weights`, and where it is `trained` `gradients`, `optimizer`, `buffers` and `updating`, the
+        last for what the optimizer's step takes for a moment. Without a collective, before any
+        weight is read."""
+
+    @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
         """The context in which the modules of `role` are created; parameters come out sharded at
         stage 3."""

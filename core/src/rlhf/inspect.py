@@ -14,12 +14,11 @@ from rich.text import Text
 from rlhf.config.reader import Request
 from rlhf.config.sections import Config
 from rlhf.data.example import Example
-from rlhf.data.loader import RunOrder
+from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
-from rlhf.data.tokenise import Examples, prepare
+from rlhf.data.tokenise import Examples
 from rlhf.engine import Mesh
-from rlhf.model.load import load_tokenizer
-from rlhf.registry import load_object
+from rlhf.execute import prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50
@@ -33,18 +32,14 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
     """Show the rows, their lengths and the fill of the micro-batches on one device. Returns the
     exit code 0."""
     config, console = request.config, console or Console(highlight=False)
-    tokenizer = load_tokenizer(config)
-    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
-    found = {
-        which: prepare(config, trainer, tokenizer, which=which)
-        for which in ("train", "eval")
-        if getattr(config.data, which)
-    }
-    for which, examples in found.items():
+    data = prepare_data(request)
+    train, tokenizer = data.train, data.trainer.tokenizer
+    for which, examples in (("train", train), ("eval", data.eval)):
+        if examples is None:
+            continue
         console.print(Text(f"{which}: {examples.report}", style="bold"))
         for reason, rows in examples.report.lost.items():
             console.print(Text(f"  {reason.replace('_', ' ')}: {', '.join(rows)}", style=UNTRAINED))
-    train = found["train"]
     console.print(_legend())
     for number in range(min(SHOWN_ROWS, len(train))):
         show_example(train[number], train.name(number), tokenizer, console)

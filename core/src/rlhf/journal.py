@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from rlhf.data.loader import StepPlan
+from rlhf.data.order import StepPlan
 from rlhf.engine import StepOutcome
 from rlhf.progress import Progress, evaluation_line
 from rlhf.session import Session

@@ -7,6 +7,7 @@ with it.
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,11 @@ def run_command(request: Request) -> int:
     """`rlhf run`: the exit code, 0, 2 or 143."""
     join_slurm()
     if "RANK" in os.environ:
+        if request.nproc is not None and PARENT not in os.environ:
+            raise RLHFError(
+                f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks: "
+                "take it away"
+            )
         die_with_parent()
         from rlhf.execute import run_rank
 
@@ -54,18 +60,19 @@ def join_slurm() -> None:
     """Under `srun` with several tasks, give the process the variables that torch's rendezvous
     reads."""
     env = os.environ
-    if "RANK" in env or int(env.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in env:
+    if "RANK" in env or env.get("SLURM_NTASKS", "1") == "1" or "SLURM_PROCID" not in env:
         return
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
-        shown = subprocess.run(
-            ["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=False
+        asked = ["scontrol", "show", "hostnames", hosts]
+        found = shutil.which("scontrol") and subprocess.run(
+            asked, capture_output=True, text=True, check=False
         )
-        if shown.returncode or not shown.stdout:
+        if not found or found.returncode or not found.stdout:
             raise RLHFError(
                 f"the first host of {hosts!r} cannot be found with scontrol: set MASTER_ADDR"
             )
-        env["MASTER_ADDR"] = shown.stdout.split()[0]
+        env["MASTER_ADDR"] = found.stdout.split()[0]
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
     env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
@@ -151,6 +158,9 @@ class Ranks:
             process.wait()
 
     def _verdict(self, codes: Sequence[int | None]) -> int:
+        if self._deadline is not None and -signal.SIGTERM in codes:
+            print("stopped by SIGTERM outside of the steps; go on with --resume", flush=True)
+            return STOPPED
         for rank, code in enumerate(codes):
             if code is not None and code < 0:
                 name = signal.Signals(-code).name

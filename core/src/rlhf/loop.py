@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.loader import StepPlan, batches_from
+from rlhf.data.loader import batches_from
+from rlhf.data.order import StepPlan
 from rlhf.errors import RLHFError, ToldByFirst
 from rlhf.export import export_model
 from rlhf.rollout import roll_out

@@ -25,6 +25,9 @@ class TrainerPlugin:
     """The YAML of `rlhf run NAME` without model and data: a file beside the trainer's package."""
     report: str | None = None
     """Import string of `report(config, folder)`, run after the demo to show what changed."""
+    check: Callable[[Any], None] | None = None
+    """`check(config)` raises RLHFError for what a run of this trainer lacks; with model and data,
+    before torch is imported."""
     requires: tuple[str, ...] = ()
     """Extra distributions that must be installed for this trainer, named in the error if they are
     not."""

@@ -5,9 +5,9 @@ when they run the same batch; the cache gives them up to the rounding of another
 """
 
 import abc
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +23,7 @@ from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
 from rlhf.model.load import DTYPES, pretrained_model, read_architecture
 from rlhf.readouts import token_logprobs
-from rlhf.reference_cache import LogprobTable, cache_folder, fill
+from rlhf.reference_cache import cache_folder
 
 if TYPE_CHECKING:
     from rlhf.run import Run
@@ -91,8 +91,8 @@ class CachedReference(Reference):
 
 @frozen(kw_only=True)
 class Follower:
-    """A frozen engine that moves towards the policy: TR-DPO (arXiv 2404.09656 eq. 5 and 6). Its
-    weights change, so they belong to the checkpoint."""
+    """A frozen engine that moves towards the policy: TR-DPO (arXiv 2404.09656). Its weights
+    change, so they belong to the checkpoint."""
 
     run: "Run"
     role: str
@@ -194,24 +194,14 @@ def check_mode(config: Config, mode: str, *, every: int | None, live: bool) -> N
 
 
 def fill_cache(run: "Run") -> str:
-    """Compute what is not on disk and give the run's examples their values; what was done, in
-    words. Collective.
+    """Give the run's examples their log-probabilities; what was done, in words. Collective.
 
     The policy itself computes them: before its first step, and before a resume takes other weights,
     it is its own reference.
     """
-    started = time.monotonic()
-    folder = cache_folder(run.config, run.mesh)
     policy = run.engines["policy"]
-    computed = 0
-    for examples in run.examples:
-        tables = [LogprobTable(folder, file) for file in examples.files]
-        with evaluating(policy):
-            computed += fill(tables, policy, run.mesh, tokens=run.config.batch.tokens)
-        examples.attach(ATTACHED, tables)
-    took = time.monotonic() - started
-    what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
-    return f"{what} in {folder}"
+    with evaluating(policy):
+        return run.cached(ATTACHED, partial(cache_folder, run.config, run.mesh), lambda: policy)
 
 
 def model_in(directory: Path, config: Config) -> Config:

@@ -7,6 +7,7 @@ kept and a torn file is computed again. Plain arrays, no pickles.
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -21,6 +22,7 @@ from transformers.utils.hub import cached_file
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.cache import cache_root
+from rlhf.data.examples import Examples
 from rlhf.data.packing import pack
 from rlhf.data.schedule import layout
 from rlhf.data.trees import TreeFile
@@ -32,6 +34,9 @@ PART = 2048
 """Examples per file: as much as a kill can lose."""
 ROOMIER = 4
 """A pass without gradient takes so many times the tokens of a training micro-batch."""
+SILENCE = 60
+"""Seconds after which a long computation tells how far it is: it may go on for many minutes before
+the run introduces itself, and a short one should not come before the run's first line."""
 SHAPES = 4
 """On an accelerator T is rounded up to at most so many sizes, since each compiles a kernel."""
 WEIGHT_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.py")
@@ -99,6 +104,33 @@ def own_logprobs(engine: Engine, batch: PackedBatch) -> Tensor:
     return engine(batch, token_logprobs)["logprobs"]
 
 
+def attach(
+    examples: Sequence[Examples],
+    name: str,
+    folder: Path,
+    mesh: Mesh,
+    *,
+    engine: Callable[[], Engine],
+    tokens: int,
+    read: Callable[[Engine, PackedBatch], Tensor],
+    width: int | None = None,
+) -> str:
+    """Give all examples the value `name` per token, from `folder`; what is not there is computed
+    with the engine that `engine` loads for it. What was done, in words. Collective."""
+    started = time.monotonic()
+    tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in examples]
+    missing = sum(len(table.open()) for part in tables for table in part)
+    computed = 0
+    if any(mesh.gather(missing)):
+        loaded = engine()
+        computed = sum(fill(part, loaded, mesh, tokens=tokens, read=read) for part in tables)
+    for part, found in zip(examples, tables, strict=True):
+        part.attach(name, found)
+    took = time.monotonic() - started
+    what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
+    return f"{what} in {folder}"
+
+
 def fill(
     tables: Sequence[LogprobTable],
     engine: Engine,
@@ -113,12 +145,12 @@ def fill(
     `tokens` is the budget of a micro-batch; `read` gives what is stored of each prediction [N] or
     [N, width]; every host writes into its own cache folder.
     """
+    started = time.monotonic()
     count = 0
     for table in tables:
         missing = sorted({part for found in mesh.gather(table.open()) for part in found})
         for done, part in enumerate(missing):
-            if mesh.rank == 0 and done:
-                # Minutes may go by before the run introduces itself.
+            if mesh.rank == 0 and done and time.monotonic() - started > SILENCE:
                 print(f"cache      {done} of {len(missing)} parts computed", flush=True)
             values = _computed(table, part, engine, mesh, tokens=tokens, read=read)
             count += len(table.examples_of(part))

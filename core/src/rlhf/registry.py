@@ -56,9 +56,9 @@ def installed() -> tuple[Installed, ...]:
 
 def find(kind: str, name: str) -> Installed:
     """The plugin called `name`, or `name@distribution` where two distributions give that name."""
-    plain, _, wanted = name.partition("@")
+    plain, chosen, wanted = name.partition("@")
     rows = _named(kind, plain)
-    if wanted:
+    if chosen:
         rows = [row for row in rows if _canonical(row.distribution) == _canonical(wanted)]
     if not rows:
         raise RLHFError(_not_installed(kind, name))
@@ -118,6 +118,16 @@ def load_object(path: str, plugin: Installed | None = None) -> Any:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         advice = f"`python -c 'import {module}'` shows where"
         raise RLHFError(f"{plugin or path} does not import: {said} ({advice})") from error
+
+
+def load_own(path: str) -> Any:
+    """What a user's own import string `module:name` names; the module may stand in the current
+    folder, which the command `rlhf` does not have on its path. It comes last there, so that no file
+    of the user's stands in for a module of ours."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    return load_object(path)
 
 
 @functools.cache
@@ -201,7 +211,7 @@ def _not_installed(kind: str, name: str) -> str:
     here = {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = _known(kind)
     hints = []
-    for near in difflib.get_close_matches(name, {**here, **known}, n=1):
+    for near in difflib.get_close_matches(name.partition("@")[0], {**here, **known}, n=1):
         hints += [f"did you mean '{near}'?"] * (near != name)
         hints += [f"`pip install {known.get(near)}` adds it"] * (near not in here)
     hint = f" ({' '.join(hints)})" if hints else ""

@@ -9,7 +9,7 @@ import torch
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.data.loader import RunOrder, StepPlan
+from rlhf.data.order import RunOrder, StepPlan
 from rlhf.data.packing import PER_TOKEN, pack, value_kinds
 from rlhf.data.schedule import costs, layout
 from rlhf.engine import Mesh

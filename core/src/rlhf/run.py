@@ -1,12 +1,15 @@
 """What a trainer's `setup` may use: the configuration, the tokenizer, and models as engines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan
 from rlhf.gateway import BackendGateway
@@ -15,6 +18,7 @@ from rlhf.model.dropout import without_dropout
 from rlhf.model.load import Task, load_model, model_shape, parameter_groups
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.reference import Follower, Reference, ReferenceMode, make_reference
+from rlhf.reference_cache import attach, own_logprobs
 
 
 class Run:
@@ -119,6 +123,26 @@ class Run:
         no cache can answer.
         """
         return make_reference(self, mode, every=every, mix=mix, live=live)
+
+    def cached(
+        self,
+        name: str,
+        folder: Callable[[], Path],
+        engine: Callable[[], Engine],
+        *,
+        read: Callable[[Engine, PackedBatch], Tensor] = own_logprobs,
+        width: int | None = None,
+    ) -> str:
+        """Give every example the value `name` per token (or `width` of them), in `batch.values`:
+        what `read(engine, batch)` gives of each prediction, [N] or [N, width].
+
+        It is kept in `folder()`; `engine` loads what computes the part that is not there. What was
+        done, in words. Collective.
+        """
+        return attach(
+            self.examples, name, folder(), self.mesh, engine=engine,
+            tokens=self.config.batch.tokens, read=read, width=width,
+        )  # fmt: skip
 
     def generate(
         self, engine: Engine, prompts: list[list[int]], *, max_new_tokens: int

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf import checkpoint, random_state
 from rlhf.best import Best
 from rlhf.config.sections import Config
-from rlhf.data.loader import RunOrder
+from rlhf.data.order import RunOrder
 from rlhf.engine import Engine, Mesh
+from rlhf.errors import ToldByFirst
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
 from rlhf.reference import Follower
@@ -93,6 +94,7 @@ class Session:
     def restore(self, folder: Path) -> int:
         """Go back to a checkpoint; the step that comes next (0-based). Collective."""
         state = self.hooks.load_checkpoint(engine=self.engine, directory=folder / self.engine.role)
+        self._check_data(folder, state["data"])
         for follower in self.followers:
             follower.load(folder / follower.role)
         self.trainer.load_state(state["trainer"])
@@ -102,9 +104,25 @@ class Session:
         random_state.load(folder / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
         return int(state["step"])
 
+    def _check_data(self, folder: Path, before: list[int]) -> None:
+        """The steps that are to come were laid out for the rows of then."""
+        if before != self._data():
+            (rows, tokens), (rows_now, tokens_now) = before, self._data()
+            raise ToldByFirst(
+                f"{folder} was written in training on {rows:,} examples of {tokens:,} tokens and "
+                f"data.train has {rows_now:,} of {tokens_now:,} now: bring the old rows back, or "
+                "start again with --overwrite"
+            )
+
+    def _data(self) -> list[int]:
+        """Examples to train on and their tokens."""
+        lengths = self.train_order.examples.lengths
+        return [len(lengths), int(lengths.sum())]
+
     def _state(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
+            "data": self._data(),
             "trainer": self.trainer.state(),
             "tokens_seen": self.journal.tokens_seen,
             "skipped": self.journal.skipped,

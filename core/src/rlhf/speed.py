@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from rlhf.data.loader import StepPlan
+from rlhf.data.order import StepPlan
 from rlhf.engine import ModelShape
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -30,14 +30,13 @@ class Speed:
         """Operations of a step over all ranks. Two per weight and token forward, four backward (two
         for a frozen weight), the head on predicted tokens alone; causal attention counts half."""
         shape = self.shape
-        head = shape.vocabulary * shape.hidden
         frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
         per_weight = 6 - 2 * frozen_share
-        body = max(shape.parameters - head, 0)
+        body = max(shape.parameters - shape.head - shape.lookup, 0)
         tokens, predicted = float(plan.lengths.sum()), plan.totals["tokens"]
         pairs = float((plan.lengths * plan.paths).sum()) / 2
         return (
-            per_weight * (body * tokens + head * predicted)
+            per_weight * (body * tokens + shape.head * predicted)
             + 12 * shape.layers * shape.hidden * pairs
         )
 

@@ -1,7 +1,8 @@
-"""A teacher's k likeliest tokens at every prediction and the mass of all others, computed once and
-kept on disk as the reference's log-probabilities are."""
+"""A teacher beside the policy, or its k likeliest tokens at every prediction and the mass of all
+others, computed once and kept on disk as the reference's log-probabilities are."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from rlhf.divergence import CHUNK, TopTeacher
 from rlhf.engine import Engine
 from rlhf.model.head import Head
 from rlhf.readouts import capped_logits
-from rlhf.reference_cache import LogprobTable, fill, weights_digest
+from rlhf.reference_cache import weights_digest
 
 if TYPE_CHECKING:
     from rlhf.run import Run
@@ -40,31 +41,35 @@ class CachedTeacher:
         return TopTeacher(values[:, : self.top].long(), values[:, self.top :])
 
 
+def running_teacher(run: "Run", model: ModelConfig) -> Engine:
+    """`model` as a frozen engine of role `teacher`. Collective."""
+    engine = run.load(ATTACHED, model=model, trained=False)
+    parameters = run.shapes[ATTACHED].parameters
+    run.notes.append(f"teacher    {model.path}: {parameters:,} parameters, a second model, frozen")
+    return engine
+
+
 def cached_teacher(
     run: "Run", model: ModelConfig, *, top: int, temperature: float
 ) -> CachedTeacher:
     """The distributions of `model` at every prediction of the run's examples, at `temperature`:
     what is not on disk is computed now, and the engine for it is given up again. Collective."""
-    config = evolve(run.config, model=model, lora=None)
-    digest = run.mesh.gather(weights_digest(config) if run.mesh.rank == 0 else "")[0]
-    folder = cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
-    tables = [
-        [LogprobTable(folder, file, width=2 * top + 1) for file in examples.files]
-        for examples in run.examples
-    ]
-    missing = sum(len(table.open()) for part in tables for table in part)
-    computed = 0
-    if any(run.mesh.gather(missing)):
-        read = partial(top_tokens, top=top, temperature=temperature)
-        engine = run.load(ATTACHED, model=model, trained=False)
-        for part in tables:
-            tokens = run.config.batch.tokens
-            computed += fill(part, engine, run.mesh, tokens=tokens, read=read)
+
+    def folder() -> Path:
+        config = evolve(run.config, model=model, lora=None)
+        digest = run.mesh.gather(weights_digest(config) if run.mesh.rank == 0 else "")[0]
+        return cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
+
+    done = run.cached(
+        ATTACHED,
+        folder,
+        partial(run.load, ATTACHED, model=model, trained=False),
+        read=partial(top_tokens, top=top, temperature=temperature),
+        width=2 * top + 1,
+    )
+    if ATTACHED in run.engines:
         run.release(ATTACHED)
-    for examples, part in zip(run.examples, tables, strict=True):
-        examples.attach(ATTACHED, part)
-    what = f"{computed:,} examples computed" if computed else "found"
-    run.notes.append(f"teacher    its {top} likeliest tokens: {what} in {folder}")
+    run.notes.append(f"teacher    its {top} likeliest tokens: {done}")
     return CachedTeacher(top=top)
 
 

@@ -150,14 +150,14 @@ SHAPE = ModelShape(
     largest_layer=GIB // 4,
     hidden=4096,
     layers=32,
-    vocabulary=32000,
+    head=32000 * 4096,
 )
 
 
 def plan(world, memory, *, dtype="bf16", shape=SHAPE, **settings):
     run = evolve(config(**settings), model=ModelConfig(dtype=dtype))
-    mesh = Mesh(world=world, device=torch.device("cpu"))
-    return zero.plan(run, mesh, shape, memory=memory, optimizer="FusedAdam", reason="")
+    mesh = Mesh(world=world, device=torch.device("cpu"), memory=memory)
+    return zero.plan(run, mesh, shape, optimizer="FusedAdam", reason="")
 
 
 def test_auto_takes_the_first_stage_whose_states_fit():
@@ -184,6 +184,12 @@ def test_the_summary_says_why():
 
 def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
     assert plan(1, 140 * GIB, offload_optimizer=True).stage == 1
+
+
+def test_buckets_are_even_as_deepspeed_demands():
+    odd = evolve(SHAPE, trainable=12_345)
+    for given in (plan(1, GIB, shape=odd, stage=2), plan(1, GIB, stage=2, bucket_size=12_345)):
+        assert given.settings["zero_optimization"]["allgather_bucket_size"] == 12_346
 
 
 def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():

@@ -193,6 +193,7 @@ def test_fp16_without_an_accelerator_that_has_it_is_refused(single):
     ]
 
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 ALONE = [
     "import torch",
     "from rlhf_plugin_deepspeed.backend import DeepSpeedBackend",
@@ -209,19 +210,15 @@ ALONE = [
 ]
 
 
+def alone(lines):
+    """A program in a process of its own, without a launcher's variables."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    program = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.run(program, capture_output=True, text=True, env=environment)
+
+
 def test_without_a_launcher_one_process_runs_alone_twice():
-    rendezvous = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "DS_ACCELERATOR",
-    )
-    environment = {name: value for name, value in os.environ.items() if name not in rendezvous}
-    shown = subprocess.run(
-        [sys.executable, "-c", "\n".join(ALONE)], capture_output=True, text=True, env=environment
-    )
+    shown = alone(ALONE)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == "[True]\n"
 
@@ -237,6 +234,30 @@ def half_a_launcher():
         keep.pop(name, None)
     keep |= {"RANK": "0", "WORLD_SIZE": "2"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=keep)
+
+
+PATIENT = (
+    "import torch",
+    "from attrs import evolve",
+    "from rlhf.config.sections import TrainConfig",
+    "from rlhf.testing.problem import configure",
+    "from rlhf_plugin_deepspeed.backend import DeepSpeedBackend",
+    "from rlhf_plugin_deepspeed.config import DeepSpeedConfig",
+    "run = configure(DeepSpeedConfig(timeout=45))",
+    "run = evolve(run, train=TrainConfig(seed=7, deterministic=True))",
+    "DeepSpeedBackend().setup_mesh(run)",
+    "group = torch.distributed.group.WORLD._get_backend(torch.device('cpu'))",
+    "drawn = float(torch.rand(()))",
+    "torch.manual_seed(7)",
+    "print(group.options._timeout, torch.are_deterministic_algorithms_enabled(),",
+    "      drawn == float(torch.rand(())))",
+)
+
+
+def test_the_timeout_determinism_and_the_seed_are_those_asked_for():
+    shown = alone(PATIENT)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "0:45:00 True True"
 
 
 def test_half_a_rendezvous_is_refused():

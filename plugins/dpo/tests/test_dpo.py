@@ -1,28 +1,23 @@
 """Direct preference optimisation on real engines: its start, its terms, and that hardware does not
 matter."""
 
+import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 import tiny
 from rlhf.config.reader import read_config
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
 from rlhf.demo import rows
-from rlhf.errors import RLHFError
 from rlhf.execute import run_rank
-from rlhf.sums import weighted_loss
 from rlhf.testing.conformance import Other, TrainerConformance
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.ranks import Ranks
-from rlhf_plugin_dpo.config import DPOConfig, LossEntry
-from rlhf_plugin_dpo.trainer import DPOTrainer
 
 LN_2 = math.log(2)
 BCO = "{name: bco_pair, weight: 0.3}, "
@@ -73,88 +68,41 @@ class TestDPO(TrainerConformance):
     }
 
 
-class Pairs:
-    """An engine over a vocabulary of ten: log-probability -log 10 for each token, with a slope."""
-
-    def __call__(self, batch: Any, readout: Any) -> dict[str, torch.Tensor]:
-        tokens = torch.full((len(batch.predict),), -math.log(10), requires_grad=True)
-        sums = torch.zeros(len(batch.answer_example)).index_add(0, batch.answer, tokens)
-        entropy = torch.full_like(tokens, math.log(10)).detach()
-        return {"logprobs": sums, "tokens/logprobs": tokens, "tokens/entropy": entropy}
-
-
-def trainer(*losses: LossEntry, **settings: Any) -> DPOTrainer:
-    made = DPOTrainer(DPOConfig(loss=losses, **settings), tokenizer=None)
-    made.policy = Pairs()
-    return made
-
-
-def row(prompt: int = 2, chosen: int = 2, rejected: int = 3, ranks: Any = (1.0, 2.0)) -> Any:
-    answers = [Answer([5] * chosen), Answer([6] * rejected)]
-    return SimpleNamespace(prompt=[1] * prompt, answers=answers, columns={"ranks": list(ranks)})
-
-
-def test_each_term_is_divided_by_what_it_is_per() -> None:
-    made = trainer(LossEntry(name="sigmoid"), LossEntry(name="sft", weight=0.5), reference="none")
-    examples = [made.example(row(2, 2, 3)), made.example(row(0, 3, 2))]
-    assert str(examples[1].values["chosen"]) == "[[nan, 1.0, 1.0], [nan, nan]]"
-    loss = made.loss(pack(examples, [0, 1]))
-    assert [(term.per, term.weight) for term in loss.terms] == [("examples", 1.0), ("labels", 0.5)]
-    # Sums of log-probabilities: -2 and -3 times log 10; without a prompt -2 and -1 times.
-    pairs = sum(math.log1p(math.exp(-0.1 * lead * math.log(10))) for lead in (1, -1))
-    expected = pairs / 2 + 0.5 * math.log(10)
-    total = weighted_loss(loss, {"examples": 2.0, "labels": 4.0})
-    assert total.item() == pytest.approx(expected, abs=1e-6)
-    margin, per = loss.metrics["rewards/margins"]
-    assert (margin.item(), per) == (pytest.approx(0.0, abs=1e-6), "examples")
-    assert loss.metrics["rewards/accuracies"][0].item() == 1.0
-    assert loss.metrics["logps/chosen"][0].item() == pytest.approx(-4 * math.log(10))
-    assert loss.metrics["nll_loss"][0].item() == pytest.approx(4 * math.log(10))
-
-
-def test_losses_per_token_compare_means() -> None:
-    made = trainer(LossEntry(name="simpo"), beta=2.0, gamma=0.5)
-    loss = made.loss(pack([made.example(row(2, 2, 3))], [0]))
-    assert loss.terms[0].sum.item() == pytest.approx(math.log1p(math.exp(0.5)), abs=1e-6)
-
-
-def test_orpo_and_cpo_bring_the_likelihood_of_their_papers() -> None:
-    for name in ("orpo", "cpo"):
-        loss = trainer(LossEntry(name=name)).loss(pack([row_example(name)], [0]))
-        assert [term.per for term in loss.terms] == ["examples", "labels"]
-
-
-def row_example(name: str) -> Example:
-    return trainer(LossEntry(name=name)).example(row())
-
-
-def test_a_loss_of_ones_own_is_named_by_module_and_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_finds_a_loss_in_the_current_folder(
+    inputs: tiny.Inputs, tmp_path: Path
 ) -> None:
-    source = "def squared(chosen, rejected, config):\n"
-    source += "    return (config.beta * (chosen - rejected)).square()\n"
-    (tmp_path / "my_losses.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    made = trainer(LossEntry(name="my_losses:squared"), reference="none", beta=0.5)
-    loss = made.loss(pack([made.example(row(2, 2, 3))], [0]))
-    assert loss.terms[0].sum.item() == pytest.approx((0.5 * math.log(10)) ** 2, rel=1e-5)
-    with pytest.raises(RLHFError, match="nowhere:there does not import: ModuleNotFoundError"):
-        trainer(LossEntry(name="nowhere:there"))
+    source = "def halved(chosen, rejected, config):\n    return 0.5 + 0 * chosen\n"
+    (tmp_path / "losses_beside_me.py").write_text(source)
+    program = Path(sys.executable).with_name("rlhf")
+    more = ("--dpo.loss", "losses_beside_me:halved", "--train.stop_at", "1")
+    command = [str(program), "run", "dpo", *words(inputs, tmp_path / "run", *more)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"RLHF_CACHE": str(inputs.cache), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "loss") == [0.5]
 
 
-def test_the_better_answer_comes_first_whatever_the_row_says_first() -> None:
-    example = trainer(LossEntry(name="sigmoid")).example(row(ranks=(2.0, 1.0)))
-    assert [list(answer.tokens) for answer in example.answers] == [[6, 6, 6], [5, 5]]
-
-
-@pytest.mark.parametrize("ranks", [(1.0, 1.0), (1.0, 2.0, 3.0)])
-def test_a_row_that_is_no_pair_is_refused(ranks: Any) -> None:
-    with pytest.raises(RLHFError) as error:
-        trainer(LossEntry(name="sigmoid")).example(row(ranks=ranks))
-    assert str(error.value) == (
-        "dpo compares two answers of which one is better, but a row has the ranks "
-        f"{list(ranks)}: write it as `chosen` and `rejected`"
-    )
+@pytest.mark.parametrize("losses", ["sigmoid", "[sigmoid, {name: sft, weight: 0.2}]"])
+def test_a_run_says_what_it_leaves_out_of_ranked_rows(
+    losses: str, inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranked = [
+        {"prompt": "2 + 2 =", "answers": [" 5", " 4", " 22", " 6"], "scores": [1, 3, 0, 1]},
+        {"prompt": "2 + 3 =", "answers": [" 5", " 4", " 1"], "ranks": [1, 2, 3]},
+        {"prompt": "2 + 5 =", "chosen": " 7", "rejected": " 8"},
+        {"prompt": "2 + 6 =", "answers": [" 7", " 9"], "scores": [0, 0]},
+    ]
+    data = tmp_path / "ranked.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ranked))
+    more = ("--data.train", str(data), "--dpo.loss", losses, "--train.stop_at", "1")
+    plain(inputs, tmp_path / "run", *more)
+    printed = capsys.readouterr().out
+    assert "4 rows; 1 with nothing to train on (dropped), 25.0 %" in printed
+    assert (
+        "pairs      best against worst in 2 rows with more than two answers; 3 answers between "
+        "them left out\n"
+    ) in printed
 
 
 @pytest.mark.parametrize(("mode", "exact"), [("adapter", True), ("engine", True), ("cache", False)])
@@ -209,6 +157,20 @@ def test_the_curve_does_not_depend_on_the_hardware(
         ), key
     assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(curve, "loss"), abs=1e-5)
     assert metrics[-1]["eval/loss"] == pytest.approx(curve[-1]["eval/loss"], abs=1e-5)
+
+
+def test_a_reference_in_shards_may_lie_in_the_hosts_memory(
+    curve: list[dict[str, Any]], inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    place = ("--deepspeed.stage", "3", "--deepspeed.offload_param", "true")
+    sharded = (*place, "--deepspeed.persistence_threshold", "0", "--dpo.reference", "engine")
+    arguments = words(inputs, tmp_path / "run", "--dpo.loss", ALL, *sharded)
+    metrics = two.run(run_dpo, arguments, str(inputs.cache))[0]
+    assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(curve, "loss"), abs=1e-5)
+    plans = json.loads((tmp_path / "run" / "plan.json").read_text())
+    for role in ("policy", "reference"):
+        zero = plans[role]["settings"]["zero_optimization"]
+        assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu"), role
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])

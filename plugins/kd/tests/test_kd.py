@@ -33,6 +33,9 @@ class TestKD(TrainerConformance):
     trainer = "kd"
     words = ("--kd.teacher", "{other_model}")
     clip = "0.01"
+    without_effect: ClassVar = {
+        "teacher_revision": "a folder has no revisions; test_teachers.py has a hub's"
+    }
     others: ClassVar = {
         "teacher": "demo:base",
         "loss": "reverse_kl",

@@ -1,6 +1,11 @@
 """Runs with a teacher from disk and with new answers: the same on any ranks and stages, and to the
 last bit after a resume."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ import numpy as np
 import pytest
 
 from rlhf import demo
+from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
 from rlhf.testing import tiny
 from rlhf.testing.conformance import STAGES, column, without_timings
@@ -57,6 +63,8 @@ def test_the_curve_on_two_ranks_is_that_of_plain_torch(
     given = words(name, *settings, *STAGES[stage])
     # A cache of its own: the teacher's distributions are computed by both ranks at this stage.
     same(shared(2).run(tiny.run, "kd", given, str(tmp_path / "two"))[0], plain)
+    roles = json.loads((Path(given[given.index("--output") + 1]) / "plan.json").read_text())
+    assert set(roles) == ({"policy"} if settings is CACHED else {"policy", "teacher"})
 
 
 @pytest.mark.parametrize("settings", [CACHED, ON_POLICY])
@@ -100,6 +108,17 @@ def test_the_teacher_is_computed_once_and_a_damaged_file_again(
     assert note("third").endswith("examples computed")
 
 
+def test_the_first_lines_name_student_and_teacher(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words("named", "--model.init", "random", "--train.stop_at", "1")
+    tiny.run("kd", given, str(tmp_path), True)
+    printed = capsys.readouterr().out
+    teacher = given[given.index("--kd.teacher") + 1]
+    assert re.search(r"model .+: [\d,]+ parameters, fp32, random weights\n", printed)
+    assert re.search(rf"teacher    {teacher}: [\d,]+ parameters, a second model, frozen\n", printed)
+
+
 def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         tiny.run("kd", words("many", "--kd.cache_top", "295"), str(tmp_path), True)
@@ -109,9 +128,46 @@ def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path)
     )
 
 
-def test_a_missing_teacher_is_told(words: Words, tmp_path: Path) -> None:
+def test_a_missing_teacher_is_told_before_anything_is_read() -> None:
     with pytest.raises(RLHFError) as error:
-        tiny.run("kd", words("none", "--kd.teacher", "''"), str(tmp_path), True)
+        read_config("kd", overrides=["--model", "nowhere", "--data", "nothing.jsonl"])
     assert str(error.value) == (
         "kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME"
     )
+    assert read_config("kd", inputs=False).config.own.teacher == ""
+
+
+def test_a_revision_of_a_folder_is_refused(words: Words, tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error:
+        read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2"))
+    assert str(error.value) == "kd.teacher_revision: has no effect on a folder"
+
+
+def test_a_teacher_that_is_not_there_is_called_by_its_setting(words: Words, tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    with pytest.raises(RLHFError, match=f"^kd.teacher {nothing} is neither a folder with a config"):
+        tiny.run("kd", words("absent", "--kd.teacher", str(nothing)), str(tmp_path), True)
+
+
+def test_the_revision_says_which_teacher_of_a_hub_it_is(words: Words, tmp_path: Path) -> None:
+    """A hub's files as they lie on disk after a download: one name, two commits."""
+    hub = tmp_path / "hub" / "models--someone--teacher"
+    for seed, (branch, commit) in enumerate((("main", "a" * 40), ("old", "b" * 40)), start=2):
+        tiny.make_model(hub / "snapshots" / commit, seed=seed)
+        (hub / "refs").mkdir(exist_ok=True)
+        (hub / "refs" / branch).write_text(commit)
+    stop = ("--kd.cache_top", "5", "--train.stop_at", "1")
+    old = ("--kd.teacher", "someone/teacher", "--kd.teacher_revision", "old")
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    env |= {"RLHF_CACHE": str(tmp_path / "cache"), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "rlhf", "run", "kd", *words("old of the hub", *stop, *old)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"run folder (.+)", done.stdout)
+    assert found is not None
+    lines = (Path(found[1]) / "metrics.jsonl").read_text().splitlines()
+    loss = column([json.loads(line) for line in lines], "loss")
+    folder = str(hub / "snapshots" / ("b" * 40))
+    same_folder = words("old of the folder", *stop, "--kd.teacher", folder)
+    assert loss == pytest.approx(column(tiny.run("kd", same_folder, str(tmp_path), True), "loss"))

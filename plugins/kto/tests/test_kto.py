@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.sums import weighted_loss
+from rlhf_plugin_kto import plugin
 from rlhf_plugin_kto.config import KTOConfig
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 from rlhf_plugin_kto.trainer import KTOTrainer
@@ -37,6 +38,10 @@ def test_the_loss_is_one_minus_the_value_of_the_paper() -> None:
     expected = [-1.5 * 0.5 * slope, 0.7 * 0.5 * slope, 0.7 * 0.5 * 0.8807970780 * 0.1192029220]
     assert logratios.grad is not None
     assert logratios.grad.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_rate_and_beta_are_those_of_the_paper() -> None:
+    assert (plugin.defaults, KTOConfig().beta) == ({"optim.lr": 1e-6}, 0.1)
 
 
 def test_a_policy_that_is_its_reference_loses_half_of_every_weight() -> None:

@@ -1,17 +1,12 @@
-"""Process reward models: losses and measures against numbers worked by hand, scores against plain
-transformers."""
+"""Process reward models: losses and measures against numbers worked by hand."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlhf import demo
 from rlhf.config.reader import read_config
 from rlhf.data.example import Answer
 from rlhf.data.packing import filler, pack
@@ -20,12 +15,9 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.head import Head
 from rlhf.sums import Sums, weighted_loss
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
 from rlhf_plugin_prm import measures
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss
-from rlhf_plugin_prm.scorer import Scorer
 from rlhf_plugin_prm.trainer import PRMTrainer, token_id
 
 NAN = math.nan
@@ -175,66 +167,3 @@ def test_reward_tokens_must_be_two_tokens() -> None:
     )
     with pytest.raises(RLHFError, match=r"prm.reward_tokens '\+' and '\+' are the same token"):
         PRMTrainer(PRMConfig(formulation="token", reward_tokens=("+", "+")), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command line of a tiny run."""
-    folder = tmp_path_factory.mktemp("prm")
-    rows = demo.rows("arithmetic", "train", "stepwise")
-    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
-    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
-    model = tiny.make_model(folder / "model")
-    return [
-        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
-        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
-        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
-    ]  # fmt: skip
-
-
-STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
-CASES = {
-    "head": (1, ("--deepspeed.stage", "0")),
-    "head, stage 3, LoRA": (2, (*STAGE_3, "--lora.rank", "4")),
-    "token, stage 3": (2, (*STAGE_3, "--prm.formulation", "token")),
-    "token, placeholder, LoRA": (
-        1,
-        ("--prm.formulation", "token", "--prm.placeholder", "<step>", "--lora.rank", "4"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_scorer_gives_the_probabilities_of_the_last_evaluation(
-    name: str, words: list[str], tmp_path: Path
-) -> None:
-    world, more = CASES[name]
-    given = [*words, "--output", str(tmp_path / "run"), *more]
-    metrics = shared(world).run(tiny.run, "prm", given, str(tmp_path / "cache"))[0][-1]
-    scorer = Scorer(tmp_path / "run" / "model")
-    right: list[float] = []
-    labels: list[bool] = []
-    for held_out in read_rows(words[words.index("--data.eval") + 1]):
-        right += scorer.probabilities(held_out["prompt"], held_out["completions"])
-        labels += held_out["labels"]
-    costs = [-math.log(p if label else 1 - p) for p, label in zip(right, labels, strict=True)]
-    hits = [(p > 0.5) == label for p, label in zip(right, labels, strict=True)]
-    assert metrics["eval/loss"] == pytest.approx(mean(costs), abs=1e-5)
-    assert metrics["eval/accuracy"] == pytest.approx(mean(hits), abs=1e-5)
-
-
-def mean(values: Any) -> float:
-    return float(Tensor([float(value) for value in values]).mean())
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def test_labels_that_are_cut_off_are_counted(words: list[str], tmp_path: Path) -> None:
-    from rlhf.execute import prepare_data
-
-    given = [*words, "--output", str(tmp_path), "--data.max_tokens", "40", "--data.too_long", "cut"]
-    report = prepare_data(read_config("prm", overrides=given)).train.report
-    assert report.labels_cut > 0
-    assert f"{report.labels_cut} labels cut off" in str(report)

@@ -1,8 +1,6 @@
-"""Reward models: losses against numbers worked by hand, rewards against plain transformers."""
+"""Reward models: losses and metrics against numbers worked by hand."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,19 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf import demo
 from rlhf.data.example import Answer
 from rlhf.data.packing import filler, kind_of, pack
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.export import export_command
 from rlhf.model.head import Head
 from rlhf.sums import Sums, weighted_loss
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
 from rlhf_plugin_rm import losses
 from rlhf_plugin_rm.config import RMConfig
-from rlhf_plugin_rm.scorer import Scorer
 from rlhf_plugin_rm.trainer import RMTrainer
 
 PAIR = [losses.bradley_terry, losses.log_exp]
@@ -138,6 +131,12 @@ def test_a_step_is_the_mean_over_examples_of_the_mean_over_their_pairs() -> None
     assert weighted_loss(loss, {"examples": 2}).item() == pytest.approx(expected)
 
 
+def test_a_prompt_is_there_once_for_all_its_answers() -> None:
+    batch = batch_of(trainer(), *ROWS)
+    real = batch.tokens[: len(batch.tokens) - int((batch.example < 0).sum())]
+    assert real.tolist() == [1, 2, 3, 30, 3, 10, 1, 2, 3, 20, 3, 40, 3, 5]
+
+
 def test_metrics_have_trls_names_and_the_deviation() -> None:
     made = trainer()
     sums, totals = Sums(Mesh()), {"examples": 3.0, "answers": 7.0}
@@ -176,74 +175,3 @@ def test_normalising_without_held_out_rows_is_an_error() -> None:
     assert str(caught.value) == (
         "rm.normalise needs held-out rows to measure rewards on: set data.eval"
     )
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command line of a tiny run."""
-    folder = tmp_path_factory.mktemp("rm")
-    rows = demo.rows("arithmetic", "train", "preference")
-    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
-    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
-    model = tiny.make_model(folder / "model")
-    return [
-        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
-        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
-        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
-    ]  # fmt: skip
-
-
-STAGES = {
-    "stage 0": (1, ("--deepspeed.stage", "0")),
-    "stage 3": (2, ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")),
-    "stage 3, LoRA": (
-        2,
-        ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", "--lora.rank", "4"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_the_exported_model_gives_the_rewards_of_the_last_evaluation(
-    name: str, words: list[str], tmp_path: Path
-) -> None:
-    world, more = STAGES[name]
-    given = [*words, "--output", str(tmp_path / "run"), "--rm.normalise", "true", *more]
-    metrics = shared(world).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
-    held_out = read_rows(words[words.index("--data.eval") + 1])
-    scorer = Scorer(tmp_path / "run" / "model")
-    raw = torch.tensor(
-        [
-            scorer.rewards(row["prompt"], [row[name]], normalise=False)[0]
-            for row in held_out
-            for name in ("chosen", "rejected")
-        ]
-    )
-    found = {
-        "eval/mean_reward": raw.mean(), "eval/min_reward": raw.min(),
-        "eval/max_reward": raw.max(), "eval/std_reward": raw.std(correction=0),
-        "eval/accuracy": (raw[::2] > raw[1::2]).float().mean(),
-        "eval/margin": (raw[::2] - raw[1::2]).mean(),
-    }  # fmt: skip
-    for metric, value in found.items():
-        assert metrics[metric] == pytest.approx(value.item(), abs=1e-5), metric
-    row = held_out[0]
-    both = scorer.rewards(row["prompt"], [row["chosen"], row["rejected"]])
-    expected = (raw[:2] - metrics["eval/mean_reward"]) / metrics["eval/std_reward"]
-    assert both == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
-    words: list[str], tmp_path: Path
-) -> None:
-    given = [*words, "--output", str(tmp_path / "run"), "--checkpoint.every", "4"]
-    shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
-    shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / "again"))
-    one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "again")
-    answers = ["The answer is 4.", "The answer is 5."]
-    assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
-    assert other.config.reward_mean == pytest.approx(one.config.reward_mean)
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]

@@ -74,7 +74,7 @@ def read_config(
     tree["backend"] = chosen or backend.name
     return Request(
         name=trainer.name,
-        config=_checked(cls, tree, record.check, inputs=inputs),
+        config=_checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs),
         plugin=plugin,
         demo=demo,
         notes=notes,
@@ -84,6 +84,9 @@ def read_config(
         argv=list(argv),
         origin=trainer,
     )
+
+
+Check = Callable[[Any], None]
 
 
 def to_tree(config: Any) -> dict[str, Any]:
@@ -203,13 +206,13 @@ def _with_defaults(
 
 
 def _checked(
-    cls: type, tree: dict[str, Any], check: Callable[[Any], None] | None, *, inputs: bool
+    cls: type, tree: dict[str, Any], checks: Sequence[Check | None], *, inputs: bool
 ) -> Config:
     """The configuration in `tree`, or an RLHFError with all that is wrong in it."""
     config, problems = structure(tree, cls)
     if config is not None:
         problems = _contradictions(config) + (_missing(config) if inputs else [])
-        problems += _asked(check, config)
+        problems += [text for check in checks if check for text in _asked(check, config)]
     if problems:
         head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
         raise RLHFError(head + "\n  ".join(problems))
@@ -232,6 +235,7 @@ def _contradictions(config: Config) -> list[str]:
         ("model.adapter: is trained on itself; take lora away", model.adapter and config.lora),
         ("model.adapter: does not fit model.init random", model.adapter and random),
         ("model.quantize: does not fit model.init random", quantized and random),
+        ("model.revision: has no effect on a folder", model.revision and Path(model.path).is_dir()),
         (f"train.stop_at: {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup: {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup: give a share below 1 or whole steps", max(optim.warmup, 1) % 1),
@@ -255,11 +259,10 @@ def _missing(config: Config) -> list[str]:
     return problems
 
 
-def _asked(check: Callable[[Any], None] | None, config: Config) -> list[str]:
-    """The backend's own check across sections."""
+def _asked(check: Check, config: Config) -> list[str]:
+    """A plugin's own check across sections."""
     try:
-        if check is not None:
-            check(config)
+        check(config)
     except RLHFError as error:
         return [str(error)]
     return []

@@ -132,7 +132,7 @@ class TrainConfig:
     """End this run after that step, with a checkpoint; the schedule does not change."""
     hours: float | None = field(default=None, validator=optional(positive))
     """End this run after so much wall time, with a checkpoint; the schedule does not change."""
-    seed: int = field(default=0, validator=not_negative)
+    seed: int = field(default=0, validator=validators.and_(not_negative, validators.lt(2**63)))
     """Seed of the order of rows, of new weights and of dropout."""
     deterministic: bool = False
     """Deterministic kernels only; slower on CUDA."""

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,13 @@ from attrs import frozen
 
 from rlhf.errors import RLHFError
 
-_TAKES = {"overwrite": r"(?!)", "resume": r"step-\d+$"}
+_FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),
+    "resume": ("step-N or nothing", r"(step-[0-9]+)?", str),
+    "overwrite": ("no value", r"", lambda _: True),
+}
+"""What a flag takes in words and as a pattern, and how it is read."""
+_TAKES = {"overwrite": r"(?!)", "resume": r"step-(?!.*\.ya?ml$)"}
 """What the next word must look like to be a flag's value; others take what is no option."""
 
 
@@ -33,12 +39,11 @@ def parse_words(words: Sequence[str]) -> Words:
     found: dict[str, Any] = {}
     overrides = []
     for name, value in _pairs(list(words)):
-        if name == "nproc":
-            if not (value or "").isdigit() or int(value or 0) < 1:
-                raise RLHFError(f"--nproc takes a number of processes, not {value!r}")
-            found["nproc"] = int(value or 0)
-        elif name in ("resume", "overwrite"):
-            found[name] = value or "" if name == "resume" else True
+        if name in _FLAGS:
+            takes, pattern, read = _FLAGS[name]
+            if not re.fullmatch(pattern, value or ""):
+                raise RLHFError(f"--{name} takes {takes}, not {value or 'nothing'!r}")
+            found[name] = read(value or "")
         elif name:
             overrides.append((name, _parse(name, value)))
         elif "source" in found:
@@ -47,6 +52,8 @@ def parse_words(words: Sequence[str]) -> Words:
             )
         else:
             found["source"] = _source(str(value))
+    if {"resume", "overwrite"} <= found.keys():
+        raise RLHFError("--resume goes on with a run and --overwrite replaces it: give one of them")
     return Words(overrides=tuple(overrides), **found)
 
 
@@ -59,6 +66,8 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
+        if not re.fullmatch(r"\w+(\.\w+)*", name):
+            raise RLHFError(f"'{word}' is no setting: write --section.field VALUE")
         if equals:
             yield name, value
         elif not words or not re.match(_TAKES.get(name, r"(?!--)"), words[0]):

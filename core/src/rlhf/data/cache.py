@@ -17,6 +17,8 @@ from typing import Any
 
 import attrs
 
+from rlhf.places import writing
+
 POLL_SECONDS = 0.2
 OURS = (
     *("chat", "convert", "encode", "files", "formats", "mapping", "packing"),
@@ -36,18 +38,14 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
     Whoever gets the lock builds; the others look for the folder until it is there, or until the
     lock is free because the builder died. The folder is complete or absent.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    while not folder.exists():
-        with _lock(folder.with_suffix(".lock")) as ours:
-            if ours and not folder.exists():
-                part = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-                try:
-                    build(part)
-                    _publish(part, folder)
-                finally:
-                    shutil.rmtree(part, ignore_errors=True)
-            elif not ours:
-                time.sleep(POLL_SECONDS)
+    with writing(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while not folder.exists():
+            with _lock(folder.with_suffix(".lock")) as ours:
+                if ours and not folder.exists():
+                    _build(folder, build)
+                elif not ours:
+                    time.sleep(POLL_SECONDS)
     return folder
 
 
@@ -65,14 +63,18 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     return _sha(json.dumps(own, sort_keys=True, default=repr))
 
 
-def _publish(part: Path, folder: Path) -> None:
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
+        build(part)
         part.rename(folder)
     except OSError:
         # Another host wrote the same to a shared folder; locks do not reach across all file
         # systems.
         if not folder.exists():
             raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ class Examples(Sequence[Example]):
         return f"{shown} and {more} more" if more > 0 else shown
 
     def value(self, name: str) -> NDArray[np.float32]:
-        """A value per example [n], where the examples have no other kind of value."""
+        """A value per example [n]; of other kinds are values behind it in the alphabet alone."""
         return self._joined(lambda file: file.value(name))
 
     def _column(self, name: str) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 through `datasets`."""
 
 import codecs
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -72,6 +73,9 @@ class Source:
             return self._hub()
         if place.is_dir():
             return self._folder(place)
+        for name in ("subset", "split"):
+            if getattr(self.entry, name) is not None:
+                raise RLHFError(f"data.{self.which}: {place} is a file, which has no {name}")
         suffix = _suffix(place)
         if suffix in LINES:
             return _json_rows(place, scratch)
@@ -120,6 +124,8 @@ class Source:
         except Exception as error:
             raise RLHFError(f"data.{self.which}: cannot read {place}: {_line(error)}") from error
         if isinstance(found, datasets.Dataset):
+            if self.entry.split is not None:
+                raise RLHFError(f"data.{self.which}: {place} has no splits: take split away")
             return found
         split = self.entry.split or "train"
         if split not in found:
@@ -133,7 +139,8 @@ class Source:
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
         try:
-            return datasets.load_dataset(what, **keywords)
+            with _quiet():
+                return datasets.load_dataset(what, **keywords)
         except Exception as error:
             cause = error.__cause__ or error
             raise RLHFError(
@@ -145,6 +152,20 @@ class Source:
 
         split = self.entry.split or self.which
         return demo.rows(self.path.removeprefix(DEMO), split, self.format)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no logging of `datasets`: what is wrong is told by its exception."""
+    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def without_nulls(value: Any) -> Any:
@@ -195,7 +216,7 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
 def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RLHFError(f"{path}: not valid JSON: {error}") from None
     for row in rows:
         yield 0, json.dumps(row)
@@ -204,7 +225,12 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
 def _parse(where: str, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
-    except ValueError as error:
+        if "\\ud" in text.lower():
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise RLHFError(f"{where}: {half!a} is half a character: write the whole pair") from None
+    except (ValueError, RecursionError) as error:
         raise RLHFError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise RLHFError(f"{where}: a row must be a JSON object, not {text.strip()[:40]}")

@@ -108,10 +108,9 @@ def conversations(row: RawRow, reader: Reader, messages: Messages, *, first: int
     """The rendered conversation: the assistant's turns from message `first` on are trained on.
     Several paths where the template renders history otherwise, none without such a turn."""
     check_template(row, reader)
+    tools, keywords = tools_of(row), keywords_of(row)
     try:
-        documents = reader.chat.documents(
-            messages, first=first, tools=tools_of(row), keywords=keywords_of(row)
-        )
+        documents = reader.chat.documents(messages, first=first, tools=tools, keywords=keywords)
     except RLHFError as error:
         raise RLHFError(f"{row.where}: {error}") from None
     return [Path(document, bare=False) for document in documents]
@@ -139,12 +138,19 @@ def as_messages(
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise RLHFError(f"{row.where}: `{name}` must be a list of messages, not {kind(value)}")
+        wanted = "text or a list of messages" if role else "a list of messages"
+        raise RLHFError(f"{row.where}: `{name}` must be {wanted}, not {kind(value)}")
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RLHFError(
                 f"{row.where}: message {number} of `{name}` has no `role`: "
                 f"it is {json.dumps(message, default=str)[:80]}"
+            )
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise RLHFError(
+                f"{row.where}: `content` of message {number} of `{name}` must be text or a list of "
+                f"parts, not {kind(content)}"
             )
     return list(value)
 
@@ -164,7 +170,12 @@ def tools_of(row: RawRow) -> list[Any] | None:
 
 def keywords_of(row: RawRow) -> Mapping[str, Any]:
     """What the row hands to its chat template beside the messages."""
-    return row.columns.get("chat_template_kwargs") or {}
+    keywords = row.columns.get("chat_template_kwargs") or {}
+    if not isinstance(keywords, Mapping):
+        raise RLHFError(
+            f"{row.where}: `chat_template_kwargs` must be a mapping, not {kind(keywords)}"
+        )
+    return keywords
 
 
 def has(row: RawRow, *names: str) -> bool:

@@ -140,12 +140,13 @@ class TreeFile:
         return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
 
     def value(self, name: str) -> NDArray[np.float32]:
-        """A value per example [n], of examples that have no other kind of value."""
+        """A value per example [n]; of other kinds are values behind it in the alphabet alone."""
         kinds = self.kinds[0]
         assert name in kinds, f"the examples have no value {name!r}"
-        assert set(kinds.values()) == {PER_EXAMPLE}, kinds
-        flat = pc.list_flatten(self._table["values"]).to_numpy()
-        return flat.reshape(-1, len(kinds))[:, list(kinds).index(name)]
+        place = list(kinds).index(name)
+        assert set(list(kinds.values())[: place + 1]) == {PER_EXAMPLE}, kinds
+        lists = [chunk["values"] for chunk in self._chunks]
+        return np.concatenate([values[offsets[:-1] + place] for offsets, values in lists])
 
 
 def write(table: pa.Table, path: Path) -> None:

@@ -58,6 +58,21 @@ def with_a_slip(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
     return Problem(problem.question, (*steps, _sentence(value)), value), place
 
 
+def with_a_stray_number(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
+    """The same problem with one step that takes a number which is not the question's, rightly
+    worked out from there on, and the number of that step."""
+    operations = [step.split() for step in problem.steps[:-1]]
+    place = draw.randrange(len(operations))
+    value = int(operations[0][0])
+    steps = []
+    for number, (_, sign, text, _, _) in enumerate(operations):
+        operand = _far_from(int(text), draw) if number == place else int(text)
+        result = value + operand if sign == "+" else value - operand
+        steps.append(f"{value} {sign} {operand} = {result}")
+        value = result
+    return Problem(problem.question, (*steps, _sentence(value)), value), place
+
+
 def equations(split: str) -> Iterator[str]:
     """Plain text of sums and of chains of them worked out: what the base model is made from. No
     held-out problem is in the training text."""
@@ -88,19 +103,18 @@ def preference(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def ranked(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """Four answers in any order: the right solution is best, then one with a slip, a wrong guess
-    without any work, and the solution of another problem."""
-    wrong, _ = with_a_slip(problem, draw)
+    """Four answers in any order: the right solution is best, then one that stops before its answer,
+    a wrong guess without any work, and the solution of another problem."""
     stranger, _ = _work(*_chain(draw))
     best_first = [
         problem.solution,
-        wrong.solution,
+        "\n".join(problem.steps[:-1]),
         _sentence(_other(problem.answer, draw)),
         "\n".join(stranger),
     ]
     order = draw.sample(range(4), 4)
     return {
-        "prompt": [{"role": "user", "content": problem.question}],
+        "prompt": problem.question + "\n",
         "answers": [best_first[place] for place in order],
         "ranks": [place + 1 for place in order],
     }
@@ -118,10 +132,10 @@ def unpaired(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def stepwise(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """Steps with a label each: everything from the slip on is wrong."""
+    """Steps with a label each: everything from a stray number on is wrong."""
     shown, first_wrong = problem, len(problem.steps)
     if draw.random() < 0.5:
-        shown, first_wrong = with_a_slip(problem, draw)
+        shown, first_wrong = with_a_stray_number(problem, draw)
     return {
         "prompt": problem.question + "\n",
         "completions": list(shown.steps),
@@ -183,6 +197,11 @@ def _other(right: int, draw: random.Random) -> int:
     """A wrong result near the right one that still lies between 0 and 99."""
     near = [right + off for off in range(-10, 11) if off and 0 <= right + off <= LARGEST]
     return draw.choice(near) if near else draw.randint(0, LARGEST)
+
+
+def _far_from(number: int, draw: random.Random) -> int:
+    """A number from 1 to 99 that is no neighbour of the given one."""
+    return draw.choice([other for other in range(1, LARGEST + 1) if abs(other - number) > 10])
 
 
 def _held_out(expression: str) -> bool:

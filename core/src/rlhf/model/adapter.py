@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
-from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from rlhf.errors import RLHFError
 from rlhf.model.task import FORMS, Form
+from rlhf.model.trainable import adapter_settings, load_adapter
+from rlhf.model.weights import quiet
+from rlhf.places import new_folder
 
 
 def merge_command(adapter: str, output: str) -> int:
@@ -14,30 +17,39 @@ def merge_command(adapter: str, output: str) -> int:
 
     `adapter` is an adapter folder, or a run folder whose `model/` is one.
     """
-    source, target = adapter_folder(Path(adapter)), Path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RLHFError(f"{target} is not empty: give a new folder")
-    settings = PeftConfig.from_pretrained(source)
+    disable_progress_bar()
+    with new_folder(Path(output)) as target:
+        source = adapter_folder(Path(adapter))
+        base = _merge(source, target)
+    print(f"merged {source} into {base} and wrote {output}")
+    return 0
+
+
+def _merge(source: Path, target: Path) -> str:
+    """Fill the empty folder `target`; the name of the base."""
+    settings = adapter_settings(str(source))
     base, form = settings.base_model_name_or_path, form_of(settings.task_type)
-    # A classifier's folder says what its head gives and how to pad; a language model's is its base.
-    options = {"config": AutoConfig.from_pretrained(source)} if form.labels else {}
+    # A classifier's folder says what its head gives and how to pad; a language model's is its base,
+    # unless its trainer left word in a config.json of its own.
+    described = (source / "config.json").is_file()
+    options = {"config": AutoConfig.from_pretrained(source)} if described else {}
     try:
-        model = form.auto.from_pretrained(base, dtype="auto", weights_only=True, **options)
-    except (OSError, ValueError) as error:
+        with quiet():
+            model = form.auto.from_pretrained(base, dtype="auto", weights_only=True, **options)
+    except Exception as error:  # A damaged folder may raise anything.
         raise RLHFError(
             f"the base model {base} of {source} does not load: correct base_model_name_or_path in "
             f"its "
             f"adapter_config.json"
         ) from error
-    merged = PeftModel.from_pretrained(model, source).merge_and_unload()
+    merged = load_adapter(model, str(source), trained=False).merge_and_unload()
     merged.save_pretrained(target)
     if (source / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(source).save_pretrained(target)
     if (source / "generation_config.json").is_file():
         text = (source / "generation_config.json").read_text(encoding="utf-8")
         (target / "generation_config.json").write_text(text, encoding="utf-8")
-    print(f"merged {source} into {base} and wrote {target}")
-    return 0
+    return str(base)
 
 
 def form_of(task_type: str | None) -> Form:

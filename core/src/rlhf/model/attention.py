@@ -68,7 +68,9 @@ def tree_attention(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if isinstance(attention_mask, TreeMask):
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
-        if query.device.type == "cuda":
+        if query.device.type == "meta":
+            output = Unseen.apply(query, key, value)
+        elif query.device.type == "cuda":
             output = flex_tree(query, key, value, attention_mask, dropout=dropout, **options)
         else:
             output = split_tree(query, key, value, attention_mask, dropout=dropout, **options)
@@ -169,6 +171,24 @@ def scored(
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     shares = nn.functional.dropout(shares[..., : key.shape[2]], p=dropout)
     return shares @ repeat_heads(value, query)
+
+
+class Unseen(torch.autograd.Function):
+    """Attention on the meta device, where nothing has a value: what a fused kernel would keep for
+    its backward, and the shapes of its results."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normaliser)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, normaliser = ctx.saved_tensors
+        _ = torch.empty_like(normaliser)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
+from rlhf.model.head import read_head
 from rlhf.model.packed import PackedModel
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 from rlhf.model.trainable import four_bits, prepare_trainable
@@ -41,14 +42,19 @@ def load_tokenizer(config: Config) -> Any:
     model, template = config.model, config.data.chat_template
     revision = None if model.tokenizer else model.revision
     path = resolved(model.tokenizer or model.path)
+    if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists()):
+        raise RLHFError(f"{path} is no folder: give the folder or hub name of a model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # A damaged folder may raise anything.
         raise RLHFError(
             f"no tokenizer in {path} ({first_line(error)}): name one with model.tokenizer"
         ) from error
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        # transformers 5.0 makes an empty one where a folder has none.
+        raise RLHFError(f"no tokenizer in {path} (no tokens in it): name one with model.tokenizer")
     if template == "chatml":
         tokenizer.chat_template = CHATML
     elif template is not None:
@@ -57,28 +63,45 @@ def load_tokenizer(config: Config) -> Any:
                 f"data.chat_template {template} is no file: give a file with a Jinja template, or "
                 f"chatml"
             )
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RLHFError(
+                f"data.chat_template {template} cannot be read: {first_line(error)}"
+            ) from error
     return tokenizer
 
 
 def model_shape(config: Config, *, task: Task = "causal") -> ModelShape:
     """The model's size, counted on the meta device: no weight is read, no memory taken."""
+    return shape_of(empty_model(config, task))
+
+
+def empty_model(config: Config, task: Task = "causal") -> PackedModel:
+    """The model of `config` on the meta device, with adapters, freezing and recomputation: its
+    parameters have shapes and no values."""
     architecture = read_architecture(config, task)
     with torch.device("meta"):
         causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
+    return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
+
+
+def shape_of(module: PackedModel) -> ModelShape:
+    """The size of a whole model."""
+    causal = module.causal
     text = causal.config.get_text_config()
-    lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
+    lists = [part for part in causal.modules() if isinstance(part, nn.ModuleList)]
     layers = max(lists, key=num_parameters, default=nn.ModuleList())
-    largest = [num_parameters(layer) for layer in layers]
-    largest.append(num_parameters(causal.get_input_embeddings()))
-    module = prepare_trainable(causal, config, task, shape_only=True)
+    embedding = causal.get_input_embeddings().weight
+    head = read_head(causal).weight
     return ModelShape(
         parameters=num_parameters(module),
         trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
-        largest_layer=max(largest),
+        largest_layer=max([embedding.numel(), *(num_parameters(layer) for layer in layers)]),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
-        vocabulary=text.vocab_size,
+        head=head.numel(),
+        lookup=0 if embedding is head else embedding.numel(),
     )
 
 
@@ -213,7 +236,7 @@ def read_architecture(config: Config, task: Task = "causal") -> Any:
         found = AutoConfig.from_pretrained(
             path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # A damaged folder may raise anything.
         raise RLHFError(
             f"model.path {path} is neither a folder with a config.json nor a model of the hub that "
             f"can be "

@@ -2,6 +2,10 @@
 
 import difflib
 import fnmatch
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from transformers import BitsAndBytesConfig
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.model.task import FORMS, Task, label_head
+from rlhf.model.weights import first_line
 
 
 def prepare_trainable(
@@ -24,7 +29,7 @@ def prepare_trainable(
         freeze_quantised(causal)
     model = with_adapter(causal, config, task, shape_only=shape_only)
     freeze(model, config.model.freeze)
-    if config.model.recompute == "full" and not shape_only:
+    if config.model.recompute == "full":
         recompute(causal)
     return model
 
@@ -40,25 +45,41 @@ def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -
     adapter = config.model.adapter
     if adapter is None and config.lora is None:
         return causal
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_peft():
         torch.manual_seed(config.train.seed)
         if adapter is None:
             settings = lora_settings(causal, config, task)
         else:
             settings = read_adapter(adapter, task)
             if not shape_only:
-                return PeftModel.from_pretrained(
-                    causal, adapter, is_trainable=True, autocast_adapter_dtype=False
-                )
+                return load_adapter(causal, adapter, trained=True)
         try:
             return get_peft_model(causal, settings, autocast_adapter_dtype=False)
         except ValueError as error:
-            targets = sorted(as_names(settings.target_modules))
-            raise RLHFError(
-                f"lora.targets {', '.join(targets)} names no module of {type(causal).__name__}: "
-                f"its linear "
-                f"modules are {', '.join(linear_names(causal))}"
-            ) from error
+            raise no_such_target(causal, sorted(as_names(settings.target_modules))) from error
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without the warning that peft asks transformers by a name that has a successor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        yield
+
+
+def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
+    """The model under peft with the adapter of a folder, in the model's dtype."""
+    if Path(folder).is_dir() and not list(Path(folder).glob("adapter_model.*")):
+        raise RLHFError(f"{folder} has no adapter_model.safetensors: give a whole adapter folder")
+    try:
+        with quiet_peft():
+            return PeftModel.from_pretrained(
+                causal, folder, is_trainable=trained, autocast_adapter_dtype=False
+            )
+    except Exception as error:  # A damaged file may raise anything.
+        raise RLHFError(
+            f"the adapter {folder} does not load into {type(causal).__name__}: {first_line(error)}"
+        ) from error
 
 
 def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraConfig:
@@ -78,12 +99,24 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
                 f"log-probabilities: "
                 f"take it out"
             )
+        names = [f".{name}" for name, _ in causal.named_modules()]
+        unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
+        if unknown or not targets:
+            raise no_such_target(causal, unknown)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
         task_type=FORMS[task].peft,
+    )
+
+
+def no_such_target(causal: Any, targets: list[str]) -> RLHFError:
+    """The error for names in `lora.targets` that no adapter can stand on."""
+    return RLHFError(
+        f"lora.targets {', '.join(targets) or '[]'} names no module of {type(causal).__name__}: "
+        f"its linear modules are {', '.join(linear_names(causal))}"
     )
 
 
@@ -113,12 +146,7 @@ def linear_names(causal: Any) -> list[str]:
 
 def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
     """The settings of an adapter folder that was trained for `task`."""
-    try:
-        settings = PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise RLHFError(
-            f"{folder} is no adapter folder: it has no readable adapter_config.json"
-        ) from error
+    settings = adapter_settings(folder)
     if settings.task_type not in (None, FORMS[task].peft):
         raise RLHFError(
             f"model.adapter {folder} was trained for {settings.task_type}, and this trainer needs "
@@ -126,6 +154,16 @@ def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
         )
     settings.inference_mode = False
     return settings
+
+
+def adapter_settings(folder: str) -> PeftConfig:
+    """What the adapter_config.json of a folder says."""
+    try:
+        return PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise RLHFError(
+            f"{folder} is no adapter folder: it has no readable adapter_config.json"
+        ) from error
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -1,5 +1,7 @@
 """The weights of a model on one device: read from its folder, or made from random numbers."""
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,9 +38,8 @@ def pretrained_model(
     path = resolved(config.model.path)
     placed = [place for place in options.get("device_map", {}).values() if place.type == "cuda"]
     try:
-        # transformers draws a missing head from the generators, which are not ours to move, and
-        # warns of it.
-        with torch.random.fork_rng(devices=placed), quiet_about_heads(task):
+        # transformers draws a missing head from the generators, which are not ours to move.
+        with torch.random.fork_rng(devices=placed), quiet():
             causal, report = FORMS[task].auto.from_pretrained(
                 path,
                 config=architecture,
@@ -47,13 +48,28 @@ def pretrained_model(
                 trust_remote_code=config.model.trust_remote_code,
                 weights_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 **options,
             )
-    except (OSError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # A damaged file may raise anything.
         raise RLHFError(
             f"the weights of {path} do not load: {first_line(error)}; check model.path, or set "
             f"model.init to random for new weights"
         ) from error
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise RLHFError(
+            f"{path} has {name} of shape {list(found)} where its config.json asks for "
+            f"{list(expected)}: weights and config must be of one model"
+        )
+    if report["unexpected_keys"] and os.environ.get("RANK", "0") == "0":
+        unused = sorted(report["unexpected_keys"])
+        print(
+            f"warning: {path} has {len(unused)} weights that {type(causal).__name__} does not use, "
+            f"such as {unused[0]}",
+            file=sys.stderr,
+        )
     missing = sorted(report["missing_keys"])
     if missing and is_new_head(causal, task, architecture, missing):
         draw_head(causal, config.train.seed)
@@ -68,11 +84,10 @@ def pretrained_model(
 
 
 @contextmanager
-def quiet_about_heads(task: Task) -> Iterator[None]:
-    """Without transformers' warnings where a classifier is loaded: what is missing is told here."""
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings: what is wrong with a model folder is told here."""
     before = transformers.utils.logging.get_verbosity()
-    if task != "causal":
-        transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
     try:
         yield
     finally:
@@ -91,9 +106,11 @@ def is_new_head(causal: Any, task: Task, architecture: Any, missing: Sequence[st
 
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
     """A model of this architecture and task without loaded weights."""
-    return FORMS[task].auto.from_config(
+    causal = FORMS[task].auto.from_config(
         architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
     )
+    causal.tie_weights()  # transformers 5.0 leaves that out on the meta device.
+    return causal
 
 
 def resolved(path: str) -> str:
@@ -110,4 +127,7 @@ def resolved(path: str) -> str:
 def first_line(error: Exception) -> str:
     """An exception's text for an error of one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    # A line that ends with a colon says what the next one is about.
+    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")

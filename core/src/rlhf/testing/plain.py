@@ -105,6 +105,14 @@ class PlainBackend:
         )
 
     @hookimpl
+    def estimate_memory(
+        self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+    ) -> Mapping[str, int]:
+        weights, own = 4 * model_shape.parameters, 4 * model_shape.trainable
+        states = {"gradients": own, "optimizer": 2 * own}
+        return {"weights": weights, **(states if trained else {})}
+
+    @hookimpl
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
         return nullcontext()
 

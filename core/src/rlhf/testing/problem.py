@@ -147,7 +147,7 @@ def shape() -> ModelShape:
         largest_layer=count // 2,
         hidden=WIDTH,
         layers=2,
-        vocabulary=VOCABULARY,
+        head=VOCABULARY * WIDTH,
     )
 
 

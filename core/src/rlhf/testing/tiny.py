@@ -16,14 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf.config.reader import read_config
 from rlhf.data.batch import PackedBatch
-from rlhf.data.loader import RunOrder, StepPlan, SurveyRows
+from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
-from rlhf.execute import prepare_data, run_rank, set_up
+from rlhf.execute import headroom, prepare_data, run_rank, set_up
 from rlhf.gateway import build_gateways
 from rlhf.hookspecs import hookimpl
 from rlhf.loop import take_step
 from rlhf.model.packed import PathName
+from rlhf.rehearsal import largest, step_bytes
 from rlhf.rollout import roll_out
 from rlhf.session import Session
 from rlhf.testing.plain import PlainBackend, PlainEngine
@@ -103,6 +104,27 @@ def first_steps(
         engine.module.path = path or engine.module.path  # type: ignore[assignment]
     session.engine.train()
     return [_moment(session, number, alone=alone) for number in range(num_steps)]
+
+
+def step_memory(
+    trainer: str, words: Sequence[str], cache: str
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes alive when backward begins and at the peak of the run's largest micro-batch: rehearsed
+    without values, and in plain torch."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config(trainer, overrides=words)
+    backend = KeepingBackend()
+    hooks, observers = build_gateways(backend)
+    mesh = hooks.setup_mesh(config=request.config)
+    data = prepare_data(request)
+    estimate = headroom(request.config, data, mesh, hooks).estimate()
+    output = Path(request.config.output or "")
+    session = set_up(request, data, mesh, hooks, observers, output, None)
+    session.engine.train()
+    batch = largest(session.train_order, session.num_steps)
+    modules = [engine.module for engine in backend.engines]
+    rehearsed = (estimate.activations, estimate.activations + estimate.passing)
+    return rehearsed, step_bytes(session.trainer, batch, modules)
 
 
 def _moment(session: Session, number: int, *, alone: bool) -> Moment:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,7 +17,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.hookspecs import hookimpl
 from rlhf.model.export import save_model
-from rlhf_plugin_deepspeed import checkpoint, zero
+from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.config import resolve
@@ -50,9 +49,13 @@ class DeepSpeedBackend:
     def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
         offloaded = resolve(config.backend_section).offload_optimizer
         name, reason = optimizers.choose(offloaded=offloaded)
-        return zero.plan(
-            config, mesh, model_shape, memory=_memory(mesh), optimizer=name, reason=reason
-        )
+        return zero.plan(config, mesh, model_shape, optimizer=name, reason=reason)
+
+    @hookimpl
+    def estimate_memory(
+        self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+    ) -> Mapping[str, int]:
+        return memory.estimate(config, plan, model_shape, world=mesh.world, trained=trained)
 
     @hookimpl
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
@@ -151,9 +154,3 @@ def _use_cache(model: nn.Module, *, on: bool) -> None:
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = on
-
-
-def _memory(mesh: Mesh) -> int:
-    """Bytes that one rank has: of an accelerator all, of a host's memory its share."""
-    total = get_accelerator().total_memory(mesh.local_rank)
-    return int(total) if mesh.device.type != "cpu" else int(total) // mesh.world

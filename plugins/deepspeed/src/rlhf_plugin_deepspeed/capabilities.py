@@ -83,7 +83,7 @@ def installed_version() -> str:
 
 def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed older than this backend needs."""
-    if _numbers(version) < _numbers(LEAST):
+    if older(version, LEAST):
         raise RLHFError(
             f"deepspeed {version} is installed but {LEAST} is the least that trains right (0.18 "
             "loses gradients at ZeRO-2 with the optimizer on the CPU): run pip install -U "
@@ -97,7 +97,7 @@ def check_capabilities(settings: Collection[str], *, stage: int | str, version: 
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
-        if _numbers(version) < _numbers(row.least):
+        if older(version, row.least):
             raise RLHFError(
                 f"{row.setting} needs deepspeed {row.least} or newer but {version} is installed: "
                 "run pip install -U deepspeed."
@@ -137,8 +137,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def older(version: str, than: str) -> bool:
+    """Whether a version is older than another one, by number: 0.19.10 is newer than 0.19.9."""
+    return _numbers(version) < _numbers(than)
+
+
 def _numbers(version: str) -> tuple[int, ...]:
-    """0.19.10 is newer than 0.19.9: versions compare by number, never as text."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     numbers = tuple(int(part) for part in found.group().split(".")) if found else ()
     return numbers + (0,) * (3 - len(numbers))

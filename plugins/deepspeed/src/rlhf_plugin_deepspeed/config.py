@@ -57,7 +57,9 @@ class DeepSpeedConfig:
     """Ranks that share each layer; only 1 so far."""
     sequence_parallel: int = field(default=1, validator=validators.ge(1))
     """Ranks that share each sequence; only 1 so far."""
-    timeout: float = field(default=30.0, validator=validators.gt(0))
+    timeout: float = field(
+        default=30.0, validator=validators.and_(validators.gt(0), validators.le(10**6))
+    )
     """Minutes a rank waits for the others in a collective before the run fails (DeepSpeed's own
     default is 10)."""
     persistence_threshold: int | None = field(default=None, validator=optional(validators.ge(0)))

@@ -15,10 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh, Plan, Readout, StepOutcome
+from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.leaves import mark_experts
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOOKS = "0.19.8"
+"""The first DeepSpeed that looks at the gradient's norm before a sharded step in every precision.
+"""
 
 
 class InferenceEngine:
@@ -76,6 +80,9 @@ class TrainingEngine(InferenceEngine):
         self.schedule = schedule
         self.masters = masters
         """Names of the trained parameters in the optimizer's groups, in its order."""
+        self._blind = older(installed_version(), LOOKS) and self.precision != "fp16"
+        if self._blind and self.stage in (1, 2):
+            runner.optimizer.check_grad_overflow = True
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -99,6 +106,9 @@ class TrainingEngine(InferenceEngine):
             # gradient.
             self.deepspeed.zero_grad()
             return StepOutcome(moved=False, grad_norm=norm)
+        if self._blind and self.stage == 3:
+            # Whatever this finds makes DeepSpeed leave the step out.
+            self.deepspeed.optimizer.check_overflow()
         self.deepspeed.step()
         moved = self.deepspeed.was_step_applied()
         # Where the scale could fall the scaler must find it; at its floor the gradient itself is
@@ -109,6 +119,9 @@ class TrainingEngine(InferenceEngine):
             self.schedule.step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
+            if not moved and math.isfinite(norm):
+                # Before 0.19.8 a step that is left out keeps the norm of the one before it.
+                norm = math.inf
         if moved and self.stage == 3:
             # It divides the norm by the scale after that has grown for the next step.
             norm *= self._loss_scale() / scale

@@ -34,6 +34,10 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
             f"the launcher set {', '.join(given)} but not {missing}: start the ranks with "
             "torchrun, or unset them to run one process."
         )
+    numbers = [name for name in given if name != "MASTER_ADDR"]
+    for name in numbers:
+        if not os.environ[name].isdecimal():
+            raise RLHFError(f"the launcher set {name} to {os.environ[name]!r}: give a number.")
     local_rank = _local_rank(accelerator)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     accelerator.set_device(local_rank)
@@ -45,7 +49,16 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     # For the CPU DeepSpeed would compile shared-memory collectives (50 s) that only its inference
     # uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(
+            backend, auto_mpi_discovery=False, timeout=timeout, verbose=False
+        )
+    except (ValueError, distributed.DistError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RLHFError(
+            f"the ranks cannot meet at {place} ({str(error).splitlines()[0]}): check MASTER_ADDR "
+            "and MASTER_PORT."
+        ) from error
     # DeepSpeed communicates over a copy of the world's group, which it would make with torch's own
     # timeout.
     distributed.distributed_c10d._set_pg_timeout(timeout, groups._clone_world_group())
@@ -116,6 +129,8 @@ def _mesh(local_rank: int) -> Mesh:
     name = accelerator.device_name()
     device = torch.device("cpu") if name == "cpu" else torch.device(name, local_rank)
     axes = init_device_mesh(name, (world, 1, 1), mesh_dim_names=AXES) if world > 1 else None
+    total = int(accelerator.total_memory(local_rank))
     return Mesh(
-        rank=distributed.get_rank(), world=world, local_rank=local_rank, device=device, axes=axes
-    )
+        rank=distributed.get_rank(), world=world, local_rank=local_rank, device=device, axes=axes,
+        memory=total if name != "cpu" else total // world,
+    )  # fmt: skip

@@ -1,14 +1,15 @@
-"""From the configuration to DeepSpeed's own: the stage, and why; memory after the ZeRO paper (arXiv
-1910.02054)."""
+"""From the configuration to DeepSpeed's own: the stage, and why."""
 
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
+from rlhf.memory import gib
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve
+from rlhf_plugin_deepspeed.memory import states
 
 SHARE = 0.6
 """What the states may take of the accelerator's memory; the rest is for activations and buffers."""
@@ -16,17 +17,14 @@ BUCKET = 200_000_000
 GIB = 2**30
 
 
-def plan(
-    config: Config, mesh: Mesh, shape: ModelShape, *, memory: int, optimizer: str, reason: str
-) -> Plan:
-    """The plan for a model of `shape` on accelerators with `memory` bytes each, with the named
-    optimizer."""
+def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reason: str) -> Plan:
+    """The plan for a model of `shape` on the accelerators of `mesh`, with the named optimizer."""
     section: DeepSpeedConfig = config.backend_section
     resolved = resolve(section)
     precision = config.model.dtype
     stage, why = resolved.stage, "as asked"
     if stage == "auto":
-        stage, why = _choose_stage(config, resolved, shape, world=mesh.world, memory=memory)
+        stage, why = _choose_stage(config, resolved, shape, mesh)
     assert isinstance(stage, int)
     offloads = [
         name
@@ -55,78 +53,78 @@ def plan(
         ),
         **_precision(precision),
     }
-    return Plan(stage=stage, precision=precision, settings=settings, summary=summary)
+    return Plan(
+        stage=stage,
+        precision=precision,
+        settings=settings,
+        summary=summary,
+        lighter=_lighter(config, resolved, shape, mesh, stage=stage),
+    )
 
 
-@frozen(kw_only=True)
-class Bytes:
-    """Bytes per parameter that the model's states take."""
-
-    weight: int
-    gradient: int
-    optimizer: int
-
-
-def bytes_per_parameter(precision: str, *, stage: int) -> Bytes:
-    """Adam's two moments and the master weights are fp32; in fp32 only a sharded optimizer has
-    masters apart."""
-    if precision == "fp32":
-        return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    return Bytes(weight=2, gradient=2, optimizer=12)
-
-
-def states(
-    shape: ModelShape, precision: str, *, stage: int, world: int, offload_optimizer: bool
-) -> int:
-    """Bytes of weights, gradients and optimizer states on each accelerator."""
-    size = bytes_per_parameter(precision, stage=stage)
-    weights = shape.parameters * size.weight
-    gradients = shape.trainable * size.gradient
-    optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
-    if stage >= 1:
-        optimizer //= world
-    if stage >= 2:
-        gradients //= world
-    if stage == 3:
-        weights = weights // world + 2 * shape.largest_layer * size.weight
-    return weights + gradients + optimizer
+def _lighter(
+    config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, *, stage: int
+) -> tuple[str, ...]:
+    """Higher stages, and the optimizer on the CPU, where they take less than `stage` does."""
+    own = _needed(config, resolved, shape, mesh, stage)
+    found = [
+        (f"deepspeed.stage {higher}", _needed(config, resolved, shape, mesh, higher))
+        for higher in _allowed(config, resolved)
+        if higher > stage
+    ]
+    if not resolved.offload_optimizer and not config.model.quantize:
+        offloaded = evolve(resolved, offload_optimizer=True)
+        above = max(stage, 1)
+        name = f"deepspeed.preset zero{above}_offload"
+        found.append((name, _needed(config, offloaded, shape, mesh, above)))
+    return tuple(
+        f"{name} ({gib(size)} GiB of states instead of {gib(own)})"
+        for name, size in found
+        if size < 0.95 * own
+    )
 
 
 def _choose_stage(
-    config: Config, resolved: Resolved, shape: ModelShape, *, world: int, memory: int
+    config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> tuple[int, str]:
+    allowed = _allowed(config, resolved)
+    room = SHARE * mesh.memory
+    needed = {stage: _needed(config, resolved, shape, mesh, stage) for stage in allowed}
+    budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"
+    for stage, size in needed.items():
+        if size <= room:
+            return stage, f"the first whose states fit: {size / GIB:.2f} GiB in {budget}"
+    least = min(allowed, key=needed.__getitem__)
+    return (
+        least,
+        f"no stage fits: {needed[least] / GIB:.1f} GiB of states, {budget}; offload or add ranks",
+    )
+
+
+def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
+    """The stages that go with the other settings."""
     settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.bucket_size": config.backend_section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
     }
-    allowed = stages_for([name for name, is_on in settings.items() if is_on])
-    room = SHARE * memory
+    return stages_for([name for name, is_on in settings.items() if is_on])
 
-    def needed(stage: int) -> int:
-        return states(
-            shape,
-            config.model.dtype,
-            stage=stage,
-            world=world,
-            offload_optimizer=resolved.offload_optimizer,
-        )
 
-    budget = f"{SHARE:.0%} of {memory / GIB:.1f} GiB"
-    for stage in allowed:
-        if needed(stage) <= room:
-            return stage, f"the first whose states fit: {needed(stage) / GIB:.2f} GiB in {budget}"
-    least = min(allowed, key=needed)
-    return (
-        least,
-        f"no stage fits: {needed(least) / GIB:.1f} GiB of states, {budget}; offload or add ranks",
+def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
+    """Bytes of states on each accelerator."""
+    offloaded = resolved.offload_optimizer
+    parts = states(
+        shape, config.model.dtype, stage=stage, world=mesh.world, offload_optimizer=offloaded
     )
+    return sum(parts.values())
 
 
 def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, *, pinned: bool
 ) -> dict[str, Any]:
     bucket = section.bucket_size or min(BUCKET, max(shape.trainable, 1))
+    bucket += bucket % 2  # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
     zero: dict[str, Any] = {"stage": stage}
     if stage >= 1:
         zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}

@@ -2,7 +2,8 @@
 
 `chosen` and `rejected` are what `config.KINDS` says for each loss: log-probabilities of the two
 answers under the policy, less the reference's, summed over the answer or averaged over its tokens.
-With the difference d = chosen - rejected, b = `beta` and e = `label_smoothing`:
+With the difference d = chosen - rejected, s the logistic function, b = `beta` and
+e = `label_smoothing`:
 """
 
 from collections.abc import Callable
@@ -35,14 +36,15 @@ def robust(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
-    """max(0, 1 - b d). SLiC-HF's calibration loss (arXiv 2305.10425) with its margin at 1 / b, on
-    log-ratios as in RSO (arXiv 2309.06657)."""
+    """max(0, 1 - b d). SLiC-HF's calibration loss (arXiv 2305.10425), scaled by b and with the
+    margin 1 / b, on log-ratios as RSO has it (arXiv 2309.06657)."""
     return torch.relu(1 - config.beta * (chosen - rejected))
 
 
 def ipo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
-    """(d - 1 / (2 b))^2. IPO (arXiv 2310.12036 eq. 17). As `ipo` it is given averages over tokens,
-    the authors' correction after publication; as `ipo_sum` the sums of the paper."""
+    """(d - 1 / (2 b))^2. IPO (arXiv 2310.12036 eq. 17) with b for its tau. As `ipo` it is given
+    averages over tokens, the authors' correction after publication; as `ipo_sum` the sums of the
+    paper."""
     return (chosen - rejected - 1 / (2 * config.beta)).square()
 
 
@@ -65,7 +67,9 @@ def nca_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
 
 def bco_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
     """-log s(b c) - log s(-b r), with c and r less the mean of both over the step: b times that is
-    the paper's reward shift. BCO (arXiv 2404.04656)."""
+    the reward shift. BCO (arXiv 2404.04656), whose shift is a running mean over batches instead:
+    that depends on what came before and, moved with each micro-batch, on how a step is split. TRL's
+    `bco_pair` has no shift at all."""
     return -logsigmoid(config.beta * chosen) - logsigmoid(-config.beta * rejected)
 
 
@@ -98,14 +102,14 @@ def discopop(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
 
 
 def simpo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
-    """-log s(b d - gamma) over log-probabilities per token. SimPO (arXiv 2405.14734 eq. 6)."""
+    """-log s(b d - gamma) over log-probabilities per token. SimPO (arXiv 2405.14734)."""
     return -logsigmoid(config.beta * (chosen - rejected) - config.gamma)
 
 
 def orpo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
     """-b log s(log odds(c) - log odds(r)), log odds(x) = x - log(1 - exp x) over log-probabilities
-    per token: b is the paper's lambda. ORPO (arXiv 2403.07691 eq. 4 to 7); its first addend, the
-    negative log-likelihood of the chosen answer, is the term `sft`."""
+    per token: b is the paper's lambda. ORPO (arXiv 2403.07691, the odds in eq. 4, the loss in eq.
+    7); its other addend, the negative log-likelihood of the chosen answer, is the term `sft`."""
     return -config.beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
@@ -134,7 +138,7 @@ LOSSES: dict[str, PairLoss] = {
     "orpo": orpo,
 }
 """`sigmoid_norm` is DPO over log-ratios per token (Tulu 3, arXiv 2411.15124); `cpo` is it
-without a reference (arXiv 2401.08417), whose second addend is the term `sft`."""
+without a reference (arXiv 2401.08417 eq. 3), whose other addend is the term `sft`."""
 
 
 def compared(

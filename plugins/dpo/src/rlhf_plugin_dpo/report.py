@@ -1,23 +1,20 @@
 """After the demo: what the held-out pairs say before and after."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from rlhf.demo.report import print_before_and_after
+
 SHOWN = {
-    "rewards/accuracies": "chosen answer has the higher reward",
-    "rewards/margins": "reward of chosen less rejected",
-    "logps/chosen": "log-probability of chosen",
-    "logps/rejected": "log-probability of rejected",
-    "loss": "loss",
+    "rewards/accuracies": ("right answer gained more than wrong", "8.1%"),
+    "rewards/margins": ("reward of right less wrong", "8.3f"),
+    "logps/chosen": ("log-probability of right", "8.1f"),
+    "logps/rejected": ("log-probability of wrong", "8.1f"),
+    "loss": ("loss", "8.3f"),
 }
 
 
 def report(config: Any, folder: Path) -> None:
-    """Print the held-out metrics before and after, and where the model is."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before, *_, after = [line for line in lines if "eval/loss" in line]
-    width = max(map(len, SHOWN.values()))
-    print(f"\n{'held-out pairs':{width}}   before    after")
-    for name, what in SHOWN.items():
-        print(f"{what:{width}} {before[f'eval/{name}']:8.3f} {after[f'eval/{name}']:8.3f}")
+    """Print the held-out metrics before and after. A reward is what an answer has gained over the
+    reference: at the start nothing."""
+    print_before_and_after(folder, "held-out pairs", SHOWN)

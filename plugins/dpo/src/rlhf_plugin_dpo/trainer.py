@@ -3,11 +3,11 @@
 Departures: the mean over pairs is that of the whole optimizer step; the negative log-likelihood
 beside a pair loss is a mean over the step's chosen tokens, not over pairs; BCO's reward shift is
 the mean over the step's own pairs, not a running one, so it depends neither on the split nor on
-history.
+history; of more than two ranked answers the best is compared with the worst.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
-from rlhf.errors import RLHFError
+from rlhf.data.examples import Examples
 from rlhf.readouts import answer_logprobs
-from rlhf.registry import load_object
+from rlhf.registry import load_own
 from rlhf.trainer import Loss, Term, Trainer
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared
@@ -29,18 +29,14 @@ class DPOTrainer(Trainer):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.pair_losses = [
-            (entry, kind_of(entry.name), LOSSES.get(entry.name) or load_object(entry.name))
+            (entry, kind_of(entry.name), LOSSES.get(entry.name) or load_own(entry.name))
             for entry in config.loss
             if entry.name != "sft"
         ]
         self.reference: Any = None
 
     def example(self, row: Any) -> Example:
-        chosen, rejected = in_order(row)
-        if not self.config.sft_weight:
-            return Example(row.prompt, [chosen, rejected])
-        marks = [marked(chosen, bare=not len(row.prompt)), [math.nan] * len(rejected.tokens)]
-        return Example(row.prompt, [chosen, rejected], {"chosen": marks})
+        return pair(row, likelihood=self.config.sft_weight > 0)
 
     def setup(self, run: Any) -> None:
         self.policy = run.load("policy", dropout=False)
@@ -98,17 +94,24 @@ class DPOTrainer(Trainer):
         }
         return {name: (value.sum(), "examples") for name, value in sums.items()}
 
+    def remarks(self, examples: Examples) -> Sequence[str]:
+        between = examples.value("between")
+        ranked, left_out = int((between > 0).sum()), int(between.sum())
+        line = f"pairs      best against worst in {ranked:,} rows with more than two answers; "
+        return [f"{line}{left_out:,} answers between them left out"] if left_out else []
 
-def in_order(row: Any) -> tuple[Answer, Answer]:
-    """The better and the worse of a row's two answers."""
+
+def pair(row: Any, *, likelihood: bool) -> Example:
+    """The row's best answer, then its worst. The value `between` is the number of answers that are
+    left out between them; with `likelihood` the value `chosen` marks the best one's tokens."""
     ranks = row.columns["ranks"]
-    if len(ranks) != 2 or ranks[0] == ranks[1]:
-        raise RLHFError(
-            f"dpo compares two answers of which one is better, but a row has the ranks {ranks}: "
-            "write it as `chosen` and `rejected`"
-        )
-    first, second = row.answers
-    return (first, second) if ranks[0] < ranks[1] else (second, first)
+    places = range(len(ranks))
+    chosen, rejected = (row.answers[pick(places, key=ranks.__getitem__)] for pick in (min, max))
+    values: dict[str, Any] = {"between": float(len(ranks) - 2)}
+    if likelihood:
+        marks = [marked(chosen, bare=not len(row.prompt)), [math.nan] * len(rejected.tokens)]
+        values["chosen"] = marks
+    return Example(row.prompt, [chosen, rejected], values)
 
 
 def marked(answer: Answer, *, bare: bool) -> list[float]:

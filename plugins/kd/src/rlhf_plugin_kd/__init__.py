@@ -1,7 +1,7 @@
 """Knowledge distillation: the record that the registry reads first."""
 
 from rlhf.records import TrainerPlugin
-from rlhf_plugin_kd.config import KDConfig
+from rlhf_plugin_kd.config import KDConfig, check
 
 plugin = TrainerPlugin(
     config=KDConfig,
@@ -9,4 +9,5 @@ plugin = TrainerPlugin(
     defaults={"optim.lr": 1e-5},
     demo="demo.yaml",
     report="rlhf_plugin_kd.report:report",
+    check=check,
 )

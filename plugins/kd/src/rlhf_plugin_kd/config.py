@@ -1,8 +1,11 @@
 """The section `kd`."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, fields, frozen, validators
+
+from rlhf.errors import RLHFError
 
 inside: Any = validators.and_(validators.gt(0), validators.lt(1))
 share: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -14,6 +17,8 @@ class KDConfig:
 
     teacher: str = ""
     """Folder or hub name of the teacher, a causal language model with the student's tokens."""
+    teacher_revision: str | None = None
+    """Branch, tag or commit of the teacher, where it comes from a hub."""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"] = (
         "forward_kl"
     )
@@ -86,3 +91,11 @@ NEEDS = (
     "on_policy or teacher_answers"
 )
 """What the settings need that do not always act."""
+
+
+def check(config: Any) -> None:
+    """Raise RLHFError where a run has no teacher, or a folder with a revision."""
+    if not config.kd.teacher:
+        raise RLHFError("kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME")
+    if config.kd.teacher_revision and Path(config.kd.teacher).is_dir():
+        raise RLHFError("kd.teacher_revision: has no effect on a folder")

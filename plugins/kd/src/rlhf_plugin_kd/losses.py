@@ -36,7 +36,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """KL(q || p) = sum q log(q / p): the student seeks the teacher's modes (MiniLLM, arXiv
-    2306.08543, equation 1, here per token). Derivative: q (log(q / p) + 1)."""
+    2306.08543, here per token). Derivative: q (log(q / p) + 1)."""
     q = student.exp()
     ratio = student - teacher
     return (q * ratio).sum(-1), q * (ratio + 1)
@@ -55,15 +55,15 @@ def jsd(student: Tensor, teacher: Tensor, *, beta: float) -> tuple[Tensor, Tenso
 
 
 def skewed_forward_kl(student: Tensor, teacher: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
-    """KL(p || m) with m = skew p + (1 - skew) q (DistiLLM, arXiv 2402.03898, equation 4).
-    Derivative: -(1 - skew) p q / m."""
+    """KL(p || m) with m = skew p + (1 - skew) q (DistiLLM, arXiv 2402.03898; its authors' code
+    leaves the teacher's entropy out, which has no gradient). Derivative: -(1 - skew) p q / m."""
     middle = mixed(teacher, student, skew)
     value = (teacher.exp() * (teacher - middle)).sum(-1)
     return value, (teacher + student - middle).exp_().mul_(skew - 1)
 
 
 def skewed_reverse_kl(student: Tensor, teacher: Tensor, *, skew: float) -> tuple[Tensor, Tensor]:
-    """KL(q || m) with m = (1 - skew) p + skew q (DistiLLM, arXiv 2402.03898, section 3.1).
+    """KL(q || m) with m = (1 - skew) p + skew q (DistiLLM, arXiv 2402.03898).
     Derivative: q (log(q / m) + 1 - skew q / m)."""
     q = student.exp()
     ratio = student - mixed(student, teacher, skew)

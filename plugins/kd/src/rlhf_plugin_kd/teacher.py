@@ -8,7 +8,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.load import load_tokenizer, read_architecture
-from rlhf.teacher_cache import CachedTeacher, cached_teacher
+from rlhf.teacher_cache import CachedTeacher, cached_teacher, running_teacher
 from rlhf_plugin_kd.config import KDConfig
 
 
@@ -16,12 +16,12 @@ def load_teacher(run: Any, config: KDConfig) -> Engine | CachedTeacher:
     """The engine of role `teacher`, in the student's precision and under a plan of its own, or what
     is on disk of it. Collective. Raises RLHFError for one that does not fit the student, before any
     weight is read."""
-    if not config.teacher:
-        raise RLHFError("kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME")
-    model = ModelConfig(path=config.teacher, dtype=run.config.model.dtype)
+    model = ModelConfig(
+        path=config.teacher, revision=config.teacher_revision, dtype=run.config.model.dtype
+    )
     size = check_vocabulary(run.config, attrs.evolve(run.config, model=model), run.tokenizer)
     if config.cache_top is None:
-        return run.load("teacher", model=model, trained=False)
+        return running_teacher(run, model)
     if config.cache_top >= size:
         raise RLHFError(
             f"kd.cache_top {config.cache_top} leaves none of the {size} tokens over: choose fewer, "
@@ -34,9 +34,8 @@ def check_vocabulary(student: Config, teacher: Config, tokenizer: Any) -> int:
     """The size of the vocabulary. Raises RLHFError unless both predict over the very same tokens;
     reads configurations and tokenizers alone, no weights."""
     path = teacher.model.path
-    sizes = [
-        read_architecture(config).get_text_config().vocab_size for config in (student, teacher)
-    ]
+    architectures = (read_architecture(student), read_teacher(teacher))
+    sizes = [found.get_text_config().vocab_size for found in architectures]
     if sizes[0] != sizes[1]:
         raise RLHFError(
             f"kd.teacher {path} predicts over {sizes[1]} tokens but the student "
@@ -52,3 +51,11 @@ def check_vocabulary(student: Config, teacher: Config, tokenizer: Any) -> int:
             "student's tokenizer"
         )
     return int(sizes[0])
+
+
+def read_teacher(config: Config) -> Any:
+    """The teacher's architecture; an error calls it by the setting that names it."""
+    try:
+        return read_architecture(config)
+    except RLHFError as error:
+        raise RLHFError(str(error).replace("model.path", "kd.teacher", 1)) from error

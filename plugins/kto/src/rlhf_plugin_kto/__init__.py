@@ -8,4 +8,5 @@ plugin = TrainerPlugin(
     trainer="rlhf_plugin_kto.trainer:KTOTrainer",
     defaults={"optim.lr": 1e-6},
     demo="demo.yaml",
+    report="rlhf_plugin_kto.report:report",
 )

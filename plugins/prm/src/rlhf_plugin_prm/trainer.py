@@ -50,10 +50,10 @@ class PRMTrainer(Trainer):
 
     def setup(self, run: Any) -> None:
         if self.config.formulation == "token":
-            self.policy = run.load("policy")
+            self.policy = run.load("policy", dropout=False)
             self.read = partial(token_scores, tokens=self.tokens.to(run.device))
         else:
-            self.policy = run.load("policy", task="token")
+            self.policy = run.load("policy", task="token", dropout=False)
 
     def loss(self, batch: PackedBatch) -> Loss:
         odds = log_odds(self.policy(batch, self.read)["scores"])

@@ -8,4 +8,5 @@ plugin = TrainerPlugin(
     trainer="rlhf_plugin_rm.trainer:RMTrainer",
     defaults={"optim.lr": 1e-5},
     demo="demo.yaml",
+    report="rlhf_plugin_rm.report:report",
 )

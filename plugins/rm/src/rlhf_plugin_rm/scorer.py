@@ -9,6 +9,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.formats import RawRow, Reader, format_of
+from rlhf.errors import RLHFError
 
 
 class Scorer:
@@ -19,6 +20,7 @@ class Scorer:
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
+        self.folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.config = AutoConfig.from_pretrained(folder)
         adapted = (Path(folder) / "adapter_config.json").is_file()
@@ -35,7 +37,7 @@ class Scorer:
         """The reward of each of the `answers` to the `prompt`: texts, or lists of messages.
 
         With `normalise` (default: as the run was told by `rm.normalise`) less the mean and over the
-        deviation of the run's held-out rows.
+        deviation of the run's held-out rows; RLHFError where it had none.
         """
         raw = [
             RawRow(f"answer {number}", {"prompt": prompt, "completion": answer, "label": True})
@@ -46,7 +48,13 @@ class Scorer:
         asked = getattr(self.config, "reward_normalise", False) if normalise is None else normalise
         if not asked:
             return found
-        mean, deviation = self.config.reward_mean, self.config.reward_std
+        mean = getattr(self.config, "reward_mean", None)
+        if mean is None:
+            raise RLHFError(
+                f"{self.folder} has no reward_mean in its config.json, since its run had no "
+                "held-out rows: set data.eval there, or ask with normalise=False"
+            )
+        deviation = self.config.reward_std
         return [(reward - mean) / max(deviation, 1e-8) for reward in found]
 
     @torch.no_grad()

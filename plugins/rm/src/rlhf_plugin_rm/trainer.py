@@ -57,12 +57,11 @@ class RMTrainer(Trainer):
         return {"std_reward": max(sums["reward_square"] / count - mean**2, 0.0) ** 0.5}
 
     def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
-        """Mean and deviation of the rewards on the held-out rows, for whoever uses them."""
-        if "eval/mean_reward" not in metrics:
-            return {}
+        """Mean and deviation of the rewards on the held-out rows, for whoever uses them. Without
+        such rows they are null: those of the model that this run began with hold no longer."""
         return {
-            "reward_mean": metrics["eval/mean_reward"],
-            "reward_std": metrics["eval/std_reward"],
+            "reward_mean": metrics.get("eval/mean_reward"),
+            "reward_std": metrics.get("eval/std_reward"),
             "reward_normalise": self.config.normalise,
         }
 

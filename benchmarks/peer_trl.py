@@ -1,0 +1,155 @@
+"""One of TRL's trainers on the rows and the shape that `workflows.py` has made: one JSON line.
+
+It needs TRL, and nothing of this project, in the Python that runs it: TRL 1.16 for all workflows
+but prm, which is in TRL up to 1.10. Reference and teacher run in the step.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+
+WARM_UP = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class StepEnds(TrainerCallback):
+    """When each optimizer step ended, with the device drained, and what it logged."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def main() -> None:
+    started = time.perf_counter()
+    options = parse()
+    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    repeats = -(-options.size * options.steps // len(rows))
+    clock = StepEnds()
+    trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
+    trainer.train()
+    pairs = zip(clock.times[WARM_UP - 1 :], clock.times[WARM_UP:], strict=False)
+    seconds = statistics.median(after - before for before, after in pairs)
+    tokens = statistics.mean(length(tokenizer, row, options.max_tokens) for row in rows[:512])
+    on_gpu = torch.cuda.is_available()
+    found = {
+        "step_ms": 1e3 * seconds,
+        "rows_per_s": options.size / seconds,
+        "tokens_per_s": options.size * tokens / seconds,
+        "first_step_s": clock.times[0] - started,
+        "losses": clock.losses,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "transformers": transformers.__version__,
+    }
+    print(json.dumps(found), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workflow", choices=("sft", "dpo", "rm", "kd", "kto", "prm"))
+    for name in ("--rows", "--model", "--teacher"):
+        parser.add_argument(name, type=Path, required=True)
+    for name in ("--size", "--accumulate", "--max-tokens", "--steps"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--liger", action="store_true")
+    return parser.parse_args()
+
+
+def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clock: Any) -> Any:
+    """The workflow's trainer with its defaults but for what both sides share."""
+    settings: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "max_steps": options.steps,
+        "per_device_train_batch_size": options.size // options.accumulate,
+        "gradient_accumulation_steps": options.accumulate, "learning_rate": 1e-6,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0,
+        "bf16": options.dtype == "bf16", "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False, "optim": "adamw_torch_fused",
+        "max_length": options.max_tokens, "use_liger_kernel": options.liger,
+    }  # fmt: skip
+    common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
+    policy, workflow = built(options, options.model), options.workflow
+    if workflow == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        args = SFTConfig(**settings, assistant_only_loss=True, packing=options.liger)
+        return SFTTrainer(model=policy, args=args, **common)
+    if workflow == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        reference = built(options, options.model)
+        return DPOTrainer(model=policy, ref_model=reference, args=DPOConfig(**settings), **common)
+    if workflow == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        reference = built(options, options.model)
+        return KTOTrainer(model=policy, ref_model=reference, args=KTOConfig(**settings), **common)
+    if workflow == "rm":
+        from trl import RewardConfig, RewardTrainer
+
+        model = built(options, options.model, "AutoModelForSequenceClassification", num_labels=1)
+        return RewardTrainer(model=model, args=RewardConfig(**settings), **common)
+    if workflow == "prm":
+        from trl.experimental.prm import PRMConfig, PRMTrainer
+
+        model = built(options, options.model, "AutoModelForTokenClassification", num_labels=2)
+        return PRMTrainer(model=model, args=PRMConfig(**settings), **common)
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    # Off-policy forward KL, as ours by default.
+    args = GKDConfig(**settings, lmbda=0.0, beta=0.0, temperature=1.0)
+    teacher = built(options, options.teacher)
+    return GKDTrainer(model=policy, teacher_model=teacher, args=args, **common)
+
+
+def built(
+    options: argparse.Namespace, folder: Path, kind: str = "AutoModelForCausalLM", **changes: Any
+) -> Any:
+    """Random weights in the folder's shape."""
+    config = AutoConfig.from_pretrained(folder, **changes)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return getattr(transformers, kind).from_config(
+            config, attn_implementation=options.attention, dtype=DTYPES[options.dtype]
+        )
+
+
+def length(tokenizer: Any, row: dict[str, Any], most: int) -> int:
+    """Tokens of a row without padding, prompts counted as often as they are computed."""
+
+    def of(messages: list[dict[str, str]]) -> int:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        return min(most, len(tokenizer(text, add_special_tokens=False).input_ids))
+
+    if "chosen" in row:
+        return of(row["chosen"]) + of(row["rejected"])
+    if "messages" in row:
+        return of(row["messages"])
+    if "label" in row:
+        return of(row["prompt"] + row["completion"])
+    text = "\n".join([row["prompt"], *row["completions"]])
+    return min(most, len(tokenizer(text).input_ids))
+
+
+if __name__ == "__main__":
+    main()

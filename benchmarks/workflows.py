@@ -1,0 +1,287 @@
+"""Speed and memory of the six workflows through `rlhf run` itself, a peer beside them in turns.
+
+    python benchmarks/workflows.py
+    python benchmarks/workflows.py dpo rm --shape 1.5b --pairs pairs.jsonl.gz --peer python --liger
+
+The first takes a tiny shape on the CPU. Each run is a process of its own. Weights are random in a
+shape of Qwen2.5, so nothing is downloaded; rows are the embedded demo's, or `--pairs` ({"chosen",
+"rejected"} of messages, for all but prm) and `--stepwise` ({"prompt", "completions", "labels"}).
+Numbers come from metrics.jsonl, medians of the steps after the fourth; a row is a conversation
+(sft, kd), a pair (dpo, rm), a completion (kto) or a solution (prm). `--peer` is a Python that has
+TRL: the same rows, shape, rows a step and precision of the weights. Words after `--` go to every
+`rlhf run`. One table, also in `OUTPUT/workflows.md` and `workflows.json`.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from model_folder import SHAPES, VOCABULARY, make
+
+from rlhf import demo
+
+SIZES = {"sft": 128, "dpo": 64, "rm": 64, "kd": 64, "kto": 128, "prm": 64}
+"""Rows a step."""
+TINY = 32_000
+"""Vocabulary of the tiny shape."""
+WARM_UP = 4
+PEER = Path(__file__).with_name("peer_trl.py")
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = parse()
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_rows(options)
+    tokenizer_rows = options.output / "sft.jsonl"
+    for name, shape in {"model": options.shape, "teacher": options.teacher_shape}.items():
+        vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
+        make(options.output / name, shape=shape, rows=tokenizer_rows, vocabulary=vocabulary)
+    results = []
+    for workflow in options.workflows or SIZES:
+        for _ in range(options.rounds):
+            results.append(ours(options, workflow))
+            if options.peer:
+                results.append(peer(options, workflow))
+    table = as_table(results)
+    (options.output / "workflows.json").write_text(json.dumps(results, indent=1))
+    (options.output / "workflows.md").write_text(table)
+    print(table)
+    return int(any(result["code"] for result in results))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workflows", nargs="*", help=f"of {' '.join(SIZES)}; default all")
+    parser.add_argument("--pairs", type=Path)
+    parser.add_argument("--stepwise", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--teacher-shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--vocabulary", type=int, help="of the head; default that of the shape")
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--stage", default="0", help="ZeRO stage")
+    parser.add_argument("--nproc", default="1")
+    parser.add_argument("--size", type=int, help="rows a step; default by workflow")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument(
+        "--max-tokens", type=int, default=1024, help="of a row; longer ones are cut"
+    )
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--peer", help="a Python with TRL")
+    parser.add_argument("--accumulate", type=int, default=1, help="the peer's micro-batches a step")
+    parser.add_argument("--attention", default="sdpa", help="the peer's attention")
+    parser.add_argument("--liger", action="store_true", help="the peer runs with Liger's kernels")
+    parser.add_argument("--output", type=Path, default=Path("build/workflows"))
+    own = sys.argv[1:]
+    cut = own.index("--") if "--" in own else len(own)
+    options = parser.parse_args(own[:cut])
+    options.more = own[cut + 1 :]
+    unknown = set(options.workflows) - set(SIZES)
+    if unknown:
+        parser.error(
+            f"no such workflow: {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}"
+        )
+    return options
+
+
+def write_rows(options: argparse.Namespace) -> None:
+    """One file for each workflow, in a shape that both sides read."""
+    pairs = read(options.pairs) if options.pairs else demo.rows("arithmetic", "train", "preference")
+    pairs = [as_messages(row) for row in pairs]
+    steps = (
+        read(options.stepwise) if options.stepwise else demo.rows("arithmetic", "train", "stepwise")
+    )
+    halves = [
+        {"prompt": row["chosen"][:-1], "completion": row[side][-1:], "label": side == "chosen"}
+        for row in pairs
+        for side in ("chosen", "rejected")
+    ]
+    files: Mapping[str, Sequence[Row]] = {
+        "sft": [{"messages": row["chosen"]} for row in pairs],
+        "kd": [{"messages": row["chosen"]} for row in pairs],
+        "dpo": pairs,
+        "rm": pairs,
+        "kto": halves,
+        "prm": [as_text(row) for row in steps],
+    }
+    for name, rows in files.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (options.output / f"{name}.jsonl").write_text(lines)
+
+
+def read(path: Path) -> list[Row]:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def as_messages(row: Row) -> Row:
+    """A pair whose sides are whole conversations."""
+    before = row.get("prompt", [])
+    before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    sides = {}
+    for side in ("chosen", "rejected"):
+        answer = row[side]
+        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        sides[side] = [*before, *answer]
+    return sides
+
+
+def as_text(row: Row) -> Row:
+    """A stepwise row whose prompt and steps are plain text."""
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else "\n".join(part["content"] for part in value)
+
+    steps = [text(step) for step in row["completions"]]
+    return {"prompt": text(row["prompt"]), "completions": steps, "labels": list(row["labels"])}
+
+
+def ours(options: argparse.Namespace, workflow: str) -> Row:
+    """One `rlhf run`."""
+    size = options.size or SIZES[workflow]
+    run = options.output / f"run-{workflow}"
+    words = [
+        "--model.path", str(options.output / "model"), "--model.init", "random",
+        "--model.dtype", options.dtype, "--data.train", str(options.output / f"{workflow}.jsonl"),
+        "--data.max_tokens", str(options.max_tokens), "--data.too_long", "cut",
+        "--batch.size", str(size), "--batch.tokens", str(options.tokens),
+        "--train.steps", str(options.steps), "--checkpoint.every", "null", "--optim.lr", "1e-6",
+        "--deepspeed.stage", options.stage, "--nproc", options.nproc,
+        "--output", str(run), "--overwrite",
+    ]  # fmt: skip
+    if workflow == "kd":
+        make_teacher(options)
+        words += ["--kd.teacher", str(options.output / "teacher")]
+    words += options.more
+    log = options.output / f"run-{workflow}.log"
+    code, first = launched([sys.executable, "-m", "rlhf", "run", workflow, *words], log, run)
+    lines = [json.loads(line) for line in metrics_of(run)]
+    steps = [line for line in lines if "tokens_per_s" in line]
+    timed = steps[WARM_UP:] or steps
+    each = [
+        (after["num_tokens"] - before["num_tokens"]) / after["tokens_per_s"]
+        for before, after in itertools.pairwise(steps)
+    ]
+    seconds = each[WARM_UP - 1 :] or each
+    result: Row = {"who": "rlhf", "workflow": workflow, "code": code, "rows_a_step": size}
+    if not seconds:
+        return result | {"error": log.read_text().strip().splitlines()[-1:]}
+    result |= {
+        "step_ms": 1e3 * statistics.median(seconds),
+        "rows_per_s": size / statistics.median(seconds),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in timed),
+        "first_step_s": first,
+        "losses": [line["loss"] for line in steps],
+    }
+    for name in ("mfu", "peak_memory_gib"):
+        if name in timed[-1]:
+            result[name] = statistics.median(line[name] for line in timed)
+    return result
+
+
+def launched(command: list[str], log: Path, run: Path) -> tuple[int, float]:
+    """The exit code, and seconds until the first line of metrics was there."""
+    start, first = time.perf_counter(), float("nan")
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            if first != first and metrics_of(run):
+                first = time.perf_counter() - start
+            time.sleep(0.05)
+    return process.returncode, first
+
+
+def metrics_of(run: Path) -> list[str]:
+    file = run / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def make_teacher(options: argparse.Namespace) -> None:
+    """Random weights for the teacher, once: a run of no rate that saves what it began with."""
+    folder = options.output / "teacher"
+    if any(folder.glob("*.safetensors")):
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    model.save_pretrained(folder)
+
+
+def peer(options: argparse.Namespace, workflow: str) -> Row:
+    """The same with TRL."""
+    size = options.size or SIZES[workflow]
+    words = [
+        workflow, "--rows", str(options.output / f"{workflow}.jsonl"), "--size", str(size),
+        "--model", str(options.output / "model"), "--teacher", str(options.output / "teacher"),
+        "--dtype", options.dtype, "--accumulate", str(options.accumulate),
+        "--max-tokens", str(options.max_tokens), "--steps", str(options.steps),
+        "--attention", options.attention, *["--liger"] * options.liger,
+    ]  # fmt: skip
+    log = options.output / f"peer-{workflow}.log"
+    with log.open("w") as errors:
+        done = subprocess.run(
+            [options.peer, str(PEER), *words], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {"error": log.read_text().strip().splitlines()[-1:]}
+    return {
+        "who": "TRL",
+        "workflow": workflow,
+        "code": done.returncode,
+        "rows_a_step": size,
+    } | found
+
+
+def as_table(results: Sequence[Row]) -> str:
+    """A line for each side of each workflow, medians over the rounds, and the ratio."""
+    head = "| workflow | rows a step | | ms a step | rows/s | tokens/s | MFU | peak GiB |"
+    head += " seconds to the first step |"
+    rows = [head, "|" + "---|" * head.count(" |")]
+    for workflow in dict.fromkeys(result["workflow"] for result in results):
+        sides = {}
+        for who in ("rlhf", "TRL"):
+            runs = [r for r in results if (r["who"], r["workflow"]) == (who, workflow)]
+            if not runs:
+                continue
+            sides[who] = {name: median_of(runs, name) for name in NUMBERS}
+            cells = [shown(sides[who][name], form) for name, form in NUMBERS.items()]
+            rows.append(f"| {workflow} | {runs[0]['rows_a_step']} | {who} | {' | '.join(cells)} |")
+        speeds = [side["rows_per_s"] for side in sides.values()]
+        if len(speeds) == 2 and None not in speeds:
+            peaks = [side["peak_memory_gib"] for side in sides.values()]
+            memory = f"{peaks[0] / peaks[1]:.2f}x" if None not in peaks else "-"
+            rows.append(f"| | | ratio | | {speeds[0] / speeds[1]:.2f}x | | | {memory} | |")
+    return "\n".join(rows) + "\n"
+
+
+NUMBERS = {
+    "step_ms": ".1f", "rows_per_s": ",.1f", "tokens_per_s": ",.0f", "mfu": ".3f",
+    "peak_memory_gib": ".1f", "first_step_s": ".1f",
+}  # fmt: skip
+
+
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def median_of(runs: Sequence[Row], name: str) -> float | None:
+    values = [run[name] for run in runs if run.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

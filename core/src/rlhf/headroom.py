@@ -1,0 +1,96 @@
+"""Whether a step fits its accelerator: told before the weights are read, and what to change when it
+did not fit."""
+
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from rlhf.config.sections import Config
+from rlhf.data.examples import Examples
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
+from rlhf.gateway import BackendGateway
+from rlhf.memory import Estimate, gib
+from rlhf.model.weights import first_line
+from rlhf.rehearsal import Rehearsed, rehearse
+from rlhf.trainer import Trainer
+
+MARGIN = 0.95
+"""Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
+ROUND = 1024
+"""A budget of tokens is proposed in multiples of this."""
+
+
+@attrs.frozen
+class Headroom:
+    """The question for one run."""
+
+    trainer: Trainer
+    config: Config
+    mesh: Mesh
+    hooks: BackendGateway
+    steps: int
+    longest: int
+    examples: Sequence[Examples]
+
+    def estimate(self) -> Estimate:
+        """What a step takes."""
+        return self._rehearsed(self.config).estimate
+
+    def line(self) -> str:
+        """The line `memory` of the run's introduction; it never ends a run."""
+        try:
+            estimate = self.estimate()
+        except Exception as error:  # The models of others may do anything without values.
+            return f"memory     not estimated: {type(error).__name__}: {first_line(error)}"
+        fits = estimate.peak <= MARGIN * self.mesh.memory
+        warning = "" if fits else "; this will hardly fit"
+        return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
+
+    def error(self, cause: BaseException) -> RLHFError:
+        """What to tell the user when the accelerator's memory did not suffice."""
+        wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(cause))
+        where = f"out of memory on {self.mesh.device}"
+        if self.mesh.memory:
+            where += f", which has {gib(self.mesh.memory)} GiB"
+        if wanted:
+            where += f", when {wanted.group(1)} more were wanted"
+        try:
+            found = self._rehearsed(self.config)
+            advice = self._advice(found)
+        except Exception:  # As above: then there are no numbers.
+            return RLHFError(f"{where}: lower batch.tokens or set model.recompute to full")
+        expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
+        return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
+
+    def _advice(self, found: Rehearsed) -> list[str]:
+        """What to change, the nearest first, with what a step would then take."""
+        estimate, config = found.estimate, self.config
+        advice = []
+        tokens = self._fewer_tokens(estimate)
+        if tokens:
+            share = tokens / estimate.tokens
+            peak = estimate.resident + (estimate.activations + estimate.passing) * share
+            advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
+        if config.model.recompute == "none":
+            model = attrs.evolve(config.model, recompute="full")
+            lean = self._rehearsed(attrs.evolve(config, model=model)).estimate
+            advice.append(f"set model.recompute to full (about {gib(lean.peak)} GiB)")
+        advice += [f"use {setting}" for setting in found.lighter]
+        return advice or ["train with lora, or use a device with more memory"]
+
+    def _fewer_tokens(self, estimate: Estimate) -> int:
+        """A budget that fits and holds the largest example, or 0."""
+        most = min(
+            estimate.tokens_that_fit(int(MARGIN * self.mesh.memory)), 3 * estimate.tokens // 4
+        )
+        tokens = most // ROUND * ROUND or most
+        largest = max(int(part.lengths.max()) for part in self.examples)
+        return tokens if tokens >= largest else 0
+
+    def _rehearsed(self, config: Config) -> Rehearsed:
+        return rehearse(
+            self.trainer, config, self.mesh, self.hooks,
+            steps=self.steps, longest=self.longest, examples=self.examples,
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""What a step takes of an accelerator's memory, told before any weight is read, and what to change
+when it is too much."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attrs import frozen
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GIB = 2**30
+
+
+@frozen(kw_only=True)
+class Estimate:
+    """Bytes on one accelerator. What stays comes from the backend's arithmetic, what comes and goes
+    from a step that was rehearsed without values."""
+
+    states: Mapping[str, Mapping[str, int]]
+    """By role: `weights`, `gradients`, `optimizer`, `buffers`."""
+    updating: int
+    """What the optimizer's step takes for a moment, when no activation is left."""
+    activations: int
+    """What backward needs of the largest micro-batch."""
+    passing: int
+    """What comes on top of it for a moment: the head's logits, gradients of activations."""
+    tokens: int
+    """Tokens of that micro-batch."""
+
+    @property
+    def resident(self) -> int:
+        """What stays there from step to step, over all roles."""
+        return sum(sum(parts.values()) for parts in self.states.values())
+
+    @property
+    def peak(self) -> int:
+        """The most that tensors take at one time."""
+        return self.resident + max(self.activations + self.passing, self.updating)
+
+    def __str__(self) -> str:
+        """One line, in GiB."""
+        policy = self.states["policy"]
+        others = {
+            role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
+        }
+        parts = {**policy, **others, "activations": self.activations, "head": self.passing}
+        shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        return f"{gib(self.peak)} GiB at the peak: {shown} ({self.tokens:,} tokens at once)"
+
+    def tokens_that_fit(self, total: int) -> int:
+        """The largest micro-batch that `total` bytes have room for beside what stays, 0 if none."""
+        room = max(total - self.resident, 0)
+        return int(self.tokens * min(room / max(self.activations + self.passing, 1), 1.0))
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB with one digit, with three where that would say nothing."""
+    value = size / GIB
+    return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are made while it is on and not yet gone, on any device, the meta
+    device among them."""
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        """Bytes alive now."""
+        self.peak = 0
+        """The most there were."""
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
+            tensor.untyped_storage() for tensor in known
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        if storage in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(storage)
+        weakref.finalize(storage, self._free, size).atexit = False
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, size: int) -> None:
+        self.live -= size

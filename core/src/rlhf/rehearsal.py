@@ -1,0 +1,222 @@
+"""A step of a run without values: the trainer's own code over models on the meta device.
+
+Tensors there have shapes and no memory, so what a step would take is counted before any weight is
+read, for any trainer and any model whose code does not look at values.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rlhf.config.sections import Config, ModelConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
+from rlhf.data.order import RunOrder
+from rlhf.engine import Engine, Mesh, Readout
+from rlhf.gateway import BackendGateway
+from rlhf.memory import Estimate, LiveBytes
+from rlhf.model.dropout import without_dropout
+from rlhf.model.load import Task, empty_model, shape_of
+from rlhf.model.packed import PackedModel
+from rlhf.run import Run
+from rlhf.sums import weighted_loss
+from rlhf.trainer import Trainer
+
+META = torch.device("meta")
+LOOK_AHEAD = 64
+"""Steps among which the largest micro-batch is looked for."""
+
+
+@frozen
+class Rehearsed:
+    """What came of a rehearsal."""
+
+    estimate: Estimate
+    lighter: tuple[str, ...]
+    """The backend's settings that would take less."""
+
+
+def rehearse(
+    trainer: Trainer, config: Config, mesh: Mesh, hooks: BackendGateway, **options: Any
+) -> Rehearsed:
+    """What a step of `trainer` takes on each accelerator of `mesh`, without a collective.
+
+    `options` are those of `Run`. Raises what a model or a trainer raises that looks at values.
+    """
+    run = Rehearsal(config, trainer.tokenizer, mesh, hooks, **options)
+    actor = type(trainer)(trainer.config, trainer.tokenizer)
+    actor.setup(run)
+    order = RunOrder.for_training(run.examples[0], config, mesh, actor)
+    batch = run.without_values(largest(order, run.steps))
+    activations, peak = step_bytes(actor, batch, run.modules())
+    policy = dict(run.states["policy"])
+    updating = policy.pop("updating", 0)
+    estimate = Estimate(
+        states={**run.states, "policy": policy},
+        updating=updating,
+        activations=activations,
+        passing=peak - activations,
+        tokens=len(batch.tokens),
+    )
+    return Rehearsed(estimate, run.plans["policy"].lighter)
+
+
+def largest(order: RunOrder, steps: int) -> PackedBatch:
+    """The micro-batch with the most tokens of the first steps on this rank."""
+    sizes = order.examples.lengths
+    plans = (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
+    rows = max((rows for plan in plans for rows in plan.micro), key=lambda rows: sizes[rows].sum())
+    return order.packed(rows)
+
+
+def step_bytes(
+    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module]
+) -> tuple[int, int]:
+    """Bytes alive when backward begins, and the most over the survey, the loss and backward.
+
+    Gradients of weights are let go at once: they are the backend's, which knows where they are.
+    """
+    weights = [weight for module in modules for weight in module.parameters()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    hooks = [weight.register_post_accumulate_grad_hook(_let_go) for weight in trained]
+    try:
+        with LiveBytes(known=weights) as counter:
+            if trainer.surveys():
+                batch = attrs.evolve(batch, step=_surveyed(trainer, batch))
+            loss = trainer.loss(batch)
+            total = weighted_loss(loss, {term.per: 1.0 for term in loss.terms})
+            activations = counter.live
+            total.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return activations, counter.peak
+
+
+def _let_go(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _surveyed(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:
+    with torch.no_grad():
+        found = dict(trainer.survey(batch))
+    own = {"examples": batch.num_examples, "answers": batch.num_answers}
+    device = batch.tokens.device
+    return found | {n: torch.zeros(k, dtype=torch.long, device=device) for n, k in own.items()}
+
+
+class RehearsedEngine:
+    """A model without values in the place of a live engine."""
+
+    device = META
+
+    def __init__(self, module: PackedModel, *, role: str, stage: int, precision: str) -> None:
+        self.module: Any = module
+        self.role, self.stage, self.precision = role, stage, precision
+
+    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+        """Run the module's forward."""
+        return self.module(batch, readout)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss`."""
+        loss.backward()
+
+    def step(self) -> Any:
+        raise AssertionError("a rehearsal takes no step")
+
+    def train(self) -> None:
+        """Recomputation on."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Recomputation off."""
+        self.module.eval()
+
+
+class Rehearsal(Run):
+    """What a trainer's `setup` may use, with models that have shapes and no values."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        mesh: Mesh,
+        hooks: BackendGateway,
+        *,
+        steps: int,
+        longest: int,
+        examples: Sequence[Examples] = (),
+    ) -> None:
+        super().__init__(
+            config, tokenizer, mesh, hooks, steps=steps, longest=longest, examples=examples
+        )
+        self.device = META
+        self.states: dict[str, dict[str, int]] = {}
+        """What the backend says of each role's bytes."""
+        self._attached: dict[str, int | None] = {}
+
+    def load(
+        self,
+        role: str,
+        *,
+        model: ModelConfig | None = None,
+        trained: bool = True,
+        task: Task = "causal",
+        dropout: bool = True,
+    ) -> Engine:
+        """As in a run, without values; nothing is read but the model's configuration."""
+        config = self.config
+        if model is not None:
+            config = attrs.evolve(config, model=model, lora=None)
+        module = empty_model(config, task)
+        shape = shape_of(module)
+        plan = self.hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        if not dropout:
+            without_dropout(module)
+        module.train(trained)
+        if not trained:
+            module.requires_grad_(False)
+        engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
+        self.engines[role], self.plans[role] = engine, plan
+        self.shapes[role], self.tasks[role] = shape, task
+        found = self.hooks.estimate_memory(
+            config=config, plan=plan, model_shape=shape, mesh=self.mesh, trained=trained
+        )
+        self.states[role] = dict(found)
+        return engine
+
+    def release(self, role: str) -> None:
+        """Give up an engine."""
+        for known in (self.engines, self.plans, self.shapes, self.tasks, self.states):
+            known.pop(role)
+
+    def cached(
+        self,
+        name: str,
+        folder: Callable[[], Path],
+        engine: Callable[[], Engine],
+        *,
+        read: Any = None,
+        width: int | None = None,
+    ) -> str:
+        """Every example will have such a value; nothing is computed."""
+        self._attached[name] = width
+        return ""
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The models of all roles."""
+        return [engine.module for engine in self.engines.values()]
+
+    def without_values(self, batch: PackedBatch) -> PackedBatch:
+        """The batch on the meta device, with what a cache would have given it."""
+        moved = batch.to(META)
+        for name, width in self._attached.items():
+            shape = (len(batch.tokens), *(() if width is None else (width,)))
+            moved.values[name] = torch.empty(shape, device=META)
+        return moved

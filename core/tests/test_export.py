@@ -1,0 +1,53 @@
+"""`rlhf export` of a run folder that is not as a run leaves it."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf import checkpoint
+from rlhf.errors import RLHFError
+from rlhf.export import export_command
+
+
+def made(folder: Path) -> Path:
+    """A run folder with one whole checkpoint and nothing that says whose it is."""
+    part = checkpoint.begin(folder / "checkpoints", 1)
+    (part / "weights").write_text("weights")
+    checkpoint.commit(part, folder / "checkpoints", 1, checkpoint.digest(part))
+    (folder / "config.yaml").write_text("model: {path: gone}")
+    return folder
+
+
+def told(source: Path, output: Path) -> str:
+    with pytest.raises(RLHFError) as error:
+        export_command(str(source), str(output))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("text", [None, "{}", "[]", '{"trainer'])
+def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    if text is not None:
+        (run / "versions.json").write_text(text)
+    assert told(run, tmp_path / "out") == (
+        f"{run}/versions.json does not say trainer: a run writes this file at its start, so put it "
+        "back or resume the run once"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    for source in (tmp_path / "gone", run / "config.yaml", tmp_path):
+        assert told(source, tmp_path / "out") == (
+            f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
+        )
+    assert told(run / "checkpoints" / "step-000002", tmp_path / "out") == (
+        f"there is no checkpoint 'step-000002' in {run}/checkpoints: there are step-000001"
+    )
+
+
+def test_an_output_that_is_taken(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    assert told(run, run) == f"{run} is not empty: give a new folder"
+    assert told(run, run / "config.yaml") == f"{run}/config.yaml is a file: give a new folder"

@@ -1,0 +1,90 @@
+"""Places that a user names: what the system refuses is one line, a folder is whole or absent."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.errors import RLHFError
+from rlhf.places import new_folder, write_whole, writing
+
+
+def write_text() -> None:
+    with Path("/dev/full").open("w") as file:
+        file.write("text")
+
+
+def write_tensor() -> None:
+    torch.save(torch.zeros(100_000), "/dev/full")
+
+
+def write_as_safetensors_does() -> None:
+    raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("write", [write_text, write_tensor, write_as_safetensors_does])
+def test_a_full_disk_is_told_with_the_place(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        write()
+    assert str(error.value) == (
+        f"{tmp_path} cannot be written, the disk is full: free some space and start again"
+    )
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        (tmp_path / "file" / "run").mkdir()
+    assert str(error.value) == (
+        f"{tmp_path}/file/run cannot be used (Not a directory): give another place"
+    )
+
+
+def test_a_place_without_the_right_to_write_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "run"))
+    assert str(error.value) == (
+        f"{tmp_path}/run cannot be used (Read-only file system): give another place"
+    )
+
+
+def test_a_defect_stays_a_defect(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), writing(tmp_path):
+        raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError), writing(tmp_path):
+        (tmp_path / "gone").read_text()
+
+
+def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    with pytest.raises(ZeroDivisionError), new_folder(target) as part:
+        (part / "weights").write_text(str(1 / 0))
+    assert list(target.parent.iterdir()) == []
+    with new_folder(target) as part:
+        (part / "weights").write_text("whole")
+        assert not target.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+    assert (target / "weights").read_text() == "whole"
+
+
+def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target, told in (
+        (tmp_path, f"{tmp_path} is not empty: give a new folder"),
+        (tmp_path / "file", f"{tmp_path}/file is a file: give a new folder"),
+    ):
+        with pytest.raises(RLHFError) as error, new_folder(target):
+            pass
+        assert str(error.value) == told
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as part:
+        (part / "weights").write_text("whole")
+    assert (tmp_path / "empty" / "weights").is_file()
+
+
+def test_a_file_is_replaced_in_one_move(tmp_path: Path) -> None:
+    write_whole(tmp_path / "config.yaml", "a: 1")
+    write_whole(tmp_path / "config.yaml", "a: 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "a: 2"

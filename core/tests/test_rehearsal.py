@@ -1,0 +1,145 @@
+"""What a step would take of an accelerator, counted without weights."""
+
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from rlhf.config.reader import read_config
+from rlhf.engine import Mesh
+from rlhf.execute import headroom, prepare_data
+from rlhf.gateway import build_gateways
+from rlhf.headroom import Headroom
+from rlhf.memory import GIB, Estimate, LiveBytes, gib
+from rlhf.testing import tiny
+from rlhf.testing.plain import PlainBackend
+
+
+def test_what_is_alive_and_the_most_that_was_are_counted_once() -> None:
+    given = torch.zeros(1000)
+    with LiveBytes(known=[given]) as counter:
+        twice = given * 2
+        view = twice.view(10, 100)
+        assert counter.live == 4000
+        shifted = view + 1
+        assert counter.live == 8000
+        del twice, view
+        assert counter.live == 4000
+        shifted.add_(1)
+        del shifted
+    assert (counter.live, counter.peak) == (0, 8000)
+
+
+def test_backward_frees_what_forward_kept() -> None:
+    weight = torch.ones(100, 100, requires_grad=True)
+    with LiveBytes(known=[weight]) as counter:
+        result = (weight @ weight).sin()
+        kept = counter.live
+        result.sum().backward()
+        del result
+    assert kept == 2 * 40_000
+    assert counter.live == 40_000, "the gradient alone is left"
+
+
+ESTIMATE = Estimate(
+    states={
+        "policy": {"weights": 3 * GIB, "gradients": 3 * GIB, "optimizer": 18 * GIB, "buffers": 0},
+        "reference": {"weights": 3 * GIB},
+    },
+    updating=9 * GIB,
+    activations=40 * GIB,
+    passing=5 * GIB,
+    tokens=16_384,
+)
+
+
+def test_an_estimate_reads_as_one_line() -> None:
+    assert str(ESTIMATE) == (
+        "72.0 GiB at the peak: weights 3.0, gradients 3.0, optimizer 18.0, reference 3.0, "
+        "activations 40.0, head 5.0 (16,384 tokens at once)"
+    )
+    assert gib(GIB // 4) == "0.250"
+
+
+def test_the_optimizers_step_can_be_the_peak() -> None:
+    assert attrs.evolve(ESTIMATE, activations=GIB, passing=0).peak == 36 * GIB
+
+
+def test_a_smaller_budget_is_told_from_what_is_left() -> None:
+    assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
+    assert ESTIMATE.tokens_that_fit(20 * GIB) == 0
+    assert ESTIMATE.tokens_that_fit(1000 * GIB) == 16_384
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    rows = [{"prompt": "one and two are", "completion": " three" * 20} for _ in range(12)]
+    return [
+        "--model", str(tiny.make_model(folder / "model")), "--model.dtype", "fp32",
+        "--data", str(tiny.write_rows(folder / "rows.jsonl", rows)),
+        "--batch.size", "4", "--output", str(folder / "run"),
+    ]  # fmt: skip
+
+
+def question(words: list[str], memory: int) -> Headroom:
+    """Headroom on a device of so many bytes."""
+    request = read_config("sft", overrides=words)
+    hooks, _ = build_gateways(PlainBackend())
+    return headroom(request.config, prepare_data(request), Mesh(memory=memory), hooks)
+
+
+def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> None:
+    peak = question(words, GIB).estimate().peak
+    line = question(words, GIB).line()
+    assert line.startswith(f"memory     {gib(peak)} GiB at the peak: weights ")
+    assert line.endswith(" tokens at once), of 1.0 GiB")
+    assert question(words, peak).line().endswith(" GiB; this will hardly fit")
+
+
+def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
+    asked = question(words, GIB)
+    lean = question([*words, "--model.recompute", "full"], GIB)
+    found = asked.estimate()
+    tokens = 3 * found.tokens // 4
+    smaller = found.resident + (found.activations + found.passing) * tokens / found.tokens
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+    assert str(asked.error(cause)) == (
+        "out of memory on cpu, which has 1.0 GiB, when 2.00 GiB more were wanted; a step was "
+        f"estimated at {gib(found.peak)} GiB: set batch.tokens to {tokens} (about {gib(smaller)} "
+        f"GiB), or set model.recompute to full (about {gib(lean.estimate().peak)} GiB)"
+    )
+
+
+def test_where_nothing_is_left_to_lower_another_way_is_named(words: list[str]) -> None:
+    one_row = ["--batch.size", "1", "--model.recompute", "full"]
+    asked = question([*words, *one_row], 1000)
+    assert str(asked.error(torch.OutOfMemoryError("no more"))).endswith(
+        ": train with lora, or use a device with more memory"
+    )
+
+
+def test_a_model_that_looks_at_values_has_no_estimate_but_runs(words: list[str]) -> None:
+    class Looking(type(question(words, GIB).trainer)):  # type: ignore[misc]
+        def loss(self, batch):
+            assert batch.tokens.sum().item() > 0
+            return super().loss(batch)
+
+    asked = question(words, GIB)
+    looking = attrs.evolve(asked, trainer=Looking(asked.trainer.config, asked.trainer.tokenizer))
+    assert looking.line().startswith("memory     not estimated: RuntimeError: ")
+    assert str(looking.error(torch.OutOfMemoryError("x"))) == (
+        "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
+    )
+
+
+def test_nothing_of_a_rehearsal_stays_behind(words: list[str]) -> None:
+    torch.manual_seed(0)
+    asked = question(words, GIB)
+    torch.manual_seed(0)
+    expected = torch.randn(3)
+    torch.manual_seed(0)
+    asked.estimate()
+    assert torch.equal(torch.randn(3), expected), "it must not draw from the generators"
+    assert not Path(asked.config.output or "").exists()

@@ -1,0 +1,79 @@
+"""What DeepSpeed keeps on each accelerator, after the ZeRO paper (arXiv 1910.02054, section 3) and
+its own buffers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from rlhf.config.sections import Config
+from rlhf.engine import ModelShape, Plan
+
+MOST_LIVE = 1_000_000_000
+"""Elements that stage 3 keeps gathered for their next use (`stage3_max_live_parameters`)."""
+NF4 = 0.53
+"""Bytes of a weight in 4 bits, with its share of the scales (arXiv 2305.14314, section 3)."""
+
+
+@frozen(kw_only=True)
+class Bytes:
+    """Bytes per parameter that the model's states take."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def bytes_per_parameter(precision: str, *, stage: int) -> Bytes:
+    """Adam's two moments and the master weights are fp32; in fp32 only a sharded optimizer has
+    masters apart."""
+    if precision == "fp32":
+        return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
+    return Bytes(weight=2, gradient=2, optimizer=12)
+
+
+def states(
+    shape: ModelShape, precision: str, *, stage: int, world: int, offload_optimizer: bool
+) -> dict[str, int]:
+    """Bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
+    size = bytes_per_parameter(precision, stage=stage)
+    weights = shape.parameters * size.weight
+    gradients = shape.trainable * size.gradient
+    optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
+    if stage >= 1:
+        optimizer //= world
+    if stage >= 2:
+        gradients //= world
+    if stage == 3:
+        weights = weights // world + 2 * shape.largest_layer * size.weight
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
+def estimate(
+    config: Config, plan: Plan, shape: ModelShape, *, world: int, trained: bool
+) -> Mapping[str, int]:
+    """What stays on each accelerator through a step; `updating` is what the optimizer's step takes
+    for a moment."""
+    zero: Mapping[str, Any] = plan.settings["zero_optimization"]
+    size = bytes_per_parameter(plan.precision, stage=plan.stage)
+    offloaded = "offload_optimizer" in zero
+    parts = states(
+        shape, plan.precision, stage=plan.stage, world=world, offload_optimizer=offloaded
+    )
+    if plan.stage == 3:
+        gathered = min(shape.parameters, MOST_LIVE) * size.weight
+        parts["weights"] = gathered
+        if "offload_param" not in zero:
+            parts["weights"] += shape.parameters * size.weight // world
+    if config.model.quantize is not None:
+        whole = shape.head + shape.lookup + shape.trainable
+        parts["weights"] = int(2 * whole + NF4 * max(shape.parameters - whole, 0))
+    if not trained:
+        return {"weights": parts["weights"]}
+    bucket = zero.get("reduce_bucket_size", 0) * size.weight
+    # Stage 3 reduces one bucket while it fills the next.
+    parts["buffers"] = bucket * (2 if plan.stage == 3 else 1)
+    share = shape.trainable // (world if plan.stage >= 1 else 1)
+    in_fp32 = 0 if plan.precision == "fp32" and plan.stage == 0 else 4
+    parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
+    return parts

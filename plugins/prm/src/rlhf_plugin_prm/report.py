@@ -1,0 +1,29 @@
+"""After the demo: how held-out steps are judged before and after, and the probabilities of some."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf import demo
+from rlhf.demo.report import print_before_and_after
+from rlhf_plugin_prm.scorer import Scorer
+
+SHOWN = {
+    "auc": ("right steps above wrong ones", "8.1%"),
+    "accuracy": ("steps judged rightly", "8.1%"),
+    "first_error_accuracy": ("first wrong step found, or none", "8.1%"),
+    "loss": ("loss", "8.3f"),
+}
+
+
+def report(config: Any, folder: Path) -> None:
+    """Print the measures before and after, and a right and a wrong solution with the probability
+    that each of their steps is right."""
+    print_before_and_after(folder, "held-out steps", SHOWN)
+    scorer = Scorer(folder / "model")
+    rows = demo.rows("arithmetic", "eval", "stepwise")
+    for right in (True, False):
+        row = next(row for row in rows if all(row["labels"]) == right)
+        print(f"\n> {row['prompt'].strip()}\np(right)  is     step")
+        found = scorer.probabilities(row["prompt"], row["completions"])
+        for probability, label, step in zip(found, row["labels"], row["completions"], strict=True):
+            print(f"{probability:8.2f}  {'right' if label else 'wrong'}  {step}")

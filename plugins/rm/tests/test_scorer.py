@@ -1,0 +1,178 @@
+"""Exported reward models: the rewards of the run, in plain transformers and in a run after it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf import demo
+from rlhf.errors import RLHFError
+from rlhf.export import export_command
+from rlhf.model.adapter import merge_command
+from rlhf.testing import tiny
+from rlhf.testing.ranks import shared
+from rlhf_plugin_rm.scorer import Scorer
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line of a tiny run."""
+    folder = tmp_path_factory.mktemp("rm")
+    rows = demo.rows("arithmetic", "train", "preference")
+    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
+    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
+    model = tiny.make_model(folder / "model")
+    return [
+        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
+        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
+        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
+    ]  # fmt: skip
+
+
+STAGES = {
+    "stage 0": (1, ("--deepspeed.stage", "0")),
+    "stage 3": (2, ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")),
+    "stage 3, LoRA": (
+        2,
+        ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", "--lora.rank", "4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_exported_model_gives_the_rewards_of_the_last_evaluation(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
+    world, more = STAGES[name]
+    given = [*words, "--output", str(tmp_path / "run"), "--rm.normalise", "true", *more]
+    metrics = shared(world).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
+    held_out = read_rows(words[words.index("--data.eval") + 1])
+    scorer = Scorer(tmp_path / "run" / "model")
+    raw = torch.tensor(
+        [
+            scorer.rewards(row["prompt"], [row[name]], normalise=False)[0]
+            for row in held_out
+            for name in ("chosen", "rejected")
+        ]
+    )
+    found = {
+        "eval/mean_reward": raw.mean(), "eval/min_reward": raw.min(),
+        "eval/max_reward": raw.max(), "eval/std_reward": raw.std(correction=0),
+        "eval/accuracy": (raw[::2] > raw[1::2]).float().mean(),
+        "eval/margin": (raw[::2] - raw[1::2]).mean(),
+    }  # fmt: skip
+    for metric, value in found.items():
+        assert metrics[metric] == pytest.approx(value.item(), abs=1e-5), metric
+    row = held_out[0]
+    both = scorer.rewards(row["prompt"], [row["chosen"], row["rejected"]])
+    expected = (raw[:2] - metrics["eval/mean_reward"]) / metrics["eval/std_reward"]
+    assert both == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
+    words: list[str], tmp_path: Path
+) -> None:
+    given = [*words, "--output", str(tmp_path / "run"), "--checkpoint.every", "4"]
+    shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
+    shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / "again"))
+    one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "again")
+    answers = ["The answer is 4.", "The answer is 5."]
+    assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
+    assert other.config.reward_mean == pytest.approx(one.config.reward_mean)
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def conversations(words: list[str]) -> list[list[dict[str, str]]]:
+    """Every held-out answer after its prompt."""
+    held_out = read_rows(words[words.index("--data.eval") + 1])
+    return [row["prompt"] + row[name] for row in held_out for name in ("chosen", "rejected")]
+
+
+def without_held_out_rows(words: list[str]) -> list[str]:
+    place = words.index("--data.eval")
+    return words[:place] + words[place + 2 :]
+
+
+def started_from(model: list[str], words: list[str], *more: str) -> list[str]:
+    """The command line with other words for the model."""
+    return [*model, *words[2:], *more]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_plain_transformers_scores_rendered_conversations_in_one_padded_batch(
+    side: str, words: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / "model"
+    given = [*words, "--output", str(folder.parent)]
+    metrics = shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert (model.config.num_labels, model.config.id2label) == (1, {0: "reward"})
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    inputs = tokenizer.apply_chat_template(
+        conversations(words), tokenize=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    assert not inputs["attention_mask"].all()
+    with torch.no_grad():
+        rewards = model(**inputs).logits.squeeze(-1)
+    assert rewards.mean().item() == pytest.approx(metrics["eval/mean_reward"], abs=1e-5)
+    assert rewards.min().item() == pytest.approx(metrics["eval/min_reward"], abs=1e-5)
+    assert rewards.max().item() == pytest.approx(metrics["eval/max_reward"], abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
+def test_a_run_goes_on_from_the_rewards_of_the_run_before(
+    lora: bool, words: list[str], tmp_path: Path
+) -> None:
+    folder, cache = tmp_path / "first" / "model", str(tmp_path / "cache")
+    adapted = ["--lora.rank", "4"] if lora else []
+    first = [*words, *adapted, "--output", str(folder.parent)]
+    before = shared(1).run(tiny.run, "rm", first, cache)[0][-1]
+    model = [*words[:2], "--model.adapter", str(folder)] if lora else ["--model", str(folder)]
+    more = ["--train.eval_at_start", "true", "--output", str(tmp_path / "second")]
+    metrics = shared(1).run(tiny.run, "rm", started_from(model, words, *more), cache)[0]
+    at_start = next(line for line in metrics if "eval/loss" in line)
+    assert at_start["step"] == 0
+    for name, value in before.items():
+        if name.startswith("eval/"):
+            assert at_start[name] == pytest.approx(value, abs=1e-5), name
+    assert metrics[-1]["eval/mean_reward"] != pytest.approx(before["eval/mean_reward"], abs=1e-3)
+
+
+def test_a_run_without_held_out_rows_forgets_what_was_measured_before_it(
+    words: list[str], tmp_path: Path
+) -> None:
+    folder, cache = tmp_path / "first" / "model", str(tmp_path / "cache")
+    first = [*words, "--rm.normalise", "true", "--output", str(folder.parent)]
+    shared(1).run(tiny.run, "rm", first, cache)
+    assert AutoConfig.from_pretrained(folder).reward_normalise
+    more = ["--output", str(tmp_path / "second")]
+    again = without_held_out_rows(started_from(["--model", str(folder)], words, *more))
+    shared(1).run(tiny.run, "rm", again, cache)
+    scorer = Scorer(tmp_path / "second" / "model")
+    scorer.rewards("What is 2 + 2?", ["The answer is 4."])
+    with pytest.raises(RLHFError) as caught:
+        scorer.rewards("What is 2 + 2?", ["The answer is 4."], normalise=True)
+    assert str(caught.value) == (
+        f"{tmp_path / 'second' / 'model'} has no reward_mean in its config.json, since its run had "
+        "no held-out rows: set data.eval there, or ask with normalise=False"
+    )
+
+
+def test_a_merged_adapter_gives_the_rewards_of_the_adapter(
+    words: list[str], tmp_path: Path
+) -> None:
+    given = [*words, "--lora.rank", "4", "--rm.normalise", "true"]
+    given += ["--output", str(tmp_path / "run")]
+    shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
+    merge_command(str(tmp_path / "run"), str(tmp_path / "merged"))
+    one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "merged")
+    answers = ["The answer is 4.", "The answer is 5."]
+    expected = one.rewards("What is 2 + 2?", answers)
+    assert other.rewards("What is 2 + 2?", answers) == pytest.approx(expected, abs=1e-5)

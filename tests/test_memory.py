@@ -1,0 +1,86 @@
+"""The estimate of memory against what accelerators measured, and the error when it is short."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+import tiny
+from rlhf.config.reader import read_config
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import pack
+from rlhf.engine import Mesh
+from rlhf.gateway import load_hooks
+from rlhf.memory import GIB
+from rlhf.model.load import empty_model, shape_of
+from rlhf.readouts import token_logprobs
+from rlhf.rehearsal import META, step_bytes
+from rlhf.testing.ranks import RankFailure, Ranks
+from rlhf.trainer import Loss, Term, Trainer
+from test_loop import run_odd
+
+MEASURED = {(2, 1): 74.6, (3, 1): 77.9, (2, 2): 66.0, (3, 2): 67.8}
+"""GiB per rank by (ZeRO stage, ranks): benchmarks/RESULTS.md, the 1.5B shape on an H200 with 18,432
+tokens at once, bf16 with fp32 masters."""
+TOKENS = 18_432
+
+
+class Plain(Trainer):
+    """Every token trained on, by one engine."""
+
+    def example(self, row):
+        raise AssertionError("not asked")
+
+    def setup(self, run):
+        raise AssertionError("not asked")
+
+    def loss(self, batch):
+        read = self.policy(batch, token_logprobs)
+        return Loss((Term(-read["logprobs"].sum(), per="tokens"),))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 1.5B shape of Qwen2.5 without weights."""
+    folder = tmp_path_factory.mktemp("shape")
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+        num_attention_heads=12, num_key_value_heads=2, max_position_embeddings=32_768,
+        tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("stage", "ranks"), MEASURED)
+def test_the_estimate_is_within_a_tenth_of_what_was_measured(
+    stage: int, ranks: int, folder: Path
+) -> None:
+    words = ["--model", str(folder), "--data", "unread.jsonl", "--deepspeed.stage", str(stage)]
+    config = read_config("sft", overrides=words).config
+    hooks, _ = load_hooks(config)
+    model = empty_model(config)
+    shape, mesh = shape_of(model), Mesh(world=ranks, device=torch.device("cuda"), memory=140 * GIB)
+    plan = hooks.configure_zero(config=config, mesh=mesh, model_shape=shape)
+    states = hooks.estimate_memory(
+        config=config, plan=plan, model_shape=shape, mesh=mesh, trained=True
+    )
+    trainer = Plain(None, None)
+    trainer.policy = model
+    batch = pack([Example([], [Answer([0] * TOKENS)])], [0]).to(META)
+    _, peak = step_bytes(trainer, batch, [model])
+    resident = sum(size for name, size in states.items() if name != "updating")
+    assert (resident + peak) / GIB == pytest.approx(MEASURED[stage, ranks], rel=0.1)
+
+
+def test_running_out_of_memory_is_one_line_that_says_what_to_change(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--deepspeed.stage", "1")
+    with pytest.raises(RankFailure) as error:
+        one.run(run_odd, "GreedyTrainer", words, str(inputs.cache))
+    line = next(text for text in str(error.value).splitlines() if "out of memory on" in text)
+    assert "when 2.00 GiB more were wanted; a step was estimated at 0." in line
+    assert ", or set model.recompute to full (about 0." in line
+    assert ", or use deepspeed.preset zero1_offload (0." in line

@@ -80,6 +80,21 @@ def test_the_curve_is_that_of_plain_torch(
     assert metrics[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-5)
 
 
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_states_in_bf16_keep_to_the_curve(
+    stage: str, inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
+) -> None:
+    def run(ranks: Ranks, *more: str) -> list[float]:
+        steps = ("--train.steps", "20", "--optim.lr", "2e-3", "--deepspeed.stage", stage)
+        words = tiny.words(inputs, tmp_path / "run", "--overwrite", *steps, *more)
+        return tiny.steps(ranks.run(tiny.run, words, str(inputs.cache))[0][1], "loss")
+
+    exact = run(one)
+    rounded = run(two, "--model.dtype", "bf16", "--optim.states", "bf16")
+    assert exact[-1] < exact[0] - 1
+    assert rounded == pytest.approx(exact, abs=1e-2)
+
+
 def test_the_curve_falls(plain: list[dict[str, Any]]) -> None:
     losses = tiny.steps(plain, "loss")
     assert len(losses) == 12

@@ -8,11 +8,15 @@ import tiny
 from rlhf import checkpoint
 from rlhf.testing.ranks import RankFailure, Ranks
 
+ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")
+"""The optimizer draws random numbers: they go on from where they were."""
 STAGES = {
     "0": ("--deepspeed.stage", "0"),
     "1": ("--deepspeed.stage", "1"),
     "2": ("--deepspeed.stage", "2"),
     "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+    "1 in bf16": ("--deepspeed.stage", "1", *ROUNDED),
+    "3 in bf16": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", *ROUNDED),
     "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
 }
 LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.every", "3")

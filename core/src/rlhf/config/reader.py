@@ -228,7 +228,7 @@ def _contradictions(config: Config) -> list[str]:
     adapted = config.lora is not None or model.adapter is not None
     steps, constant = train.steps, optim.schedule == "constant"
     random, quantized = model.init == "random", model.quantize is not None
-    best = config.checkpoint.best
+    best, rounded = config.checkpoint.best, optim.states == "bf16"
     past = f"is past train.steps {steps}"
     rules = [
         ("model.quantize: needs lora or model.adapter", quantized and not adapted),
@@ -239,6 +239,7 @@ def _contradictions(config: Config) -> list[str]:
         (f"train.stop_at: {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup: {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup: give a share below 1 or whole steps", max(optim.warmup, 1) % 1),
+        ("optim.states: bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),
         ("optim.min_lr: has no effect with schedule constant", optim.min_lr and constant),
         ("train.eval_every: needs data.eval", train.eval_every and not config.data.eval),
         ("train.eval_at_start: needs data.eval", train.eval_at_start and not config.data.eval),

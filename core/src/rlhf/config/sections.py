@@ -118,6 +118,10 @@ class OptimConfig:
     """Decay of Adam's two moments."""
     eps: float = field(default=1e-8, validator=positive)
     """Adam's epsilon."""
+    states: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the master weights and of Adam's moments. bf16 takes 6 bytes per parameter
+    instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost;
+    with model.dtype bf16."""
 
 
 @frozen(kw_only=True)

@@ -40,6 +40,8 @@ def batches_from(
             num_workers=workers,
             pin_memory=pin,
             collate_fn=_as_it_is,
+            # It draws a seed: from the default generator that would move what a resumed run draws.
+            generator=torch.Generator().manual_seed(order.seed),
             worker_init_fn=_keep_to_one_thread if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator: a fork costs
             # nothing.

@@ -48,7 +48,8 @@ class DeepSpeedBackend:
     @hookimpl
     def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
         offloaded = resolve(config.backend_section).offload_optimizer
-        name, reason = optimizers.choose(offloaded=offloaded)
+        rounded = config.optim.states == "bf16"
+        name, reason = optimizers.choose(offloaded=offloaded, rounded=rounded)
         return zero.plan(config, mesh, model_shape, optimizer=name, reason=reason)
 
     @hookimpl

@@ -71,6 +71,15 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
+    Capability(
+        feature="master weights and moments in bf16",
+        setting="optim.states",
+        stages=(1, 2, 3),
+        precisions=("bf16",),
+        excludes=("deepspeed.offload_optimizer",),
+        optional_stage=True,
+        alternative="set deepspeed.stage to 1, or leave optim.states at fp32",
+    ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
 )

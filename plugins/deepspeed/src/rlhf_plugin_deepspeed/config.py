@@ -128,6 +128,7 @@ def check(config: Any) -> None:
         "deepspeed.persistence_threshold": section.persistence_threshold is not None,
         "deepspeed.bucket_size": section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
+        "optim.states": config.optim.states == "bf16",
     }
     settings = {name for name, is_wanted in wanted.items() if is_wanted}
     check_capabilities(settings, stage=resolved.stage, version=installed_version())

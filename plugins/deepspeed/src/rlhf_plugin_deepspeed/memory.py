@@ -24,19 +24,18 @@ class Bytes:
     optimizer: int
 
 
-def bytes_per_parameter(precision: str, *, stage: int) -> Bytes:
-    """Adam's two moments and the master weights are fp32; in fp32 only a sharded optimizer has
-    masters apart."""
+def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) -> Bytes:
+    """Adam's two moments and the master weights are fp32, or bf16 where they are `rounded`; in fp32
+    only a sharded optimizer has masters apart."""
     if precision == "fp32":
         return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    return Bytes(weight=2, gradient=2, optimizer=12)
+    return Bytes(weight=2, gradient=2, optimizer=6 if rounded else 12)
 
 
 def states(
-    shape: ModelShape, precision: str, *, stage: int, world: int, offload_optimizer: bool
+    shape: ModelShape, size: Bytes, *, stage: int, world: int, offload_optimizer: bool
 ) -> dict[str, int]:
     """Bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
-    size = bytes_per_parameter(precision, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
     optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
@@ -55,11 +54,10 @@ def estimate(
     """What stays on each accelerator through a step; `updating` is what the optimizer's step takes
     for a moment."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
-    size = bytes_per_parameter(plan.precision, stage=plan.stage)
+    rounded = config.optim.states == "bf16"
+    size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)
     offloaded = "offload_optimizer" in zero
-    parts = states(
-        shape, plan.precision, stage=plan.stage, world=world, offload_optimizer=offloaded
-    )
+    parts = states(shape, size, stage=plan.stage, world=world, offload_optimizer=offloaded)
     if plan.stage == 3:
         gathered = min(shape.parameters, MOST_LIVE) * size.weight
         parts["weights"] = gathered
@@ -74,6 +72,6 @@ def estimate(
     # Stage 3 reduces one bucket while it fills the next.
     parts["buffers"] = bucket * (2 if plan.stage == 3 else 1)
     share = shape.trainable // (world if plan.stage >= 1 else 1)
-    in_fp32 = 0 if plan.precision == "fp32" and plan.stage == 0 else 4
+    in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
     return parts

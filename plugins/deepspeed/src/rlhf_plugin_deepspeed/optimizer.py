@@ -13,14 +13,18 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch.optim import AdamW, Optimizer
 
 from rlhf.config.sections import OptimConfig
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
+ROUNDED = "AdamW in bf16 with stochastic rounding"
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
-def choose(*, offloaded: bool) -> tuple[str, str]:
+def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
     """The optimizer's name, and why it is not DeepSpeed's where it is not; the same on every rank
     of a host."""
+    if rounded:
+        return ROUNDED, ""
     if offloaded:
         problem = _build("CPUAdamBuilder")
         return ("DeepSpeedCPUAdam", "") if not problem else (TORCH, problem)
@@ -42,8 +46,10 @@ def build(
     ]
     # DeepSpeed drops empty groups later, behind the back of a schedule that has counted them.
     filled = [group for group in trainable if group["params"]]
-    name, _ = choose(offloaded=offloaded)
+    name, _ = choose(offloaded=offloaded, rounded=config.states == "bf16")
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if name == ROUNDED:
+        return RoundedAdamW(filled, **settings)
     if name == "DeepSpeedCPUAdam":
         return DeepSpeedCPUAdam(filled, adamw_mode=True, **settings)
     if name == "FusedAdam":

@@ -9,7 +9,7 @@ from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.memory import gib
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve
-from rlhf_plugin_deepspeed.memory import states
+from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
 
 SHARE = 0.6
 """What the states may take of the accelerator's memory; the rest is for activations and buffers."""
@@ -48,10 +48,12 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         "gradient_clipping": config.optim.clip,
         "steps_per_print": 2**62,
         "zero_force_ds_cpu_optimizer": False,
+        # It knows AdamW's own classes alone; ours over bf16 states is another.
+        "zero_allow_untested_optimizer": config.optim.states == "bf16",
         "zero_optimization": _zero(
             stage, section, resolved, shape, pinned=mesh.device.type != "cpu"
         ),
-        **_precision(precision),
+        **_precision(precision, rounded=config.optim.states == "bf16"),
     }
     return Plan(
         stage=stage,
@@ -72,6 +74,9 @@ def _lighter(
         for higher in _allowed(config, resolved)
         if higher > stage
     ]
+    if config.model.dtype == "bf16" and stage and not resolved.offload_optimizer:
+        rounded = evolve(config, optim=evolve(config.optim, states="bf16"))
+        found.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, stage)))
     if not resolved.offload_optimizer and not config.model.quantize:
         offloaded = evolve(resolved, offload_optimizer=True)
         above = max(stage, 1)
@@ -107,16 +112,17 @@ def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.bucket_size": config.backend_section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
+        "optim.states": config.optim.states == "bf16",
     }
     return stages_for([name for name, is_on in settings.items() if is_on])
 
 
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
     """Bytes of states on each accelerator."""
+    rounded = config.optim.states == "bf16"
+    size = bytes_per_parameter(config.model.dtype, stage=stage, rounded=rounded)
     offloaded = resolved.offload_optimizer
-    parts = states(
-        shape, config.model.dtype, stage=stage, world=mesh.world, offload_optimizer=offloaded
-    )
+    parts = states(shape, size, stage=stage, world=mesh.world, offload_optimizer=offloaded)
     return sum(parts.values())
 
 
@@ -140,9 +146,12 @@ def _zero(
     return zero
 
 
-def _precision(precision: str) -> dict[str, Any]:
+def _precision(precision: str, *, rounded: bool) -> dict[str, Any]:
+    bf16: dict[str, Any] = {"enabled": precision == "bf16", "check_grad_overflow": True}
+    if rounded:
+        bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
+        "bf16": bf16,
         # A scale that starts at 2^16 and grows after 1000 good steps; auto_cast would cast token
         # ids' floats too.
         "fp16": {

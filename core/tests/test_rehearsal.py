@@ -8,10 +8,10 @@ import torch
 
 from rlhf.config.reader import read_config
 from rlhf.engine import Mesh
-from rlhf.execute import headroom, prepare_data
 from rlhf.gateway import build_gateways
 from rlhf.headroom import Headroom
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
+from rlhf.preparation import headroom, prepare_data
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 
@@ -110,6 +110,39 @@ def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
         f"estimated at {gib(found.peak)} GiB: set batch.tokens to {tokens} (about {gib(smaller)} "
         f"GiB), or set model.recompute to full (about {gib(lean.estimate().peak)} GiB)"
     )
+
+
+def on_accelerator(words: list[str], memory: int) -> Headroom:
+    """The same on a device that is not the host."""
+    asked = question(words, memory)
+    return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
+
+
+def test_layers_run_again_where_a_step_would_not_fit_without(words: list[str]) -> None:
+    whole = on_accelerator(words, GIB).estimate().peak
+    lean = on_accelerator([*words, "--model.recompute", "full"], GIB).estimate().peak
+    assert on_accelerator(words, GIB).recomputation() == ""
+    assert on_accelerator(words, whole).recomputation() == (
+        f"recompute  full: a step would take {gib(whole)} of {gib(whole)} GiB, and {gib(lean)} "
+        "with every layer run again in backward"
+    )
+
+
+@pytest.mark.parametrize("given", ["none", "full"])
+def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
+    assert on_accelerator([*words, "--model.recompute", given], 1000).recomputation() == ""
+
+
+def test_the_host_never_needs_recomputation(words: list[str]) -> None:
+    assert question(words, 1000).recomputation() == ""
+
+
+def test_what_is_recomputed_already_is_no_advice(words: list[str]) -> None:
+    whole = on_accelerator(words, GIB).estimate().peak
+    told = str(on_accelerator(words, whole).error(torch.OutOfMemoryError("no more")))
+    lean = on_accelerator([*words, "--model.recompute", "full"], GIB).estimate().peak
+    assert f"a step was estimated at {gib(lean)} GiB: set batch.tokens to 768 " in told
+    assert "model.recompute" not in told
 
 
 def test_where_nothing_is_left_to_lower_another_way_is_named(words: list[str]) -> None:

@@ -5,81 +5,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import attrs
 import torch
 import transformers
-from attrs import frozen
 
-from rlhf import checkpoint, random_state
+from rlhf import checkpoint
 from rlhf import folder as run_folder
-from rlhf.best import Best
-from rlhf.config.reader import Request, to_tree
-from rlhf.config.sections import Config
-from rlhf.data.order import RunOrder
-from rlhf.data.tokenise import Examples, prepare
+from rlhf.config.reader import Request
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, ToldByFirst
 from rlhf.export import export_model
 from rlhf.folder import RunFolder
-from rlhf.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
-from rlhf.headroom import Headroom
-from rlhf.journal import Journal
+from rlhf.gateway import build_gateways, load_hooks
 from rlhf.loop import train
-from rlhf.model.load import load_tokenizer
 from rlhf.places import writing
+from rlhf.preparation import headroom, prepare_data, set_up
 from rlhf.registry import load_object
-from rlhf.run import Run
-from rlhf.session import RunRecord, Session
-from rlhf.speed import Speed, peak_of
-from rlhf.trainer import Trainer
+from rlhf.session import Session
 
 T = TypeVar("T")
 STOPPED = 143
 """Exit code of a run that SIGTERM stopped and that has saved."""
-
-
-@frozen(kw_only=True)
-class Data:
-    """The tokenised rows, and the trainer that turned them into trees."""
-
-    trainer: Trainer
-    train: Examples
-    eval: Examples | None
-
-    @property
-    def parts(self) -> list[Examples]:
-        """The rows to train on, and the held-out ones if there are any."""
-        return [part for part in (self.train, self.eval) if part]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest path."""
-        return max(int(part.longest_path.max()) for part in self.parts)
-
-    def num_steps(self, config: Config) -> int:
-        """Optimizer steps of the whole schedule."""
-        per_epoch = -(-len(self.train) // config.batch.size)
-        return config.train.steps or per_epoch * config.train.epochs
-
-    def eval_order(self, config: Config, mesh: Mesh) -> RunOrder | None:
-        """Every held-out row once, or None without any."""
-        if self.eval is None:
-            return None
-        return RunOrder.for_evaluation(self.eval, config, mesh, self.trainer)
-
-
-def prepare_data(request: Request) -> Data:
-    """Tokenise what is not in the cache yet; without a collective, so that no rank waits at a
-    barrier."""
-    config = request.config
-    tokenizer = load_tokenizer(config)
-    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
-    found = {
-        which: prepare(config, trainer, tokenizer, which=which)
-        for which in ("train", "eval")
-        if getattr(config.data, which)
-    }
-    return Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
 
 
 def run_rank(request: Request, *, backend: Any = None) -> int:
@@ -115,14 +60,6 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     return STOPPED if reason == "signal" else 0
 
 
-def headroom(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Headroom:
-    """Whether a step of this run fits."""
-    return Headroom(
-        data.trainer, config, mesh, hooks, steps=data.num_steps(config), longest=data.longest,
-        examples=data.parts,
-    )  # fmt: skip
-
-
 @contextmanager
 def opened(mesh: Mesh, path: Path, *, fresh: bool) -> Iterator[RunFolder | None]:
     """The locked run folder on rank 0, None elsewhere."""
@@ -151,82 +88,6 @@ def on_first(mesh: Mesh, act: Callable[[], T], *, share: bool = True) -> T:
     if message is not None:
         raise ToldByFirst(message)
     return shared if share else value  # type: ignore[return-value]
-
-
-def set_up(
-    request: Request,
-    data: Data,
-    mesh: Mesh,
-    hooks: BackendGateway,
-    observers: ObserverGateway,
-    path: Path,
-    folder: RunFolder | None,
-) -> Session:
-    """Models, orders of rows and the journal. Collective."""
-    config = request.config
-    train_order = RunOrder.for_training(data.train, config, mesh, data.trainer)
-    num_steps = data.num_steps(config)
-    run = Run(
-        config, data.trainer.tokenizer, mesh, hooks, steps=num_steps, longest=data.longest,
-        examples=data.parts,
-    )  # fmt: skip
-    if folder is not None and mesh.device.type != "cpu":
-        run.notes.append(headroom(config, data, mesh, hooks).line())
-    data.trainer.setup(run)
-    random_state.spread(config.train.seed, mesh.rank)
-    engine = run.engines["policy"]
-    session = Session(
-        record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
-        config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=data.trainer,
-        engine=engine, followers=run.followers, schedule=run.schedule, train_order=train_order,
-        eval_order=data.eval_order(config, mesh),
-        num_steps=num_steps, path=path, folder=folder,
-        best=Best(metric=config.checkpoint.best, patience=config.train.patience),
-        speed=Speed(shape=run.shapes["policy"], peak=peak_of(mesh.device, mesh.world)),
-    )  # fmt: skip
-    session.journal = Journal(session)
-    if folder is not None:
-        folder.write_config(to_tree(config))
-        folder.write_json(
-            "plan.json",
-            {
-                role: attrs.asdict(plan)
-                | {"task": run.tasks[role], "attention": str(run.attention[role])}
-                for role, plan in run.plans.items()
-            },
-        )
-        folder.write_versions(
-            trainer=request.name, trust_remote_code=config.model.trust_remote_code
-        )
-        introduce(request, session, data, run)
-    return session
-
-
-def introduce(request: Request, session: Session, data: Data, run: Run) -> None:
-    """The first lines: what runs, where and how."""
-    config, mesh, shape = request.config, session.mesh, run.shapes["policy"]
-    plan = run.plans["policy"]
-    demo = (
-        "demo: the embedded model and rows, since neither model nor data was given; " * request.demo
-    )
-    trainable = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
-    lines = [
-        f"rlhf {request.name}  {demo}run folder {session.path}",
-        f"devices    {mesh.world} x {mesh.device.type}",
-        f"backend    {config.backend_name}: {plan.summary}",
-        f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
-        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
-        f"attention  {run.attention['policy']}",
-        f"data       train: {data.train.report}",
-    ]
-    if data.eval is not None:
-        lines.append(f"           eval: {data.eval.report}")
-    lines.append(
-        f"steps      {session.num_steps:,} of {config.batch.size} rows, "
-        f"{session.train_order.steps_per_epoch:,} per epoch"
-    )
-    remarks = data.trainer.remarks(data.train)
-    print("\n".join([*lines, *run.notes, *request.notes, *remarks]), flush=True)
 
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:

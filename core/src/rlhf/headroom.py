@@ -36,7 +36,25 @@ class Headroom:
 
     def estimate(self) -> Estimate:
         """What a step takes."""
-        return self._rehearsed(self.config).estimate
+        return self._rehearsed().estimate
+
+    def recomputation(self) -> str:
+        """The line that says why every layer is to run again in backward where
+        `model.recompute` is auto and a step would not fit without, else nothing."""
+        if self.config.model.recompute != "auto" or self.mesh.device.type == "cpu":
+            return ""
+        room = MARGIN * self.mesh.memory
+        try:
+            whole = self.estimate().peak
+            lean = recomputing(self).estimate().peak if whole > room else whole
+        except Exception:  # The models of others may do anything without values.
+            return ""
+        if lean >= whole:
+            return ""
+        return (
+            f"recompute  full: a step would take {gib(whole)} of {gib(self.mesh.memory)} GiB, and "
+            f"{gib(lean)} with every layer run again in backward"
+        )
 
     def line(self) -> str:
         """The line `memory` of the run's introduction; it never ends a run."""
@@ -56,9 +74,10 @@ class Headroom:
             where += f", which has {gib(self.mesh.memory)} GiB"
         if wanted:
             where += f", when {wanted.group(1)} more were wanted"
+        asked = recomputing(self) if self.recomputation() else self
         try:
-            found = self._rehearsed(self.config)
-            advice = self._advice(found)
+            found = asked._rehearsed()
+            advice = asked._advice(found)
         except Exception:  # As above: then there are no numbers.
             return RLHFError(f"{where}: lower batch.tokens or set model.recompute to full")
         expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
@@ -73,9 +92,8 @@ class Headroom:
             share = tokens / estimate.tokens
             peak = estimate.resident + (estimate.activations + estimate.passing) * share
             advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
-        if config.model.recompute == "none":
-            model = attrs.evolve(config.model, recompute="full")
-            lean = self._rehearsed(attrs.evolve(config, model=model)).estimate
+        if config.model.recompute != "full":
+            lean = recomputing(self).estimate()
             advice.append(f"set model.recompute to full (about {gib(lean.peak)} GiB)")
         advice += [f"use {setting}" for setting in found.lighter]
         return advice or ["train with lora, or use a device with more memory"]
@@ -89,8 +107,18 @@ class Headroom:
         largest = max(int(part.lengths.max()) for part in self.examples)
         return tokens if tokens >= largest else 0
 
-    def _rehearsed(self, config: Config) -> Rehearsed:
+    def _rehearsed(self) -> Rehearsed:
         return rehearse(
-            self.trainer, config, self.mesh, self.hooks,
+            self.trainer, self.config, self.mesh, self.hooks,
             steps=self.steps, longest=self.longest, examples=self.examples,
         )  # fmt: skip
+
+
+def recomputing(asked: Headroom) -> Headroom:
+    """The same question with every layer run again in backward."""
+    return attrs.evolve(asked, config=with_recomputation(asked.config))
+
+
+def with_recomputation(config: Config) -> Config:
+    """The configuration with `model.recompute` full."""
+    return attrs.evolve(config, model=attrs.evolve(config.model, recompute="full"))

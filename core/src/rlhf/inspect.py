@@ -18,7 +18,7 @@ from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.data.tokenise import Examples
 from rlhf.engine import Mesh
-from rlhf.execute import prepare_data
+from rlhf.preparation import prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50

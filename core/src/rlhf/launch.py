@@ -38,7 +38,8 @@ def run_command(request: Request) -> int:
 
         return run_rank(request)
     from rlhf import folder
-    from rlhf.execute import prepare_data, run_rank
+    from rlhf.execute import run_rank
+    from rlhf.preparation import prepare_data
 
     folder.check_resumable(request, folder.choose(request))
     ranks = request.nproc or (1 if request.demo else num_devices())

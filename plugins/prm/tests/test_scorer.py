@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 
 from rlhf import demo
 from rlhf.config.reader import read_config
-from rlhf.execute import prepare_data
 from rlhf.model.adapter import merge_command
+from rlhf.preparation import prepare_data
 from rlhf.testing import tiny
 from rlhf.testing.ranks import shared
 from rlhf_plugin_prm.scorer import Scorer

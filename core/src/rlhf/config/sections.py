@@ -39,8 +39,9 @@ class ModelConfig:
     """Parameters that are not trained: shell patterns, such as `*.embed_tokens.*`."""
     adapter: str | None = None
     """Folder of a LoRA adapter to go on training."""
-    recompute: Literal["none", "full"] = "none"
-    """full: each layer runs again in backward (gradient checkpointing): less memory, more time."""
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """full: each layer runs again in backward (gradient checkpointing): less memory, more time, the
+    same curve. auto: full where a step would not fit the accelerator's memory without."""
 
 
 @frozen(kw_only=True)

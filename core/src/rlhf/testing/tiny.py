@@ -19,11 +19,12 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
-from rlhf.execute import headroom, prepare_data, run_rank, set_up
+from rlhf.execute import run_rank
 from rlhf.gateway import build_gateways
 from rlhf.hookspecs import hookimpl
 from rlhf.loop import take_step
 from rlhf.model.packed import PathName
+from rlhf.preparation import headroom, prepare_data, set_up
 from rlhf.rehearsal import largest, step_bytes
 from rlhf.rollout import roll_out
 from rlhf.session import Session

@@ -1,0 +1,62 @@
+"""How a run introduces itself: its first lines, and what its folder holds before the first step."""
+
+from typing import Any
+
+import attrs
+
+from rlhf.config.reader import Request, to_tree
+from rlhf.data.examples import Examples
+from rlhf.run import Run
+from rlhf.session import Session
+
+
+def introduce(
+    request: Request, session: Session, run: Run, *, train: Examples, held_out: Examples | None
+) -> None:
+    """Write into the run folder what was asked and what came of it, and print the first lines: what
+    runs, where and how."""
+    assert session.folder is not None, "on the first rank alone"
+    session.folder.write_config(to_tree(request.config))
+    session.folder.write_json("plan.json", plans_of(run))
+    session.folder.write_versions(
+        trainer=request.name, trust_remote_code=run.config.model.trust_remote_code
+    )
+    remarks = session.trainer.remarks(train)
+    lines = first_lines(request, session, run, train=train, held_out=held_out)
+    print("\n".join([*lines, *run.notes, *request.notes, *remarks]), flush=True)
+
+
+def plans_of(run: Run) -> dict[str, Any]:
+    """What the backend and the start-up probe made of each role, as plain data."""
+    return {
+        role: attrs.asdict(plan) | {"task": run.tasks[role], "attention": str(run.attention[role])}
+        for role, plan in run.plans.items()
+    }
+
+
+def first_lines(
+    request: Request, session: Session, run: Run, *, train: Examples, held_out: Examples | None
+) -> list[str]:
+    """What runs, where and how."""
+    config, mesh, shape = request.config, session.mesh, run.shapes["policy"]
+    plan = run.plans["policy"]
+    demo = (
+        "demo: the embedded model and rows, since neither model nor data was given; " * request.demo
+    )
+    trainable = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
+    lines = [
+        f"rlhf {request.name}  {demo}run folder {session.path}",
+        f"devices    {mesh.world} x {mesh.device.type}",
+        f"backend    {config.backend_name}: {plan.summary}",
+        f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
+        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
+        f"attention  {run.attention['policy']}",
+        f"data       train: {train.report}",
+    ]
+    if held_out is not None:
+        lines.append(f"           eval: {held_out.report}")
+    lines.append(
+        f"steps      {session.num_steps:,} of {config.batch.size} rows, "
+        f"{session.train_order.steps_per_epoch:,} per epoch"
+    )
+    return lines

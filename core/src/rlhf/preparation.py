@@ -1,0 +1,123 @@
+"""What a run needs before its first step: tokenised rows, models, orders of rows."""
+
+from pathlib import Path
+
+from attrs import frozen
+
+from rlhf import random_state
+from rlhf.best import Best
+from rlhf.config.reader import Request
+from rlhf.config.sections import Config
+from rlhf.data.order import RunOrder
+from rlhf.data.tokenise import Examples, prepare
+from rlhf.engine import Mesh
+from rlhf.folder import RunFolder
+from rlhf.gateway import BackendGateway, ObserverGateway
+from rlhf.headroom import Headroom, with_recomputation
+from rlhf.introduction import introduce
+from rlhf.journal import Journal
+from rlhf.model.load import load_tokenizer
+from rlhf.registry import load_object
+from rlhf.run import Run
+from rlhf.session import RunRecord, Session
+from rlhf.speed import Speed, peak_of
+from rlhf.trainer import Trainer
+
+
+@frozen(kw_only=True)
+class Data:
+    """The tokenised rows, and the trainer that turned them into trees."""
+
+    trainer: Trainer
+    train: Examples
+    eval: Examples | None
+
+    @property
+    def parts(self) -> list[Examples]:
+        """The rows to train on, and the held-out ones if there are any."""
+        return [part for part in (self.train, self.eval) if part]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path."""
+        return max(int(part.longest_path.max()) for part in self.parts)
+
+    def num_steps(self, config: Config) -> int:
+        """Optimizer steps of the whole schedule."""
+        per_epoch = -(-len(self.train) // config.batch.size)
+        return config.train.steps or per_epoch * config.train.epochs
+
+    def eval_order(self, config: Config, mesh: Mesh) -> RunOrder | None:
+        """Every held-out row once, or None without any."""
+        if self.eval is None:
+            return None
+        return RunOrder.for_evaluation(self.eval, config, mesh, self.trainer)
+
+
+def prepare_data(request: Request) -> Data:
+    """Tokenise what is not in the cache yet; without a collective, so that no rank waits at a
+    barrier."""
+    config = request.config
+    tokenizer = load_tokenizer(config)
+    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    found = {
+        which: prepare(config, trainer, tokenizer, which=which)
+        for which in ("train", "eval")
+        if getattr(config.data, which)
+    }
+    return Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
+
+
+def set_up(
+    request: Request,
+    data: Data,
+    mesh: Mesh,
+    hooks: BackendGateway,
+    observers: ObserverGateway,
+    path: Path,
+    folder: RunFolder | None,
+) -> Session:
+    """Models, orders of rows and the journal. Collective."""
+    run = with_models(request.config, data, mesh, hooks)
+    config, trainer, num_steps = run.config, data.trainer, run.steps
+    session = Session(
+        record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
+        config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=trainer,
+        engine=run.engines["policy"], followers=run.followers, schedule=run.schedule,
+        train_order=RunOrder.for_training(data.train, config, mesh, trainer),
+        eval_order=data.eval_order(config, mesh),
+        num_steps=num_steps, path=path, folder=folder,
+        best=Best(metric=config.checkpoint.best, patience=config.train.patience),
+        speed=Speed(shape=run.shapes["policy"], peak=peak_of(mesh.device, mesh.world)),
+    )  # fmt: skip
+    session.journal = Journal(session)
+    if folder is not None:
+        introduce(request, session, run, train=data.train, held_out=data.eval)
+    return session
+
+
+def with_models(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Run:
+    """The trainer's models as it wants them, recomputed where they would not fit. Collective."""
+    asked = headroom(config, data, mesh, hooks)
+    # Of a device's memory one rank may see more than another: the first decides.
+    recomputed = mesh.gather(asked.recomputation() if mesh.rank == 0 else "")[0]
+    if recomputed:
+        config = with_recomputation(config)
+    run = Run(
+        config, data.trainer.tokenizer, mesh, hooks, steps=data.num_steps(config),
+        longest=data.longest, examples=data.parts,
+    )  # fmt: skip
+    if mesh.rank == 0 and mesh.device.type != "cpu":
+        run.notes += [recomputed] if recomputed else []
+        run.notes.append(headroom(config, data, mesh, hooks).line())
+    data.trainer.setup(run)
+    random_state.spread(config.train.seed, mesh.rank)
+    return run
+
+
+def headroom(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Headroom:
+    """Whether a step of this run fits."""
+    return Headroom(
+        data.trainer, config, mesh, hooks, steps=data.num_steps(config), longest=data.longest,
+        examples=data.parts,
+    )  # fmt: skip

@@ -47,6 +47,7 @@ def plan() -> StepPlan:
     nothing = np.zeros(0, np.int64)
     return StepPlan(
         step=5, epoch=0, epoch_done=0.5, rows=np.array([3, 0, 2]), lengths=nothing, paths=nothing,
+        answers=nothing,
         totals={}, layout=[], micro=[],
     )  # fmt: skip
 

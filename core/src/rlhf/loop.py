@@ -15,7 +15,7 @@ from rlhf.rollout import roll_out
 from rlhf.session import Session
 from rlhf.stop import StopWatch
 from rlhf.sums import Report, Sums, Totals, poison_unless_finite, weighted_loss
-from rlhf.survey import take_survey, totals_of
+from rlhf.survey import StepTotals
 
 
 def train(session: Session, *, first_step: int) -> str:
@@ -90,9 +90,9 @@ def surveyed(
     batches = [batch.to(session.engine.device) for batch in given]
     if not session.trainer.surveys():
         return batches, plan.totals
-    own, batches = batches[: len(plan.survey)], batches[len(plan.survey) :]
-    batches = take_survey(session.trainer, batches, plan.rows, session.mesh, surveyed=own)
-    return batches, {**plan.totals, **totals_of(batches)}
+    seen, batches = batches[: len(plan.survey)], batches[len(plan.survey) :]
+    batches = session.survey.take(batches, plan, seen=seen)
+    return batches, StepTotals(plan.totals, batches[0].step)
 
 
 def evaluate(session: Session, *, step: int) -> None:

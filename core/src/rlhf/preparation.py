@@ -21,6 +21,7 @@ from rlhf.registry import load_object
 from rlhf.run import Run
 from rlhf.session import RunRecord, Session
 from rlhf.speed import Speed, peak_of
+from rlhf.survey import Survey
 from rlhf.trainer import Trainer
 
 
@@ -83,7 +84,8 @@ def set_up(
     session = Session(
         record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
         config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=trainer,
-        engine=run.engines["policy"], followers=run.followers, schedule=run.schedule,
+        survey=Survey(trainer, mesh), engine=run.engines["policy"],
+        followers=run.followers, schedule=run.schedule,
         train_order=RunOrder.for_training(data.train, config, mesh, trainer),
         eval_order=data.eval_order(config, mesh),
         num_steps=num_steps, path=path, folder=folder,

@@ -41,6 +41,7 @@ def roll_out(
         plan,
         lengths=lengths,
         paths=paths,
+        answers=np.array([len(item.answers) for item in made]),
         totals=counted(batches, made, mesh),
         layout=numbers,
         micro=[micro[order.rank] for micro in numbers],

@@ -19,6 +19,7 @@ from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
 from rlhf.reference import Follower
 from rlhf.speed import Speed
+from rlhf.survey import Survey
 from rlhf.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Session:
     hooks: BackendGateway
     observers: ObserverGateway
     trainer: Trainer
+    survey: Survey
     engine: Engine
     followers: Sequence[Follower] = ()
     """Frozen engines that move."""

@@ -99,7 +99,7 @@ class Sums:
         if num_sums < len(names):
             values = torch.cat([values, self._mesh.max(_flat(parts[num_sums:]))])
         shapes = {name: part.shape for name, part in zip(names, parts, strict=True)}
-        return Report(Deferred(values), shapes, dict(self._per), dict(totals))
+        return Report(Deferred(values), shapes, dict(self._per), totals)
 
 
 class Report:

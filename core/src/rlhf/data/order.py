@@ -41,6 +41,8 @@ class StepPlan:
     """Tokens of their packed trees."""
     paths: NDArray[np.int64]
     """Tokens of their longest paths."""
+    answers: NDArray[np.int64]
+    """How many answers each of them has."""
     totals: Mapping[str, float]
     """What the terms of the loss are per, over the whole step and all ranks."""
     layout: Sequence[Sequence[Rows]]
@@ -142,6 +144,7 @@ class RunOrder:
             rows=rows,
             lengths=self.examples.lengths[rows],
             paths=self.examples.longest_path[rows],
+            answers=counts["answers"][rows],
             totals={name: float(count[rows].sum()) for name, count in counts.items()},
             layout=numbers,
             micro=[micro[self.rank] for micro in numbers],

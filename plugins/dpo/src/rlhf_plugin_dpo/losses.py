@@ -6,6 +6,7 @@ With the difference d = chosen - rejected, s the logistic function, b = `beta` a
 e = `label_smoothing`:
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -53,9 +54,9 @@ def exo_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
     smoothed label (1 - e, e). EXO (arXiv 2402.00856 eq. 16)."""
     logits = config.beta * (chosen - rejected)
     smoothing = 1e-3 if config.label_smoothing is None else config.label_smoothing
-    target = logits.new_tensor([1 - smoothing, smoothing]).log()
+    right, wrong = math.log1p(-smoothing), math.log(smoothing)
     first, second = logsigmoid(logits), logsigmoid(-logits)
-    return first.exp() * (first - target[0]) + second.exp() * (second - target[1])
+    return first.exp() * (first - right) + second.exp() * (second - wrong)
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:

@@ -71,7 +71,9 @@ def by_example(values: Tensor, batch: PackedBatch, *, fill: float) -> Tensor:
     counts = [len(answers) for _, answers in batch.spans]
     slots = torch.tensor([slot for count in counts for slot in range(count)], dtype=torch.long)
     table = values.new_full((len(counts), max(counts, default=0)), fill)
-    return table.index_put((batch.answer_example, slots.to(values.device)), values)
+    # Without waiting for the device, as a plain copy would.
+    slots = slots.to(values.device, non_blocking=True)
+    return table.index_put((batch.answer_example, slots), values)
 
 
 def metrics(rewards: Tensor, table: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, str]]:
@@ -79,7 +81,7 @@ def metrics(rewards: Tensor, table: Tensor, weights: Tensor) -> dict[str, tuple[
     [A] themselves."""
     gaps = losses.differences(table)
     exact = rewards.double()
-    bound = rewards.new_tensor([torch.inf])
+    bound = rewards.new_full((1,), torch.inf)
     return {
         "accuracy": ((weights * (gaps > 0)).sum(), "examples"),
         "margin": ((weights * gaps).sum(), "examples"),

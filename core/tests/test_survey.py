@@ -1,0 +1,95 @@
+"""Values of whole steps: where they stand, whatever the split."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.data.example import Answer, Example
+from rlhf.data.order import StepPlan
+from rlhf.data.packing import filler, pack
+from rlhf.engine import Mesh
+from rlhf.survey import StepTotals, Survey
+from rlhf.testing.ranks import Ranks, ranks_fixture
+from rlhf.trainer import Trainer
+
+two = ranks_fixture(2)
+
+ANSWERS = (1, 3, 2, 1)
+EXAMPLES = [
+    Example([5], [Answer([10 * row + number]) for number in range(count)])
+    for row, count in enumerate(ANSWERS)
+]
+ORDER = (2, 0, 3, 1)
+"""The step's examples, out of the order of the data."""
+
+
+class Asking(Trainer):
+    """The row's number per example; the first token of each answer."""
+
+    def example(self, row: Any) -> Example: ...
+    def setup(self, run: Any) -> None: ...
+    def loss(self, batch: Any) -> Any: ...
+
+    def survey(self, batch: Any) -> dict[str, torch.Tensor]:
+        first = batch.tokens[batch.answer_end].float()
+        return {"row": torch.tensor(batch.rows, dtype=torch.float32), "token": first}
+
+
+def plan(answers: Sequence[int] = ANSWERS) -> StepPlan:
+    rows = np.array(ORDER)
+    return StepPlan(
+        step=0, epoch=0, epoch_done=1.0, rows=rows, lengths=rows, paths=rows,
+        answers=np.array(answers)[rows], totals={"examples": 4.0}, layout=[], micro=[],
+    )  # fmt: skip
+
+
+def asked(rank: int, shares: Sequence[Sequence[Sequence[int]]], world: int) -> list[Any]:
+    """What stands in `batch.step` of each of this rank's micro-batches."""
+    mesh = Mesh(rank=rank, world=world)
+    batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in shares[rank]]
+    taken = Survey(Asking(None, None), mesh).take(batches, plan())
+    return [{name: value.tolist() for name, value in batch.step.items()} for batch in taken]
+
+
+WHOLE = {"row": [2.0, 0.0, 3.0, 1.0], "token": [20.0, 21.0, 0.0, 30.0, 10.0, 11.0, 12.0]}
+
+
+def test_values_stand_in_the_order_of_the_step() -> None:
+    first, second = asked(0, [[[0, 1], [2, 3]]], 1)
+    assert {name: first[name] for name in WHOLE} == WHOLE
+    assert (first["examples"], first["answers"]) == ([1, 3], [2, 4, 5, 6])
+    assert (second["examples"], second["answers"]) == ([0, 2], [0, 1, 3])
+
+
+def on_rank(shares: Any) -> list[Any]:
+    return asked(torch.distributed.get_rank(), shares, 2)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [[[0, 1]], [[2, 3]]],
+        # The first rank cannot know what a value is per: it has one answer for each example.
+        [[[0, 3]], [[1, 2]]],
+        [[[0, 3, 1, 2]], [[]]],
+        [[[1], []], [[3], [0, 2]]],
+    ],
+)
+def test_they_are_the_same_on_any_split_over_ranks(shares: Any, two: Ranks) -> None:
+    for found in two.run(on_rank, shares):
+        for step in found:
+            assert {name: step[name] for name in WHOLE} == WHOLE
+
+
+def test_the_total_of_a_value_is_read_where_it_is_asked_for() -> None:
+    totals = StepTotals(
+        {"examples": 4.0}, {"kl": torch.tensor([1.0, 2.5]), "answers": torch.ones(2)}
+    )
+    assert (totals["examples"], totals["kl"]) == (4.0, 3.5)
+    assert list(totals) == ["examples", "kl"]
+    assert len(totals) == 2
+    with pytest.raises(KeyError):
+        totals["other"]

@@ -54,8 +54,8 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def setup(self, run: Any) -> None:
-        """Load the models: `self.policy = run.load("policy")`. Before it is called in earnest, a second
-        instance's is called with models that have shapes and no values (`rlhf.rehearsal`)."""
+        """Load the models: `self.policy = run.load("policy")`. A second instance's may be called
+        with models that have shapes and no values, before any weight is read (`rlhf.rehearsal`)."""
 
     @abc.abstractmethod
     def loss(self, batch: PackedBatch) -> Loss:

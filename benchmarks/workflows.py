@@ -48,11 +48,10 @@ def main() -> int:
     results = []
     for workflow in options.workflows or SIZES:
         for _ in range(options.rounds):
-            results.append(ours(options, workflow))
-            if options.peer:
-                results.append(peer(options, workflow))
+            for side in (ours, peer) if options.peer else (ours,):
+                results.append(side(options, workflow))
+                (options.output / "workflows.json").write_text(json.dumps(results, indent=1))
     table = as_table(results)
-    (options.output / "workflows.json").write_text(json.dumps(results, indent=1))
     (options.output / "workflows.md").write_text(table)
     print(table)
     return int(any(result["code"] for result in results))
@@ -236,7 +235,8 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         done = subprocess.run(
             [options.peer, str(PEER), *words], stdout=subprocess.PIPE, stderr=errors, text=True
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    # Its own logs are Python's dictionaries, in single quotes.
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     found = json.loads(lines[-1]) if lines else {"error": log.read_text().strip().splitlines()[-1:]}
     return {
         "who": "TRL",

@@ -49,6 +49,35 @@ def test_a_place_without_the_right_to_write_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "said", ["unable to write to file </torch_1_2_0>", "Error creating /dev/shm/nccl-x"]
+)
+def test_full_shared_memory_is_no_full_disk(said: str, tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        raise RuntimeError(f"{said}: No space left on device (28)")
+    assert str(error.value) == (
+        "the shared memory /dev/shm is full: give the container more (docker --shm-size), or set "
+        "data.workers to 0"
+    )
+
+
+def test_a_full_disk_elsewhere_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/kernels/one")
+    assert str(error.value).startswith("/tmp/kernels/one cannot be written, the disk is full")
+
+
+def test_a_defect_after_a_refusal_that_was_handled_stays_a_defect(tmp_path: Path) -> None:
+    def defect() -> None:
+        try:
+            tmp_path.mkdir()
+        except FileExistsError:
+            raise KeyError("ours")  # noqa: B904  It is the context, not the cause, that is tested.
+
+    with pytest.raises(KeyError), writing(tmp_path):
+        defect()
+
+
 def test_a_defect_stays_a_defect(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writing(tmp_path):
         raise ZeroDivisionError

@@ -1,5 +1,6 @@
 """What a step would take of an accelerator, counted without weights."""
 
+import json
 from pathlib import Path
 
 import attrs
@@ -8,6 +9,7 @@ import torch
 
 from rlhf.config.reader import read_config
 from rlhf.engine import Mesh
+from rlhf.execute import ran_out
 from rlhf.gateway import build_gateways
 from rlhf.headroom import Headroom
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
@@ -165,6 +167,40 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(words: list[str])
     assert str(looking.error(torch.OutOfMemoryError("x"))) == (
         "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
     )
+
+
+def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (model / "config.json").write_text(json.dumps(settings))
+    asked = on_accelerator([*words, "--model", str(model)], 1000)
+    assert asked.line() == (
+        "memory     not estimated: NotImplementedError: its attention dropout is 0.1, which is not "
+        "known without values"
+    )
+    assert asked.recomputation() == ""
+
+
+def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
+    asked = on_accelerator(words, 0)
+    assert asked.recomputation() == ""
+    assert asked.line().endswith(" tokens at once)")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_every_library_says_in_its_own_way_that_no_memory_is_left(
+    error: Exception, is_it: bool
+) -> None:
+    assert ran_out(error) == is_it
 
 
 def test_nothing_of_a_rehearsal_stays_behind(words: list[str]) -> None:

@@ -1,5 +1,6 @@
 """One rank's run from the configuration to the exported model."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,7 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     except BaseException as error:
         if mesh.rank == 0 and record is not None:
             observers.on_finish(run=record, error=error)
-        if isinstance(error, torch.OutOfMemoryError):
+        if ran_out(error):
             raise headroom(config, data, mesh, hooks).error(error) from error
         raise
     if mesh.rank == 0:
@@ -58,6 +59,12 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     if mesh.rank == 0 and request.demo and request.plugin.report is not None:
         load_object(request.plugin.report, request.origin)(config, path)
     return STOPPED if reason == "signal" else 0
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an accelerator had no memory left, whichever library says so."""
+    said = isinstance(error, RuntimeError) and re.search("out of memory|ALLOC_FAILED", str(error))
+    return isinstance(error, torch.OutOfMemoryError) or bool(said)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ did not fit."""
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 
@@ -22,7 +23,7 @@ ROUND = 1024
 """A budget of tokens is proposed in multiples of this."""
 
 
-@attrs.frozen
+@attrs.define(frozen=True, slots=False)
 class Headroom:
     """The question for one run."""
 
@@ -36,12 +37,13 @@ class Headroom:
 
     def estimate(self) -> Estimate:
         """What a step takes."""
-        return self._rehearsed().estimate
+        return self._rehearsed.estimate
 
     def recomputation(self) -> str:
         """The line that says why every layer is to run again in backward where
         `model.recompute` is auto and a step would not fit without, else nothing."""
-        if self.config.model.recompute != "auto" or self.mesh.device.type == "cpu":
+        known = self.mesh.memory and self.mesh.device.type != "cpu"
+        if self.config.model.recompute != "auto" or not known:
             return ""
         room = MARGIN * self.mesh.memory
         try:
@@ -62,6 +64,8 @@ class Headroom:
             estimate = self.estimate()
         except Exception as error:  # The models of others may do anything without values.
             return f"memory     not estimated: {type(error).__name__}: {first_line(error)}"
+        if not self.mesh.memory:
+            return f"memory     {estimate}"
         fits = estimate.peak <= MARGIN * self.mesh.memory
         warning = "" if fits else "; this will hardly fit"
         return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
@@ -76,10 +80,12 @@ class Headroom:
             where += f", when {wanted.group(1)} more were wanted"
         asked = recomputing(self) if self.recomputation() else self
         try:
-            found = asked._rehearsed()
+            found = asked._rehearsed
             advice = asked._advice(found)
         except Exception:  # As above: then there are no numbers.
-            return RLHFError(f"{where}: lower batch.tokens or set model.recompute to full")
+            recomputed = self.config.model.recompute == "full"
+            more = "" if recomputed else " or set model.recompute to full"
+            return RLHFError(f"{where}: lower batch.tokens{more}")
         expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
         return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
 
@@ -107,6 +113,7 @@ class Headroom:
         largest = max(int(part.lengths.max()) for part in self.examples)
         return tokens if tokens >= largest else 0
 
+    @cached_property
     def _rehearsed(self) -> Rehearsed:
         return rehearse(
             self.trainer, self.config, self.mesh, self.hooks,
@@ -116,9 +123,5 @@ class Headroom:
 
 def recomputing(asked: Headroom) -> Headroom:
     """The same question with every layer run again in backward."""
-    return attrs.evolve(asked, config=with_recomputation(asked.config))
-
-
-def with_recomputation(config: Config) -> Config:
-    """The configuration with `model.recompute` full."""
-    return attrs.evolve(config, model=attrs.evolve(config.model, recompute="full"))
+    model = attrs.evolve(asked.config.model, recompute="full")
+    return attrs.evolve(asked, config=attrs.evolve(asked.config, model=model))

@@ -2,6 +2,7 @@
 folder is there whole or not at all."""
 
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ REFUSED = {
 }  # fmt: skip
 SIGNS = ("No space left on device", "PytorchStreamWriter failed", "unexpected pos")
 """What safetensors and torch say of a full disk, with no number of an error."""
+SHARED_MEMORY = re.compile(r"/dev/shm|</torch_|nccl", re.IGNORECASE)
+"""What a full disk is called that is none: loaders' and NCCL's segments."""
 
 
 @contextmanager
@@ -36,11 +39,11 @@ def writing(place: Path) -> Iterator[None]:
 def new_folder(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target` to write into, which gets its name when the block has ended
     well. RLHFError where `target` is anything but an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "is not empty" if target.is_dir() else "is a file"
-        raise RLHFError(f"{target} {what}: give a new folder")
     part = target.absolute().with_name(f".{target.absolute().name}.part")
     with writing(target):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            what = "is not empty" if target.is_dir() else "is a file"
+            raise RLHFError(f"{target} {what}: give a new folder")
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -57,14 +60,25 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _refusal(error: BaseException | None, place: Path) -> str | None:
-    """What was refused, by the error or one behind it; None for any other error: a defect."""
-    while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in FULL or any(sign in str(error) for sign in SIGNS):
-            return f"{place} cannot be written, the disk is full: free some space and start again"
-        if isinstance(error, OSError) and number in REFUSED:
-            where = error.filename or place
-            return f"{where} cannot be used ({error.strerror}): give another place"
-        error = error.__cause__ or error.__context__
+def _refusal(error: BaseException, place: Path) -> str | None:
+    """What was refused, by the error or one that it was raised from; None for any other error: a
+    defect, whatever was handled before it. torch tells of a full disk while it handles that."""
+    chain, following = [error], error
+    while following := following.__cause__ or following.__context__:  # type: ignore[assignment]
+        chain.append(following)
+    for one in chain:
+        if SHARED_MEMORY.search(str(one)) and "No space left" in str(one):
+            return (
+                "the shared memory /dev/shm is full: give the container more (docker --shm-size), "
+                "or set data.workers to 0"
+            )
+        if getattr(one, "errno", None) in FULL or any(sign in str(one) for sign in SIGNS):
+            where = getattr(one, "filename", None) or place
+            return f"{where} cannot be written, the disk is full: free some space and start again"
+    source: BaseException | None = error
+    while source is not None:
+        if isinstance(source, OSError) and source.errno in REFUSED:
+            where = source.filename or place
+            return f"{where} cannot be used ({source.strerror}): give another place"
+        source = source.__cause__
     return None

@@ -13,7 +13,7 @@ from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
-from rlhf.headroom import Headroom, with_recomputation
+from rlhf.headroom import Headroom, recomputing
 from rlhf.introduction import introduce
 from rlhf.journal import Journal
 from rlhf.model.load import load_tokenizer
@@ -104,14 +104,15 @@ def with_models(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -
     # Of a device's memory one rank may see more than another: the first decides.
     recomputed = mesh.gather(asked.recomputation() if mesh.rank == 0 else "")[0]
     if recomputed:
-        config = with_recomputation(config)
+        asked = recomputing(asked)
+        config = asked.config
     run = Run(
         config, data.trainer.tokenizer, mesh, hooks, steps=data.num_steps(config),
         longest=data.longest, examples=data.parts,
     )  # fmt: skip
     if mesh.rank == 0 and mesh.device.type != "cpu":
         run.notes += [recomputed] if recomputed else []
-        run.notes.append(headroom(config, data, mesh, hooks).line())
+        run.notes.append(asked.line())
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     return run

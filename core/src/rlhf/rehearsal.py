@@ -23,6 +23,7 @@ from rlhf.memory import Estimate, LiveBytes
 from rlhf.model.dropout import without_dropout
 from rlhf.model.load import Task, empty_model, shape_of
 from rlhf.model.packed import PackedModel
+from rlhf.model.probe import candidates_of
 from rlhf.run import Run
 from rlhf.sums import weighted_loss
 from rlhf.trainer import Trainer
@@ -67,11 +68,11 @@ def rehearse(
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:
-    """The micro-batch with the most tokens of the first steps on this rank."""
+    """The micro-batch with the most tokens of the first steps, on any rank."""
     sizes = order.examples.lengths
     plans = (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
-    rows = max((rows for plan in plans for rows in plan.micro), key=lambda rows: sizes[rows].sum())
-    return order.packed(rows)
+    each = (rows for plan in plans for micro in plan.layout for rows in micro)
+    return order.packed(max(each, key=lambda rows: sizes[rows].sum()))
 
 
 def step_bytes(
@@ -79,7 +80,8 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Bytes alive when backward begins, and the most over the survey, the loss and backward.
 
-    Gradients of weights are let go at once: they are the backend's, which knows where they are.
+    Gradients of weights are let go at once: they are the backend's, which knows where they are. A
+    survey that sees examples of its own is rehearsed on the loss's.
     """
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
@@ -154,9 +156,17 @@ class Rehearsal(Run):
         examples: Sequence[Examples] = (),
     ) -> None:
         super().__init__(
-            config, tokenizer, mesh, hooks, steps=steps, longest=longest, examples=examples
+            config,
+            tokenizer,
+            Mesh(device=META),
+            hooks,
+            steps=steps,
+            longest=longest,
+            examples=examples,
         )
         self.device = META
+        self.on = mesh
+        """The ranks for which the rehearsal speaks."""
         self.states: dict[str, dict[str, int]] = {}
         """What the backend says of each role's bytes."""
         self._attached: dict[str, int | None] = {}
@@ -176,7 +186,10 @@ class Rehearsal(Run):
             config = attrs.evolve(config, model=model, lora=None)
         module = empty_model(config, task)
         shape = shape_of(module)
-        plan = self.hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        paths, reason = candidates_of(module.causal, self.longest, self.on.device)
+        if paths[:1] != ("tree",):
+            raise NotImplementedError(f"{reason}, which is not known without values")
+        plan = self.hooks.configure_zero(config=config, mesh=self.on, model_shape=shape)
         if not dropout:
             without_dropout(module)
         module.train(trained)
@@ -186,7 +199,7 @@ class Rehearsal(Run):
         self.engines[role], self.plans[role] = engine, plan
         self.shapes[role], self.tasks[role] = shape, task
         found = self.hooks.estimate_memory(
-            config=config, plan=plan, model_shape=shape, mesh=self.mesh, trained=trained
+            config=config, plan=plan, model_shape=shape, mesh=self.on, trained=trained
         )
         self.states[role] = dict(found)
         return engine

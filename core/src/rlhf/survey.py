@@ -59,7 +59,7 @@ class Survey:
     ) -> Mapping[str, str]:
         """What each value is per. With one answer for every example it is the same; otherwise a
         rank may have nothing but such examples, and asks the others, once. Collective."""
-        if places.size[EXAMPLE] == places.size[ANSWER]:
+        if places.single:
             return dict.fromkeys(own, EXAMPLE)
         if own.keys() - self._kinds.keys():
             counts = {kind: sum(len(batch[kind]) for batch in where) for kind in (EXAMPLE, ANSWER)}
@@ -80,6 +80,8 @@ class Places:
         self._place = {int(row): place for place, row in enumerate(plan.rows)}
         self._counts = plan.answers
         self._first = np.cumsum(plan.answers) - plan.answers
+        self.single = bool((plan.answers == 1).all())
+        """Whether every example has one answer."""
         self.size = {EXAMPLE: len(plan.rows), ANSWER: int(plan.answers.sum())}
         """How many there are in the whole step."""
 

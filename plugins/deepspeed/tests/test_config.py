@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from rlhf.config.sections import ModelConfig
+from rlhf.config.sections import ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import configure
@@ -204,3 +204,45 @@ def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():
         "stage3_prefetch_bucket_size": 50_000_000,
         "stage3_param_persistence_threshold": 0,
     }
+
+
+def test_what_would_take_less_is_named_with_its_size():
+    assert plan(8, 80 * GIB, stage=1).lighter == (
+        "deepspeed.stage 2 (26.2 GiB of states instead of 38.5)",
+        "deepspeed.stage 3 (15.0 GiB of states instead of 38.5)",
+        "optim.states bf16 (33.2 GiB of states instead of 38.5)",
+        "deepspeed.preset zero1_offload (28.0 GiB of states instead of 38.5)",
+    )
+    assert plan(1, 200 * GIB, stage=0).lighter == (
+        "deepspeed.preset zero1_offload (28.0 GiB of states instead of 112.0)",
+    )
+    # Left to choose the stage itself, it can take the one that has states in bf16.
+    assert plan(1, 200 * GIB).lighter[0] == (
+        "optim.states bf16 (70.0 GiB of states instead of 112.0)"
+    )
+
+
+def test_what_is_refused_beside_states_in_bf16_is_no_advice():
+    mesh = Mesh(world=1, device=torch.device("cpu"), memory=80 * GIB)
+    run = evolve(
+        config(stage=1), model=ModelConfig(dtype="bf16"), optim=OptimConfig(states="bf16", clip=0.5)
+    )
+    made = zero.plan(run, mesh, SHAPE, optimizer="AdamW", reason="")
+    assert made.lighter == ()
+    assert made.settings["bf16"]["bf16_optimizer_states"] is True
+    assert made.settings["zero_allow_untested_optimizer"] is True
+
+
+def test_without_a_known_memory_the_first_stage_is_taken():
+    assert plan(4, 0).summary == (
+        "ZeRO 0 (the device's memory is not known), bf16, 4 ranks, FusedAdam"
+    )
+
+
+def test_a_base_in_four_bits_is_counted_so():
+    adapters = evolve(SHAPE, trainable=GIB // 100)
+    mesh = Mesh(world=1, device=torch.device("cpu"), memory=24 * GIB)
+    run = evolve(config(), model=ModelConfig(dtype="bf16", quantize="nf4"))
+    assert zero.plan(run, mesh, adapters, optimizer="FusedAdam", reason="").summary.startswith(
+        "ZeRO 0 (the first whose states fit: 4.0"
+    )

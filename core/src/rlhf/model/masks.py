@@ -85,9 +85,10 @@ class TreeMask:
         self.windowed = lowest is not None
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
         self.visible = visible_function(tree.owner, tree.branch, tree.position, self.lowest)
-        on_cuda = tree.owner.device.type == "cuda"
-        self.dense = () if on_cuda else dense_masks(self)
-        self.blocks = block_mask(self) if on_cuda else None
+        kind = tree.owner.device.type
+        # Without values (a rehearsal) nothing looks at a mask.
+        self.dense = () if kind in ("cuda", "meta") else dense_masks(self)
+        self.blocks = block_mask(self) if kind == "cuda" else None
 
 
 def visible_function(owner: Tensor, branch: Tensor, position: Tensor, lowest: Tensor) -> Positions:

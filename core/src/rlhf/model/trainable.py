@@ -76,6 +76,8 @@ def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
             return PeftModel.from_pretrained(
                 causal, folder, is_trainable=trained, autocast_adapter_dtype=False
             )
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # A damaged file may raise anything.
         raise RLHFError(
             f"the adapter {folder} does not load into {type(causal).__name__}: {first_line(error)}"

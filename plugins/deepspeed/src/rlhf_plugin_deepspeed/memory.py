@@ -8,6 +8,7 @@ from attrs import frozen
 
 from rlhf.config.sections import Config
 from rlhf.engine import ModelShape, Plan
+from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_000_000_000
 """Elements that stage 3 keeps gathered for their next use (`stage3_max_live_parameters`)."""
@@ -33,7 +34,13 @@ def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) ->
 
 
 def states(
-    shape: ModelShape, size: Bytes, *, stage: int, world: int, offload_optimizer: bool
+    shape: ModelShape,
+    size: Bytes,
+    *,
+    stage: int,
+    world: int,
+    offload_optimizer: bool,
+    quantized: bool = False,
 ) -> dict[str, int]:
     """Bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
     weights = shape.parameters * size.weight
@@ -45,6 +52,9 @@ def states(
         gradients //= world
     if stage == 3:
         weights = weights // world + 2 * shape.largest_layer * size.weight
+    if quantized:
+        whole = shape.head + shape.lookup + shape.trainable
+        weights = int(2 * whole + NF4 * max(shape.parameters - whole, 0))
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
@@ -57,15 +67,15 @@ def estimate(
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)
     offloaded = "offload_optimizer" in zero
-    parts = states(shape, size, stage=plan.stage, world=world, offload_optimizer=offloaded)
+    parts = states(
+        shape, size, stage=plan.stage, world=world, offload_optimizer=offloaded,
+        quantized=config.model.quantize is not None,
+    )  # fmt: skip
     if plan.stage == 3:
         gathered = min(shape.parameters, MOST_LIVE) * size.weight
         parts["weights"] = gathered
         if "offload_param" not in zero:
             parts["weights"] += shape.parameters * size.weight // world
-    if config.model.quantize is not None:
-        whole = shape.head + shape.lookup + shape.trainable
-        parts["weights"] = int(2 * whole + NF4 * max(shape.parameters - whole, 0))
     if not trained:
         return {"weights": parts["weights"]}
     bucket = zero.get("reduce_bucket_size", 0) * size.weight
@@ -74,4 +84,7 @@ def estimate(
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
+    if rounded:
+        # Its update works in float32, on a part of the weights at a time.
+        parts["updating"] += 28 * min(share, CHUNK)
     return parts

@@ -53,7 +53,9 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         deepspeed.init_distributed(
             backend, auto_mpi_discovery=False, timeout=timeout, verbose=False
         )
-    except (ValueError, distributed.DistError) as error:
+    except (ValueError, distributed.DistNetworkError, distributed.DistStoreError) as error:
+        if not given:
+            raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RLHFError(
             f"the ranks cannot meet at {place} ({str(error).splitlines()[0]}): check MASTER_ADDR "

@@ -75,8 +75,9 @@ def _update_part(
 
 
 def rounded_(values: Tensor) -> Tensor:
-    """Finite float32 values, in place: each becomes one of its two neighbours in bf16, still held
-    as float32, the nearer one with the greater probability. A value of bf16 stays what it is."""
+    """Finite float32 values in bf16's range, in place: each becomes one of its two neighbours in
+    bf16, still held as float32, the nearer one with the greater probability. A value of bf16 stays
+    what it is."""
     bits = values.view(torch.int32)
     # bf16 is the upper half of float32: a carry from the lower half is the step to its neighbour.
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-(1 << 16))

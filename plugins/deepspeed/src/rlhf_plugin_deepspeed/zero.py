@@ -67,19 +67,20 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
 def _lighter(
     config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, *, stage: int
 ) -> tuple[str, ...]:
-    """Higher stages, and the optimizer on the CPU, where they take less than `stage` does."""
+    """Higher stages, states in bf16 and the optimizer on the CPU, where they take less than `stage`
+    does."""
     own = _needed(config, resolved, shape, mesh, stage)
     found = [
         (f"deepspeed.stage {higher}", _needed(config, resolved, shape, mesh, higher))
         for higher in _allowed(config, resolved)
         if higher > stage
     ]
-    if config.model.dtype == "bf16" and stage and not resolved.offload_optimizer:
+    above, here = max(stage, 1), not resolved.offload_optimizer
+    if config.model.dtype == "bf16" and here and (stage or resolved.stage == "auto"):
         rounded = evolve(config, optim=evolve(config.optim, states="bf16"))
-        found.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, stage)))
-    if not resolved.offload_optimizer and not config.model.quantize:
+        found.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, above)))
+    if here and not config.model.quantize and config.optim.states == "fp32":
         offloaded = evolve(resolved, offload_optimizer=True)
-        above = max(stage, 1)
         name = f"deepspeed.preset zero{above}_offload"
         found.append((name, _needed(config, offloaded, shape, mesh, above)))
     return tuple(
@@ -93,6 +94,8 @@ def _choose_stage(
     config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> tuple[int, str]:
     allowed = _allowed(config, resolved)
+    if not mesh.memory:
+        return allowed[0], "the device's memory is not known"
     room = SHARE * mesh.memory
     needed = {stage: _needed(config, resolved, shape, mesh, stage) for stage in allowed}
     budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"
@@ -122,7 +125,10 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(config.model.dtype, stage=stage, rounded=rounded)
     offloaded = resolved.offload_optimizer
-    parts = states(shape, size, stage=stage, world=mesh.world, offload_optimizer=offloaded)
+    parts = states(
+        shape, size, stage=stage, world=mesh.world, offload_optimizer=offloaded,
+        quantized=config.model.quantize is not None,
+    )  # fmt: skip
     return sum(parts.values())
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf import reference_cache
+from rlhf.config.reader import read_config
 from rlhf.config.sections import (
     BatchConfig,
     Config,
@@ -361,3 +362,31 @@ def test_a_table_splits_by_answers(folder: Path) -> None:
     given = example.values["reference_logprobs"]
     assert [len(row) for row in given] == [len(answer.tokens) for answer in example.answers]
     assert all(row.dtype == np.float32 for row in given)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "dpo --dpo.reference adapter",
+            "dpo.reference adapter needs lora: choose engine or cache, or add --lora 16",
+        ),
+        (
+            "dpo --dpo.reference_every 5 --lora 4",
+            "dpo: a reference that moves is an engine of its own and follows all weights, but here "
+            "is an adapter: take the adapter out",
+        ),
+        (
+            "kto --kto.reference cache",
+            "kto.reference cache has log-probabilities of the data's own answers alone, and kto "
+            "asks about others: choose adapter or engine",
+        ),
+    ],
+)
+def test_a_reference_that_cannot_be_had_is_told_before_anything_loads(
+    words: str, told: str
+) -> None:
+    name, *options = words.split()
+    with pytest.raises(RLHFError) as error:
+        read_config(name, overrides=["--model", "any", "--data", "any.jsonl", *options])
+    assert str(error.value) == told

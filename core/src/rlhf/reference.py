@@ -17,6 +17,7 @@ from attrs import frozen
 from peft import PeftModel
 from torch import Tensor
 
+from rlhf.config.reference import check_mode
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
@@ -165,32 +166,6 @@ def choose_mode(
     if seen >= rows:
         return "cache", "every row is trained on, so once for all, and no second model"
     return "engine", f"a second model, frozen: only {seen:,} of {rows:,} rows are trained on"
-
-
-def check_mode(config: Config, mode: str, *, every: int | None, live: bool) -> None:
-    """Raise for a mode that this configuration cannot have."""
-    setting = f"{config.trainer_name}.reference {mode}"
-    adapted = config.lora is not None or config.model.adapter is not None
-    if mode == "adapter" and config.model.adapter is not None:
-        raise RLHFError(
-            f"{setting} would be the base without model.adapter {config.model.adapter}, which is "
-            "not where the policy starts: choose engine or cache"
-        )
-    if mode == "adapter" and config.lora is None:
-        raise RLHFError(f"{setting} needs lora: choose engine or cache, or add --lora 16")
-    if mode == "engine" and config.model.quantize is not None:
-        raise RLHFError(f"{setting} does not go with model.quantize: choose adapter or cache")
-    if mode == "cache" and live:
-        raise RLHFError(
-            f"{setting} has log-probabilities of the data's own answers alone, and "
-            f"{config.trainer_name} asks about others: choose adapter or engine"
-        )
-    if every is not None and (mode != "engine" or adapted):
-        raise RLHFError(
-            f"{config.trainer_name}: a reference that moves is an engine of its own and follows "
-            f"all weights, but here is {'an adapter' if adapted else f'the mode {mode}'}: "
-            f"{'take the adapter out' if adapted else 'choose engine'}"
-        )
 
 
 def fill_cache(run: "Run") -> str:

@@ -4,7 +4,7 @@ Tensors there have shapes and no memory, so what a step would take is counted be
 read, for any trainer and any model whose code does not look at values.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder
 from rlhf.engine import Engine, Mesh, Readout
 from rlhf.gateway import BackendGateway
@@ -145,25 +144,9 @@ class Rehearsal(Run):
     """What a trainer's `setup` may use, with models that have shapes and no values."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        mesh: Mesh,
-        hooks: BackendGateway,
-        *,
-        steps: int,
-        longest: int,
-        examples: Sequence[Examples] = (),
+        self, config: Config, tokenizer: Any, mesh: Mesh, hooks: BackendGateway, **options: Any
     ) -> None:
-        super().__init__(
-            config,
-            tokenizer,
-            Mesh(device=META),
-            hooks,
-            steps=steps,
-            longest=longest,
-            examples=examples,
-        )
+        super().__init__(config, tokenizer, Mesh(device=META), hooks, **options)
         self.device = META
         self.on = mesh
         """The ranks for which the rehearsal speaks."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
-from rlhf import demo
 from rlhf.config.reader import read_config
+from rlhf.errors import RLHFError
 from rlhf.model.adapter import merge_command
 from rlhf.preparation import prepare_data
 from rlhf.testing import tiny
@@ -23,16 +23,7 @@ from rlhf_plugin_prm.scorer import Scorer
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command line of a tiny run."""
-    folder = tmp_path_factory.mktemp("prm")
-    rows = demo.rows("arithmetic", "train", "stepwise")
-    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
-    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
-    model = tiny.make_model(folder / "model")
-    return [
-        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
-        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
-        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
-    ]  # fmt: skip
+    return tiny.short_run(tmp_path_factory.mktemp("prm"), "stepwise")
 
 
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
@@ -167,3 +158,13 @@ def test_the_models_own_dropout_is_off(words: list[str], tmp_path: Path) -> None
         for path in (source, model)
     ]
     assert curves[0] == curves[1]
+
+
+def test_a_folder_without_step_scores_is_refused(words: list[str], tmp_path: Path) -> None:
+    for folder in (words[words.index("--model") + 1], str(tmp_path / "gone")):
+        with pytest.raises(RLHFError) as error:
+            Scorer(folder)
+        assert str(error.value) == (
+            f"{folder} has no config.json of a process reward model: give the model/ folder of a "
+            "run of `rlhf run prm`"
+        )

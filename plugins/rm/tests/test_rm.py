@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.config.reader import read_config
 from rlhf.data.example import Answer
 from rlhf.data.packing import filler, kind_of, pack
 from rlhf.engine import Mesh
@@ -169,9 +170,9 @@ def test_a_filler_has_no_loss_and_a_graph() -> None:
 
 
 def test_normalising_without_held_out_rows_is_an_error() -> None:
-    run = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(eval=())))
+    words = ["--model", "any", "--data", "any.jsonl", "--rm.normalise", "true"]
     with pytest.raises(RLHFError) as caught:
-        trainer(normalise=True).setup(run)
+        read_config("rm", overrides=words)
     assert str(caught.value) == (
         "rm.normalise needs held-out rows to measure rewards on: set data.eval"
     )

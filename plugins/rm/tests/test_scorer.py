@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf.export import export_command
 from rlhf.model.adapter import merge_command
@@ -20,16 +19,7 @@ from rlhf_plugin_rm.scorer import Scorer
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command line of a tiny run."""
-    folder = tmp_path_factory.mktemp("rm")
-    rows = demo.rows("arithmetic", "train", "preference")
-    train = tiny.write_rows(folder / "train.jsonl", rows[:22])
-    held_out = tiny.write_rows(folder / "eval.jsonl", rows[22:29])
-    model = tiny.make_model(folder / "model")
-    return [
-        "--model", str(model), "--model.dtype", "fp32", "--data.train", str(train),
-        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "8",
-        "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
-    ]  # fmt: skip
+    return tiny.short_run(tmp_path_factory.mktemp("rm"), "preference")
 
 
 STAGES = {
@@ -176,3 +166,17 @@ def test_a_merged_adapter_gives_the_rewards_of_the_adapter(
     answers = ["The answer is 4.", "The answer is 5."]
     expected = one.rewards("What is 2 + 2?", answers)
     assert other.rewards("What is 2 + 2?", answers) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_folder_without_rewards_is_refused(words: list[str], tmp_path: Path) -> None:
+    language_model = words[words.index("--model") + 1]
+    with pytest.raises(RLHFError) as error:
+        Scorer(language_model)
+    assert str(error.value) == (
+        f"{language_model} has no score.weight, so it is no LlamaForSequenceClassification: give "
+        "the model/ folder of a run that trained one"
+    )
+    with pytest.raises(RLHFError) as error:
+        Scorer(tmp_path / "gone")
+    assert str(error.value).startswith(f"{tmp_path}/gone does not load (")
+    assert str(error.value).endswith("): give the model/ folder of a run")

@@ -1,6 +1,7 @@
-"""`rlhf merge`: an adapter folded into its base, as a model folder of its own."""
+"""Exported models opened again, and `rlhf merge`: an adapter folded into its base."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -8,7 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf.errors import RLHFError
 from rlhf.model.task import FORMS, Form
 from rlhf.model.trainable import adapter_settings, load_adapter
-from rlhf.model.weights import quiet
+from rlhf.model.weights import first_line, quiet
 from rlhf.places import new_folder
 
 
@@ -28,28 +29,48 @@ def merge_command(adapter: str, output: str) -> int:
 def _merge(source: Path, target: Path) -> str:
     """Fill the empty folder `target`; the name of the base."""
     settings = adapter_settings(str(source))
-    base, form = settings.base_model_name_or_path, form_of(settings.task_type)
-    # A classifier's folder says what its head gives and how to pad; a language model's is its base,
-    # unless its trainer left word in a config.json of its own.
-    described = (source / "config.json").is_file()
-    options = {"config": AutoConfig.from_pretrained(source)} if described else {}
-    try:
-        with quiet():
-            model = form.auto.from_pretrained(base, dtype="auto", weights_only=True, **options)
-    except Exception as error:  # A damaged folder may raise anything.
-        raise RLHFError(
-            f"the base model {base} of {source} does not load: correct base_model_name_or_path in "
-            f"its "
-            f"adapter_config.json"
-        ) from error
-    merged = load_adapter(model, str(source), trained=False).merge_and_unload()
+    merged = exported_model(source, form_of(settings.task_type)).merge_and_unload()
     merged.save_pretrained(target)
     if (source / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(source).save_pretrained(target)
     if (source / "generation_config.json").is_file():
         text = (source / "generation_config.json").read_text(encoding="utf-8")
         (target / "generation_config.json").write_text(text, encoding="utf-8")
-    return str(base)
+    return str(settings.base_model_name_or_path)
+
+
+def exported_model(folder: Path, form: Form, *, dtype: Any = "auto") -> Any:
+    """The model in a run's `model/`, or its adapter over its base, through plain transformers and
+    peft. Raises RLHFError where it does not load."""
+    adapted = (folder / "adapter_config.json").is_file()
+    base = adapter_settings(str(folder)).base_model_name_or_path if adapted else str(folder)
+    # A classifier's folder says what its head gives and how to pad; a language model's is its base,
+    # unless its trainer left word in a config.json of its own.
+    described = (folder / "config.json").is_file()
+    options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
+    try:
+        with quiet():
+            model, report = form.auto.from_pretrained(
+                base, dtype=dtype, weights_only=True, output_loading_info=True, **options
+            )
+    except Exception as error:  # A damaged folder may raise anything.
+        if not adapted:
+            raise RLHFError(
+                f"{folder} does not load ({first_line(error)}): give the model/ folder of a run"
+            ) from error
+        raise RLHFError(
+            f"the base model {base} of {folder} does not load: correct base_model_name_or_path in "
+            "its adapter_config.json"
+        ) from error
+    if adapted:
+        return load_adapter(model, str(folder), trained=False)
+    if report["missing_keys"]:
+        # transformers would go on with random numbers.
+        raise RLHFError(
+            f"{folder} has no {min(report['missing_keys'])}, so it is no {type(model).__name__}: "
+            "give the model/ folder of a run that trained one"
+        )
+    return model
 
 
 def form_of(task_type: str | None) -> Form:

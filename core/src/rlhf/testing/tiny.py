@@ -14,6 +14,7 @@ from attrs import field, frozen
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhf import demo
 from rlhf.config.reader import read_config
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
@@ -21,6 +22,7 @@ from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
 from rlhf.execute import run_rank
 from rlhf.gateway import build_gateways
+from rlhf.headroom import Headroom
 from rlhf.hookspecs import hookimpl
 from rlhf.loop import take_step
 from rlhf.model.packed import PathName
@@ -50,6 +52,19 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def short_run(folder: Path, format: str) -> list[str]:
+    """The command line, without `--output`, of four steps of 8 rows on the demo's rows in a row
+    format; model and rows are written into `folder`."""
+    rows = demo.rows("arithmetic", "train", format)
+    train = write_rows(folder / "train.jsonl", rows[:22])
+    held_out = write_rows(folder / "eval.jsonl", rows[22:29])
+    return [
+        "--model", str(make_model(folder / "model")), "--model.dtype", "fp32",
+        "--data.train", str(train), "--data.eval", str(held_out), "--data.workers", "0",
+        "--batch.size", "8", "--batch.tokens", "512", "--optim.lr", "3e-3", "--train.steps", "4",
+    ]  # fmt: skip
 
 
 def run(trainer: str, words: Sequence[str], cache: str, plain: bool = False) -> Metrics:
@@ -93,14 +108,7 @@ def first_steps(
     `path` has every engine run packed batches in that way, whatever the probe found; `alone` gives
     every example a micro-batch of its own.
     """
-    os.environ["RLHF_CACHE"] = cache
-    request = read_config(trainer, overrides=words)
-    backend = KeepingBackend()
-    hooks, observers = build_gateways(backend)
-    mesh = hooks.setup_mesh(config=request.config)
-    data = prepare_data(request)
-    output = Path(request.config.output or "")
-    session = set_up(request, data, mesh, hooks, observers, output, None)
+    backend, session, _ = in_plain_torch(trainer, words, cache)
     for engine in backend.engines:
         engine.module.path = path or engine.module.path  # type: ignore[assignment]
     session.engine.train()
@@ -112,20 +120,29 @@ def step_memory(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes alive when backward begins and at the peak of the run's largest micro-batch: rehearsed
     without values, and in plain torch."""
+    backend, session, asked = in_plain_torch(trainer, words, cache)
+    estimate = asked.estimate()
+    session.engine.train()
+    batch = largest(session.train_order, session.num_steps)
+    modules = [engine.module for engine in backend.engines]
+    rehearsed = (estimate.activations, estimate.activations + estimate.passing)
+    return rehearsed, step_bytes(session.trainer, batch, modules)
+
+
+def in_plain_torch(
+    trainer: str, words: Sequence[str], cache: str
+) -> tuple["KeepingBackend", Session, Headroom]:
+    """A run that is ready for its first step and writes nothing, and the question what that step
+    takes."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
     backend = KeepingBackend()
     hooks, observers = build_gateways(backend)
     mesh = hooks.setup_mesh(config=request.config)
     data = prepare_data(request)
-    estimate = headroom(request.config, data, mesh, hooks).estimate()
     output = Path(request.config.output or "")
     session = set_up(request, data, mesh, hooks, observers, output, None)
-    session.engine.train()
-    batch = largest(session.train_order, session.num_steps)
-    modules = [engine.module for engine in backend.engines]
-    rehearsed = (estimate.activations, estimate.activations + estimate.passing)
-    return rehearsed, step_bytes(session.trainer, batch, modules)
+    return backend, session, headroom(request.config, data, mesh, hooks)
 
 
 def _moment(session: Session, number: int, *, alone: bool) -> Moment:

@@ -1,7 +1,7 @@
 """Direct preference optimisation: the record that the registry reads first."""
 
 from rlhf.records import TrainerPlugin
-from rlhf_plugin_dpo.config import DPOConfig
+from rlhf_plugin_dpo.config import DPOConfig, check
 
 plugin = TrainerPlugin(
     config=DPOConfig,
@@ -9,4 +9,5 @@ plugin = TrainerPlugin(
     defaults={"optim.lr": 1e-6},
     demo="demo.yaml",
     report="rlhf_plugin_dpo.report:report",
+    check=check,
 )

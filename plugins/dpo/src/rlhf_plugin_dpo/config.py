@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.config.reference import check_reference
+
 share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
 
 
@@ -159,3 +161,10 @@ def _contradictions(config: DPOConfig) -> list[tuple[str, Any]]:
             moved and config.reference in fixed,
         ),
     ]
+
+
+def check(config: Any) -> None:
+    """Refuse a reference that this run cannot have, before anything loads. Raises RLHFError."""
+    own: DPOConfig = config.own
+    if own.needs_reference:
+        check_reference(config, own.reference, every=own.reference_every)

@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimisation: the record that the registry reads first."""
 
 from rlhf.records import TrainerPlugin
-from rlhf_plugin_kto.config import KTOConfig
+from rlhf_plugin_kto.config import KTOConfig, check
 
 plugin = TrainerPlugin(
     config=KTOConfig,
@@ -9,4 +9,5 @@ plugin = TrainerPlugin(
     defaults={"optim.lr": 1e-6},
     demo="demo.yaml",
     report="rlhf_plugin_kto.report:report",
+    check=check,
 )

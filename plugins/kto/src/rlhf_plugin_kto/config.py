@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.config.reference import check_reference
+
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 
@@ -27,3 +29,8 @@ class KTOConfig:
     """adapter: the policy with its adapter off; engine: a frozen copy of the model; cache: once, on
     disk, with apo_zero_unpaired alone, since the mismatched answers of kto are others in every
     epoch; auto chooses and says why."""
+
+
+def check(config: Any) -> None:
+    """Refuse a reference that this run cannot have, before anything loads. Raises RLHFError."""
+    check_reference(config, config.own.reference, live=config.own.loss == "kto")

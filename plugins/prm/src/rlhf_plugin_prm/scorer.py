@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from peft import PeftConfig, PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 
 from rlhf.data.formats import RawRow, Reader, format_of
+from rlhf.errors import RLHFError
+from rlhf.model.adapter import exported_model
+from rlhf.model.task import FORMS
 from rlhf_plugin_prm.losses import log_odds
 
 
@@ -30,18 +27,13 @@ class Scorer:
     """The model folder of a run, or its adapter folder. Steps are marked as in training."""
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
-        self.config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.config = process_config(folder)
         marks = Marks(self.config.prm_separator, self.config.prm_placeholder)
-        self.reader = Reader(tokenizer, marks)
         by_token = self.config.prm_formulation == "token"
-        kind = AutoModelForCausalLM if by_token else AutoModelForTokenClassification
         self.labels = self.config.prm_reward_tokens if by_token else [0, 1]
-        adapted = (Path(folder) / "adapter_config.json").is_file()
-        path = PeftConfig.from_pretrained(folder).base_model_name_or_path if adapted else folder
-        model = kind.from_pretrained(path, config=self.config, dtype=dtype)
-        model = PeftModel.from_pretrained(model, folder) if adapted else model
+        model = exported_model(Path(folder), FORMS["causal" if by_token else "token"], dtype=dtype)
         self.model = model.to(device).eval()
+        self.reader = Reader(AutoTokenizer.from_pretrained(folder), marks)
 
     @torch.no_grad()
     def probabilities(self, prompt: Any, steps: Sequence[str]) -> list[float]:
@@ -56,3 +48,17 @@ class Scorer:
         places = [len(row.prompt) + end for end in row.columns["ends"]]
         found: list[float] = log_odds(logits[places][:, self.labels]).sigmoid().tolist()
         return found
+
+
+def process_config(folder: str | Path) -> Any:
+    """The config.json of a process reward model. Raises RLHFError for any other folder."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError):
+        config = None
+    if not hasattr(config, "prm_formulation"):
+        raise RLHFError(
+            f"{folder} has no config.json of a process reward model: give the model/ folder of a "
+            "run of `rlhf run prm`"
+        )
+    return config

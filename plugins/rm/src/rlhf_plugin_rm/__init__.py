@@ -1,7 +1,7 @@
 """Reward models: the record that the registry reads first."""
 
 from rlhf.records import TrainerPlugin
-from rlhf_plugin_rm.config import RMConfig
+from rlhf_plugin_rm.config import RMConfig, check
 
 plugin = TrainerPlugin(
     config=RMConfig,
@@ -9,4 +9,5 @@ plugin = TrainerPlugin(
     defaults={"optim.lr": 1e-5},
     demo="demo.yaml",
     report="rlhf_plugin_rm.report:report",
+    check=check,
 )

@@ -1,8 +1,10 @@
 """The section `rm`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
+
+from rlhf.errors import RLHFError
 
 
 @frozen(kw_only=True)
@@ -23,3 +25,9 @@ class RMConfig:
     normalise: bool = False
     """Ask users of the exported model for (reward - mean) / deviation, both as measured on the
     held-out rows. They stand in its config.json in any case; `rlhf_plugin_rm.scorer` obeys."""
+
+
+def check(config: Any) -> None:
+    """Refuse a statistic of rows that are not there, before anything loads. Raises RLHFError."""
+    if config.own.normalise and not config.data.eval:
+        raise RLHFError("rm.normalise needs held-out rows to measure rewards on: set data.eval")

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rlhf.data.formats import RawRow, Reader, format_of
 from rlhf.errors import RLHFError
+from rlhf.model.adapter import exported_model
+from rlhf.model.task import FORMS
 
 
 class Scorer:
@@ -21,15 +22,9 @@ class Scorer:
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         self.folder = folder
+        model = exported_model(Path(folder), FORMS["sequence"], dtype=dtype)
+        self.config, self.model = model.config, model.to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.config = AutoConfig.from_pretrained(folder)
-        adapted = (Path(folder) / "adapter_config.json").is_file()
-        path = PeftConfig.from_pretrained(folder).base_model_name_or_path if adapted else folder
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, config=self.config, dtype=dtype
-        )
-        model = PeftModel.from_pretrained(model, folder) if adapted else model
-        self.model = model.to(device).eval()
 
     def rewards(
         self, prompt: Any, answers: Sequence[Any], *, normalise: bool | None = None

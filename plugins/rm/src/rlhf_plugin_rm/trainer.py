@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.errors import RLHFError
 from rlhf.readouts import scores
 from rlhf.trainer import Loss, Term, Trainer
 from rlhf_plugin_rm import losses
@@ -27,8 +26,6 @@ class RMTrainer(Trainer):
         return Example(row.prompt, row.answers, {"rank": row.columns["ranks"], "margin": margin})
 
     def setup(self, run: Any) -> None:
-        if self.config.normalise and not run.config.data.eval:
-            raise RLHFError("rm.normalise needs held-out rows to measure rewards on: set data.eval")
         self.policy = run.load("policy", task="sequence", dropout=False)
 
     def loss(self, batch: PackedBatch) -> Loss:

@@ -4,6 +4,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its interpreter then runs kernels on the host.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

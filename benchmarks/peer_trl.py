@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 WARM_UP = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,16 +45,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     repeats = -(-options.size * options.steps // len(rows))
     clock = StepEnds()
+    tokens = statistics.mean(length(tokenizer, row, options.max_tokens) for row in rows)
+    size = options.size
+    if options.packed and options.workflow == "sft":
+        options.size, options.max_tokens = (int(part) for part in options.packed.split("x"))
+        size = options.size * options.max_tokens / tokens
+        repeats = -(-int(size) * options.steps // len(rows)) + 1
     trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
     trainer.train()
     pairs = zip(clock.times[WARM_UP - 1 :], clock.times[WARM_UP:], strict=False)
     seconds = statistics.median(after - before for before, after in pairs)
-    tokens = statistics.mean(length(tokenizer, row, options.max_tokens) for row in rows[:512])
     on_gpu = torch.cuda.is_available()
     found = {
         "step_ms": 1e3 * seconds,
-        "rows_per_s": options.size / seconds,
-        "tokens_per_s": options.size * tokens / seconds,
+        "rows_a_step": round(size),
+        "rows_per_s": size / seconds,
+        "tokens_per_s": size * tokens / seconds,
         "first_step_s": clock.times[0] - started,
         "losses": clock.losses,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
@@ -73,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, required=True)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--packed", default="")
     return parser.parse_args()
 
 
@@ -88,11 +95,13 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
         "max_length": options.max_tokens, "use_liger_kernel": options.liger,
     }  # fmt: skip
     common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
-    policy, workflow = built(options, options.model), options.workflow
+    workflow = options.workflow
+    heads = workflow in ("rm", "prm")
+    policy = None if heads else built(options, options.model)
     if workflow == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        args = SFTConfig(**settings, assistant_only_loss=True, packing=options.liger)
+        args = SFTConfig(**settings, assistant_only_loss=True, packing=bool(options.packed))
         return SFTTrainer(model=policy, args=args, **common)
     if workflow == "dpo":
         from trl import DPOConfig, DPOTrainer
@@ -125,13 +134,12 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
 def built(
     options: argparse.Namespace, folder: Path, kind: str = "AutoModelForCausalLM", **changes: Any
 ) -> Any:
-    """Random weights in the folder's shape."""
-    config = AutoConfig.from_pretrained(folder, **changes)
+    """The folder's weights."""
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return getattr(transformers, kind).from_config(
-            config, attn_implementation=options.attention, dtype=DTYPES[options.dtype]
-        )
+    model = getattr(transformers, kind).from_pretrained(
+        folder, attn_implementation=options.attention, dtype=DTYPES[options.dtype], **changes
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def length(tokenizer: Any, row: dict[str, Any], most: int) -> int:

@@ -8,8 +8,10 @@ shape of Qwen2.5, so nothing is downloaded; rows are the embedded demo's, or `--
 "rejected"} of messages, for all but prm) and `--stepwise` ({"prompt", "completions", "labels"}).
 Numbers come from metrics.jsonl, medians of the steps after the fourth; a row is a conversation
 (sft, kd), a pair (dpo, rm), a completion (kto) or a solution (prm). `--peer` is a Python that has
-TRL: the same rows, shape, rows a step and precision of the weights. Words after `--` go to every
-`rlhf run`. One table, also in `OUTPUT/workflows.md` and `workflows.json`.
+TRL: the same rows, weights, rows a step and precision of the weights; with `--packed 4x4096` its
+sft packs them into four rows of 4,096 tokens a step. Words after `--` go to every `rlhf run`, which
+is ended after its last step: what it saves is not measured. One table, also in
+`OUTPUT/workflows.md` and `workflows.json`.
 """
 
 import argparse
@@ -42,9 +44,14 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     write_rows(options)
     tokenizer_rows = options.output / "sft.jsonl"
-    for name, shape in {"model": options.shape, "teacher": options.teacher_shape}.items():
-        vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
-        make(options.output / name, shape=shape, rows=tokenizer_rows, vocabulary=vocabulary)
+    vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
+    shapes = {"model": options.shape, "teacher": options.teacher_shape}
+    if "kd" not in (options.workflows or SIZES):
+        del shapes["teacher"]
+    for name, shape in shapes.items():
+        folder = options.output / name
+        make(folder, shape=shape, rows=tokenizer_rows, vocabulary=vocabulary)
+        make_weights(folder, options.dtype)
     results = []
     for workflow in options.workflows or SIZES:
         for _ in range(options.rounds):
@@ -78,6 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer", help="a Python with TRL")
     parser.add_argument("--accumulate", type=int, default=1, help="the peer's micro-batches a step")
     parser.add_argument("--attention", default="sdpa", help="the peer's attention")
+    parser.add_argument("--packed", default="", help="ROWSxTOKENS of the peer's packed sft")
     parser.add_argument("--liger", action="store_true", help="the peer runs with Liger's kernels")
     parser.add_argument("--output", type=Path, default=Path("build/workflows"))
     own = sys.argv[1:]
@@ -150,7 +158,7 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     size = options.size or SIZES[workflow]
     run = options.output / f"run-{workflow}"
     words = [
-        "--model.path", str(options.output / "model"), "--model.init", "random",
+        "--model.path", str(options.output / "model"),
         "--model.dtype", options.dtype, "--data.train", str(options.output / f"{workflow}.jsonl"),
         "--data.max_tokens", str(options.max_tokens), "--data.too_long", "cut",
         "--batch.size", str(size), "--batch.tokens", str(options.tokens),
@@ -159,11 +167,11 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         "--output", str(run), "--overwrite",
     ]  # fmt: skip
     if workflow == "kd":
-        make_teacher(options)
         words += ["--kd.teacher", str(options.output / "teacher")]
     words += options.more
     log = options.output / f"run-{workflow}.log"
-    code, first = launched([sys.executable, "-m", "rlhf", "run", workflow, *words], log, run)
+    command = [sys.executable, "-m", "rlhf", "run", workflow, *words]
+    code, first = launched(command, log, run, steps=options.steps)
     lines = [json.loads(line) for line in metrics_of(run)]
     steps = [line for line in lines if "tokens_per_s" in line]
     timed = steps[WARM_UP:] or steps
@@ -188,15 +196,20 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     return result
 
 
-def launched(command: list[str], log: Path, run: Path) -> tuple[int, float]:
-    """The exit code, and seconds until the first line of metrics was there."""
+def launched(command: list[str], log: Path, run: Path, *, steps: int) -> tuple[int, float]:
+    """The exit code, 0 when the last step is there, and seconds until the first was."""
     start, first = time.perf_counter(), float("nan")
     (run / "metrics.jsonl").unlink(missing_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            if first != first and metrics_of(run):
+            lines = metrics_of(run)
+            if first != first and lines:
                 first = time.perf_counter() - start
+            if any(f'"step": {steps},' in line for line in lines):
+                process.kill()
+                process.wait()
+                return 0, first
             time.sleep(0.05)
     return process.returncode, first
 
@@ -206,18 +219,19 @@ def metrics_of(run: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def make_teacher(options: argparse.Namespace) -> None:
-    """Random weights for the teacher, once: a run of no rate that saves what it began with."""
-    folder = options.output / "teacher"
-    if any(folder.glob("*.safetensors")):
-        return
+def make_weights(folder: Path, precision: str) -> None:
+    """Random weights beside a config.json, the same for both sides."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def peer(options: argparse.Namespace, workflow: str) -> Row:
@@ -229,6 +243,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         "--dtype", options.dtype, "--accumulate", str(options.accumulate),
         "--max-tokens", str(options.max_tokens), "--steps", str(options.steps),
         "--attention", options.attention, *["--liger"] * options.liger,
+        *(["--packed", options.packed] if options.packed else []),
     ]  # fmt: skip
     log = options.output / f"peer-{workflow}.log"
     with log.open("w") as errors:

@@ -15,6 +15,8 @@ CASES = {
     "one rank, stage 0": (1, ("--deepspeed.stage", "0")),
     "one rank, 64 tokens": (1, ("--deepspeed.stage", "0", "--batch.tokens", "64")),
     "one rank, one micro-batch": (1, ("--deepspeed.stage", "0", "--batch.tokens", "1024")),
+    "recomputed products": (1, ("--deepspeed.stage", "0", "--model.recompute", "selective")),
+    "recomputed products at stage 3": (2, (*STAGE_3, "--model.recompute", "selective")),
     "recomputation": (1, ("--deepspeed.stage", "0", "--model.recompute", "full")),
     "two ranks, stage 0": (2, ("--deepspeed.stage", "0")),
     "two ranks, stage 1": (2, ("--deepspeed.stage", "1")),
@@ -80,7 +82,7 @@ def test_the_curve_is_that_of_plain_torch(
     assert metrics[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_states_in_bf16_keep_to_the_curve(
     stage: str, inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:

@@ -120,30 +120,43 @@ def on_accelerator(words: list[str], memory: int) -> Headroom:
     return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
 
 
-def test_layers_run_again_where_a_step_would_not_fit_without(words: list[str]) -> None:
-    whole = on_accelerator(words, GIB).estimate().peak
-    lean = on_accelerator([*words, "--model.recompute", "full"], GIB).estimate().peak
-    assert on_accelerator(words, GIB).recomputation() == ""
-    assert on_accelerator(words, whole).recomputation() == (
-        f"recompute  full: a step would take {gib(whole)} of {gib(whole)} GiB, and {gib(lean)} "
-        "with every layer run again in backward"
+def peak_with(level: str, words: list[str]) -> int:
+    return on_accelerator([*words, "--model.recompute", level], GIB).estimate().peak
+
+
+def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[str]) -> None:
+    whole, some, least = (peak_with(level, words) for level in ("none", "selective", "full"))
+    assert least < some < whole
+    assert on_accelerator(words, GIB).recomputation() == ("", "")
+    # 95 % of the memory is a step's.
+    memory = int(some / 0.95) + 1
+    assert on_accelerator(words, memory).recomputation() == (
+        "selective",
+        f"recompute  selective: a step would take {gib(whole)} of {gib(memory)} GiB, and "
+        f"{gib(some)} with the products of gated layers computed again in backward",
+    )
+    memory = int(least / 0.95) + 1
+    assert on_accelerator(words, memory).recomputation() == (
+        "full",
+        f"recompute  full: a step would take {gib(whole)} of {gib(memory)} GiB, and {gib(least)} "
+        "with every layer computed again in backward",
     )
 
 
-@pytest.mark.parametrize("given", ["none", "full"])
+@pytest.mark.parametrize("given", ["none", "selective", "full"])
 def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
-    assert on_accelerator([*words, "--model.recompute", given], 1000).recomputation() == ""
+    asked = on_accelerator([*words, "--model.recompute", given], 1000)
+    assert asked.recomputation() == ("", "")
 
 
 def test_the_host_never_needs_recomputation(words: list[str]) -> None:
-    assert question(words, 1000).recomputation() == ""
+    assert question(words, 1000).recomputation() == ("", "")
 
 
 def test_what_is_recomputed_already_is_no_advice(words: list[str]) -> None:
-    whole = on_accelerator(words, GIB).estimate().peak
-    told = str(on_accelerator(words, whole).error(torch.OutOfMemoryError("no more")))
-    lean = on_accelerator([*words, "--model.recompute", "full"], GIB).estimate().peak
-    assert f"a step was estimated at {gib(lean)} GiB: set batch.tokens to 768 " in told
+    least = peak_with("full", words)
+    told = str(on_accelerator(words, least).error(torch.OutOfMemoryError("no more")))
+    assert f"a step was estimated at {gib(least)} GiB: " in told
     assert "model.recompute" not in told
 
 
@@ -178,12 +191,12 @@ def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: P
         "memory     not estimated: NotImplementedError: its attention dropout is 0.1, which is not "
         "known without values"
     )
-    assert asked.recomputation() == ""
+    assert asked.recomputation() == ("", "")
 
 
 def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
     asked = on_accelerator(words, 0)
-    assert asked.recomputation() == ""
+    assert asked.recomputation() == ("", "")
     assert asked.line().endswith(" tokens at once)")
 
 

@@ -7,7 +7,7 @@ both models' logits a second time. The price is that only the sum over predictio
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -16,40 +16,36 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine
+from rlhf.kernels import fused_on
+from rlhf.model import logits as chunks
 from rlhf.model.head import Head
-from rlhf.readouts import Sums, capped_logits
+from rlhf.readouts import Gradients
 
 CHUNK = 1024
-"""Predictions whose logits exist at the same time: 0.6 GiB in float32 at a vocabulary of 152k, for
-each of about six such tensors."""
+"""Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
+vocabulary of 152k, for each of about six such tensors."""
 
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`measure(student, teacher)`: of two sets of log-probabilities [n, M] the divergence [n], and its
 derivative by each of the student's log-probabilities as if they were free of one another [n, M]."""
 
 
+Against = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+"""`against(student, *chunk, measure=, temperature=)`: of a student's log-probabilities [n, V] and
+what a teacher gives for a chunk of n predictions: the divergence [n]; KL(teacher || student) [n], a
+yardstick that is the same for every measure; the derivative of the divergence by the student's
+log-probabilities [n, V]; the teacher's likeliest token [n]."""
+
+
 class Teacher(Protocol):
     """What is known of a teacher's distribution at the N predictions of a batch."""
 
-    def compare(
-        self, rows: slice, student: Tensor, measure: Measure, temperature: float
-    ) -> "Comparison":
-        """The teacher at the predictions `rows` against the student's log-probabilities [n, V],
-        both at `temperature`."""
+    @property
+    def against(self) -> Against:
+        """How a student is compared with it: a function of tensors alone, so that it compiles."""
 
-
-@frozen
-class Comparison:
-    """A chunk of n predictions."""
-
-    divergence: Tensor
-    """[n]."""
-    kl: Tensor
-    """KL(teacher || student) [n], a yardstick that is the same for every measure."""
-    slope: Tensor
-    """Derivative of the divergence by the student's log-probabilities [n, V]."""
-    likeliest: Tensor
-    """The teacher's likeliest token [n]."""
+    def chunk(self, rows: slice) -> tuple[Tensor, ...]:
+        """What `against` needs of the predictions `rows`."""
 
 
 @frozen
@@ -60,17 +56,29 @@ class WholeTeacher:
     """[N, H] of the teacher."""
     head: Head
 
-    def compare(
-        self, rows: slice, student: Tensor, measure: Measure, temperature: float
-    ) -> Comparison:
+    @property
+    def against(self) -> Against:
         """See `Teacher`."""
-        head = self.head
-        logits, _ = capped_logits(
-            self.hidden[rows], head.weight, head.bias, head.scale, head.softcap
-        )
-        teacher = logits.div_(temperature).log_softmax(-1)
-        divergence, slope = measure(student, teacher)
-        return Comparison(divergence, forward_kl(student, teacher), slope, teacher.argmax(-1))
+        return partial(_against_whole, scale=self.head.scale, softcap=self.head.softcap)
+
+    def chunk(self, rows: slice) -> tuple[Tensor, ...]:
+        """See `Teacher`: raw logits [n, V]."""
+        return (torch.nn.functional.linear(self.hidden[rows], self.head.weight, self.head.bias),)
+
+
+def _against_whole(
+    student: Tensor,
+    raw: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    measure: Measure,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values = chunks.capped(chunks.scaled(raw, scale), softcap)
+    teacher = (values / temperature).log_softmax(-1)
+    divergence, slope = measure(student, teacher)
+    return divergence, forward_kl(student, teacher), slope, teacher.argmax(-1)
 
 
 @frozen
@@ -83,18 +91,27 @@ class TopTeacher:
     """Their log-probabilities at the run's temperature, then that of all others together
     [N, k + 1], float32."""
 
-    def compare(
-        self, rows: slice, student: Tensor, measure: Measure, temperature: float
-    ) -> Comparison:
+    @property
+    def against(self) -> Against:
         """See `Teacher`; the student's distribution is taken over the same k + 1 outcomes."""
-        tokens, teacher = self.tokens[rows], self.logprobs[rows]
-        others = student.scatter(-1, tokens, -torch.inf)
-        tail = others.logsumexp(-1, keepdim=True)
-        own = torch.cat([student.gather(-1, tokens), tail], dim=-1)
-        divergence, pull = measure(own, teacher)
-        # The tail's log-probability moves with each token's by that token's share of the tail.
-        slope = others.sub_(tail).exp_().mul_(pull[:, -1:]).scatter_(-1, tokens, pull[:, :-1])
-        return Comparison(divergence, forward_kl(own, teacher), slope, tokens[:, 0])
+        return _against_top
+
+    def chunk(self, rows: slice) -> tuple[Tensor, ...]:
+        """See `Teacher`: tokens [n, k], log-probabilities [n, k + 1]."""
+        return self.tokens[rows], self.logprobs[rows]
+
+
+def _against_top(
+    student: Tensor, tokens: Tensor, teacher: Tensor, *, measure: Measure, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    others = student.scatter(-1, tokens, -torch.inf)
+    tail = others.logsumexp(-1, keepdim=True)
+    own = torch.cat([student.gather(-1, tokens), tail], dim=-1)
+    divergence, pull = measure(own, teacher)
+    # The tail's log-probability moves with each token's by that token's share of the tail.
+    slope = (others - tail).exp() * pull[:, -1:]
+    slope = slope.scatter(-1, tokens, pull[:, :-1])
+    return divergence, forward_kl(own, teacher), slope, tokens[:, 0]
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -112,7 +129,8 @@ class Mixture:
     arXiv 1503.02531, section 2)."""
     nll: float = 0.0
     """Share of the negative log-likelihood of the predicted token, at temperature 1."""
-    chunk: int = CHUNK
+    chunk: int | None = None
+    """Predictions that are compared at the same time; default by vocabulary and device."""
 
 
 def distil(
@@ -177,16 +195,21 @@ class ChunkedDivergence(torch.autograd.Function):
         mixture: Mixture,
         wanted: bool,
     ) -> tuple[Tensor, ...]:
+        chunk = mixture.chunk or rows_at_once(weight)
         read = hidden.new_empty(len(READ), len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
-        gradients = Gradients(hidden, weight, bias, needed, mixture.chunk)
-        for start in range(0, len(hidden), mixture.chunk):
-            rows = slice(start, start + mixture.chunk)
-            logits, bend = capped_logits(hidden[rows], weight, bias, head.scale, head.softcap)
-            read[:, rows], change = compare(logits, targets[rows], teacher, rows, mixture)
+        gradients = Gradients(hidden, weight, bias, needed, chunk)
+        look = fused_compare if fused_on(hidden.device.type) else compare
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+            read[:, rows], change = look(
+                raw, targets[rows], *teacher.chunk(rows), against=teacher.against,
+                measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
+                scale=head.scale, softcap=head.softcap, wanted=any(needed),
+            )  # fmt: skip
             if any(needed):
-                change.mul_(head.scale)
-                gradients.add(rows, change if bend is None else change.mul_(bend))
+                gradients.add(rows, change)
         ctx.save_for_backward(*gradients.total())
         parts = read.unbind()
         ctx.mark_non_differentiable(*parts)
@@ -199,76 +222,76 @@ class ChunkedDivergence(torch.autograd.Function):
 
 
 def compare(
-    logits: Tensor, targets: Tensor, teacher: Teacher, rows: slice, mixture: Mixture
+    raw: Tensor,
+    targets: Tensor,
+    *chunk: Tensor,
+    against: Against,
+    measure: Measure,
+    temperature: float,
+    nll: float,
+    scale: float,
+    softcap: float | None,
+    wanted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What is read off a chunk [6, n], and the derivative of its loss by its logits [n, V]."""
-    temperature, nll = mixture.temperature, mixture.nll
+    """What is read off a chunk [6, n], and the derivative of its loss by raw logits [n, V] in their
+    dtype (empty where it is not `wanted`)."""
+    logits = chunks.capped(chunks.scaled(raw, scale), softcap)
     plain = logits.log_softmax(-1)
     soft = plain if temperature == 1.0 else (logits / temperature).log_softmax(-1)
-    found = teacher.compare(rows, soft, mixture.measure, temperature)
+    found, kl, pull, teacher_likeliest = against(
+        soft, *chunk, measure=measure, temperature=temperature
+    )
     places = targets[:, None]
     likeliest = plain.argmax(-1)
     probabilities = plain.exp()
     read = torch.stack(
         (
-            found.divergence,
-            found.kl,
+            found,
+            kl,
             plain.gather(-1, places).squeeze(-1),
             -(probabilities * plain).sum(-1),
             (likeliest == targets).float(),
-            (likeliest == found.likeliest).float(),
+            (likeliest == teacher_likeliest).float(),
         )
     )
+    if not wanted:
+        return read, raw.new_empty(0)
     # Through the softmax; of the temperature's square one factor is left, the other is the logits'.
-    pull = found.slope
-    soft_probabilities = probabilities if soft is plain else soft.exp()
-    change = pull - soft_probabilities * pull.sum(-1, keepdim=True)
-    change.mul_((1 - nll) * temperature)
+    soft_probabilities = probabilities if temperature == 1.0 else soft.exp()
+    change = (pull - soft_probabilities * pull.sum(-1, keepdim=True)) * ((1 - nll) * temperature)
     if nll:
-        change.add_(probabilities, alpha=nll)
-        change.scatter_add_(-1, places, torch.full_like(places, -nll, dtype=change.dtype))
-    return read, change
+        target = torch.arange(plain.shape[-1], device=raw.device) == places
+        change = change + nll * (probabilities - target.float())
+    if scale != 1.0:
+        change = change * scale
+    if softcap is not None:
+        change = change * (1 - (logits / softcap).square())
+    return read, change.to(raw.dtype)
+
+
+def rows_at_once(weight: Tensor) -> int:
+    """How many predictions of a student's head `weight` are compared at the same time."""
+    fused = fused_on(weight.device.type)
+    return chunks.rows_at_once(weight) // 2 if fused else CHUNK
+
+
+def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`compare` as a few fused kernels, compiled once for any number of predictions; without values
+    what they take and give."""
+    if raw.is_meta:
+        read = raw.new_empty(len(READ), len(raw), dtype=torch.float32)
+        return read, torch.empty_like(raw)
+    for tensor in (raw, *tensors):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled_compare()(raw, *tensors, **options)
+
+
+@cache
+def _compiled_compare() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(compare)
 
 
 def _total(read: Tensor, mixture: Mixture) -> Tensor:
     divergence, _, logprobs, *_ = read
     square = mixture.temperature**2
     return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()
-
-
-class Gradients:
-    """The gradients for hidden states, weight and bias, as far as they are needed."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needed: list[bool],
-        chunk: int,
-    ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
-        needs_hidden, needs_weight, needs_bias = needed
-        self._for_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        self._for_weight = Sums(weight, chunks=-(-len(hidden) // chunk)) if needs_weight else None
-        self._for_bias = None
-        if needs_bias and bias is not None:
-            self._for_bias = torch.zeros_like(bias, dtype=torch.float32)
-
-    def add(self, rows: slice, change: Tensor) -> None:
-        """Add a chunk's derivative by what the head's product gives [n, V]."""
-        if self._for_bias is not None:
-            self._for_bias += change.sum(0)
-        change = change.to(self._hidden.dtype)
-        if self._for_hidden is not None:
-            self._for_hidden[rows] = change @ self._weight
-        if self._for_weight is not None:
-            self._for_weight.add(change.T @ self._hidden[rows])
-
-    def total(self) -> tuple[Tensor | None, ...]:
-        """The three gradients, None where none is needed."""
-        weight = None if self._for_weight is None else self._for_weight.total()
-        bias = None
-        if self._for_bias is not None and self._bias is not None:
-            bias = self._for_bias.to(self._bias.dtype)
-        return self._for_hidden, weight, bias

@@ -18,14 +18,14 @@ from rlhf.errors import RLHFError
 from rlhf.places import write_whole, writing
 
 MAY_CHANGE = (
-    "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
-    "train.eval_every", "train.eval_at_start", "data.eval", "data.workers", "data.processes",
-    "checkpoint", "model.recompute", "observers", "output", "backend",
+    "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.trace",
+    "train.log_every", "train.eval_every", "train.eval_at_start", "data.eval", "data.workers",
+    "data.processes", "checkpoint", "model.recompute", "observers", "output", "backend",
 )  # fmt: skip
 """What a resumed run may change: nothing that alters what is learnt. The backend's section may
 too."""
 
-OURS = ("checkpoints", "model")
+OURS = ("checkpoints", "model", "traces")
 """Folders in a run's own."""
 
 RECORDED = (

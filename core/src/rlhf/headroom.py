@@ -4,6 +4,7 @@ did not fit."""
 import re
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import attrs
 
@@ -19,6 +20,8 @@ from rlhf.trainer import Trainer
 
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
+LEVELS = {"selective": "the products of gated layers", "full": "every layer"}
+"""Of `model.recompute`, the cheaper first."""
 ROUND = 1024
 """A budget of tokens is proposed in multiples of this."""
 
@@ -39,24 +42,34 @@ class Headroom:
         """What a step takes."""
         return self._rehearsed.estimate
 
-    def recomputation(self) -> str:
-        """The line that says why every layer is to run again in backward where
-        `model.recompute` is auto and a step would not fit without, else nothing."""
+    def recomputation(self) -> tuple[str, str]:
+        """The level that `model.recompute: auto` takes where a step would not fit without, and the
+        line that says why; nothing where it fits, or where nothing would help."""
         known = self.mesh.memory and self.mesh.device.type != "cpu"
         if self.config.model.recompute != "auto" or not known:
-            return ""
-        room = MARGIN * self.mesh.memory
-        try:
-            whole = self.estimate().peak
-            lean = recomputing(self).estimate().peak if whole > room else whole
-        except Exception:  # The models of others may do anything without values.
-            return ""
-        if lean >= whole:
-            return ""
-        return (
-            f"recompute  full: a step would take {gib(whole)} of {gib(self.mesh.memory)} GiB, and "
-            f"{gib(lean)} with every layer run again in backward"
+            return "", ""
+        whole = self._peak()
+        if whole is None or whole <= MARGIN * self.mesh.memory:
+            return "", ""
+        chosen, least = "", whole
+        for level in LEVELS:
+            peak = recomputing(self, level)._peak()
+            if peak is not None and peak < least:
+                chosen, least = level, peak
+            if least <= MARGIN * self.mesh.memory:
+                break
+        if not chosen:
+            return "", ""
+        return chosen, (
+            f"recompute  {chosen}: a step would take {gib(whole)} of {gib(self.mesh.memory)} GiB, "
+            f"and {gib(least)} with {LEVELS[chosen]} computed again in backward"
         )
+
+    def _peak(self) -> int | None:
+        try:
+            return self.estimate().peak
+        except Exception:  # The models of others may do anything without values.
+            return None
 
     def line(self) -> str:
         """The line `memory` of the run's introduction; it never ends a run."""
@@ -78,7 +91,8 @@ class Headroom:
             where += f", which has {gib(self.mesh.memory)} GiB"
         if wanted:
             where += f", when {wanted.group(1)} more were wanted"
-        asked = recomputing(self) if self.recomputation() else self
+        level, _ = self.recomputation()
+        asked = recomputing(self, level) if level else self
         try:
             found = asked._rehearsed
             advice = asked._advice(found)
@@ -99,7 +113,7 @@ class Headroom:
             peak = estimate.resident + (estimate.activations + estimate.passing) * share
             advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
         if config.model.recompute != "full":
-            lean = recomputing(self).estimate()
+            lean = recomputing(self, "full").estimate()
             advice.append(f"set model.recompute to full (about {gib(lean.peak)} GiB)")
         advice += [f"use {setting}" for setting in found.lighter]
         return advice or ["train with lora, or use a device with more memory"]
@@ -121,7 +135,7 @@ class Headroom:
         )  # fmt: skip
 
 
-def recomputing(asked: Headroom) -> Headroom:
-    """The same question with every layer run again in backward."""
-    model = attrs.evolve(asked.config.model, recompute="full")
+def recomputing(asked: Headroom, level: Any) -> Headroom:
+    """The same question with more computed again in backward."""
+    model = attrs.evolve(asked.config.model, recompute=level)
     return attrs.evolve(asked, config=attrs.evolve(asked.config, model=model))

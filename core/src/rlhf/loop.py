@@ -1,8 +1,10 @@
 """The one loop of every workflow: plan, survey, loss, step; evaluation, checkpoints and stops
 between steps."""
 
+import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -16,13 +18,27 @@ from rlhf.session import Session
 from rlhf.stop import StopWatch
 from rlhf.sums import Report, Sums, Totals, poison_unless_finite, weighted_loss
 from rlhf.survey import StepTotals
+from rlhf.trace import StepTrace
 
 
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Python's collector leaves alone what was there before: a full collection walks through all
+    that the libraries hold, half a second in the middle of some step."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@settled_heap()
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
     config, engine, order = session.config, session.engine, session.train_order
     stop = StopWatch(config.train, session.mesh)
+    trace = StepTrace(config.train.trace, session.path / "traces", session.mesh.rank)
     source = batches_from(
         order,
         first_step=first_step,
@@ -35,6 +51,7 @@ def train(session: Session, *, first_step: int) -> str:
     reason, step, evaluated = None, first_step, None
     engine.train()
     while step < session.num_steps and reason is None:
+        trace.before(step)
         plan = order.step(step)
         if session.trainer.rolls_out():
             plan, batches = roll_out(session.trainer, order, plan, session.mesh)
@@ -53,6 +70,7 @@ def train(session: Session, *, first_step: int) -> str:
             session.journal.flush()
             session.save(step)
     stop.close()
+    trace.close()
     if reason != "signal" and evaluated != step:
         evaluate_at_end(session, step=step)
     session.journal.flush()

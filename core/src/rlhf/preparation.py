@@ -102,9 +102,9 @@ def with_models(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -
     """The trainer's models as it wants them, recomputed where they would not fit. Collective."""
     asked = headroom(config, data, mesh, hooks)
     # Of a device's memory one rank may see more than another: the first decides.
-    recomputed = mesh.gather(asked.recomputation() if mesh.rank == 0 else "")[0]
-    if recomputed:
-        asked = recomputing(asked)
+    level, recomputed = mesh.gather(asked.recomputation() if mesh.rank == 0 else ("", ""))[0]
+    if level:
+        asked = recomputing(asked, level)
         config = asked.config
     run = Run(
         config, data.trainer.tokenizer, mesh, hooks, steps=data.num_steps(config),

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.model import logits as chunks
 from rlhf.model.head import Head
-
-CHUNK = 2048
-"""Predictions whose logits exist at the same time: 1.2 GiB in float32 at a vocabulary of 152k."""
 
 
 def token_logprobs(
@@ -22,13 +20,13 @@ def token_logprobs(
     head: Head,
     batch: PackedBatch,
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
     """Of each of the batch's N predictions, in float32 [N]: `logprobs` (differentiable in hidden
     states, weight and bias) and, without gradient, `entropy` (nats) and `correct` (1 where the
-    likeliest token is the right one). Logits exist for `chunk` predictions at a time and are
-    computed again in backward."""
+    likeliest token is the right one). Logits exist for `chunk` predictions at a time (default: a
+    few thousand, by vocabulary and device) and are computed again in backward."""
     logprobs, entropy, correct = ChunkedLogprobs.apply(
         hidden.index_select(0, batch.predict_from),
         head.weight,
@@ -36,9 +34,27 @@ def token_logprobs(
         batch.predict,
         head.scale / temperature,
         None if head.softcap is None else head.softcap / temperature,
-        chunk,
+        chunk or chunks.rows_at_once(head.weight),
     )
     return {"logprobs": logprobs, "entropy": entropy, "correct": correct}
+
+
+def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+    """`sum`, the scalar sum of the batch's log-probabilities, differentiable in hidden states,
+    weight and bias; and `token_logprobs`' own without gradient.
+
+    The gradient is computed with the value, chunk by chunk, and only scaled in backward: each
+    chunk's logits are needed once.
+    """
+    total, *rest = SummedLogprobs.apply(
+        hidden.index_select(0, batch.predict_from),
+        head.weight,
+        head.bias,
+        batch.predict,
+        head,
+        torch.is_grad_enabled(),
+    )
+    return {"sum": total, **dict(zip(("logprobs", "entropy", "correct"), rest, strict=True))}
 
 
 def answer_logprobs(
@@ -84,7 +100,8 @@ class ChunkedLogprobs(torch.autograd.Function):
     """log softmax(cap(scale * (h @ W.T + b)))[target] by chunks of rows, softmax in float32.
 
     Forward keeps the log of the normaliser alone; backward computes each chunk's logits again, as
-    in "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009) without its kernels.
+    in "Cut Your Losses in Large-Vocabulary Language Models" (arXiv 2411.09009), with the head's
+    product left to the library.
     """
 
     @staticmethod
@@ -98,21 +115,14 @@ class ChunkedLogprobs(torch.autograd.Function):
         softcap: float | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        normaliser, logprobs, entropy, correct = hidden.new_empty(
-            4, len(hidden), dtype=torch.float32
-        )
+        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits, _ = capped_logits(hidden[rows], weight, bias, scale, softcap)
-            likeliest, found = logits.max(-1)
-            correct[rows] = (found == targets[rows]).float()
-            target = logits.gather(-1, targets[rows, None]).squeeze(-1)
-            shifted = logits.sub_(likeliest[:, None])
-            exponentials = shifted.exp()
-            total = exponentials.sum(-1)
-            normaliser[rows] = total.log() + likeliest
-            logprobs[rows] = target - normaliser[rows]
-            entropy[rows] = total.log() - exponentials.mul_(shifted).sum(-1) / total
+            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+            read = chunks.read(raw, targets[rows], scale=scale, softcap=softcap)
+            for whole, part in zip(found, read, strict=True):
+                whole[rows] = part
+        normaliser, logprobs, entropy, correct = found
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.mark_non_differentiable(entropy, correct)
@@ -127,16 +137,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits, slope = capped_logits(hidden[rows], weight, bias, ctx.scale, ctx.softcap)
-            change = logits.sub_(normaliser[rows, None]).exp_().neg_()
-            places = targets[rows, None]
-            change.scatter_add_(-1, places, torch.ones_like(places, dtype=change.dtype))
-            change.mul_(gradient[rows, None] * ctx.scale)
-            if slope is not None:
-                change.mul_(slope)
+            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+            change = chunks.pull(
+                raw, targets[rows], normaliser[rows], gradient[rows],
+                scale=ctx.scale, softcap=ctx.softcap,
+            )  # fmt: skip
             if bias_gradient is not None:
-                bias_gradient += change.sum(0)
-            change = change.to(hidden.dtype)
+                bias_gradient += change.sum(0, dtype=torch.float32)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = change @ weight
             if sums is not None:
@@ -144,6 +151,85 @@ class ChunkedLogprobs(torch.autograd.Function):
         weight_gradient = sums.total() if sums is not None else None
         bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+class SummedLogprobs(torch.autograd.Function):
+    """The sum of `ChunkedLogprobs`, and its gradient in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        wanted: bool,
+    ) -> tuple[Tensor, ...]:
+        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
+        chunk = chunks.rows_at_once(weight)
+        gradients = Gradients(hidden, weight, bias, needed, chunk)
+        bent: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+            if any(needed):
+                # Reading and pulling may both overwrite what they are given.
+                given = raw.clone() if chunks.overwrites(raw) else raw
+                read = chunks.read(given, targets[rows], **bent)
+                ones = torch.ones_like(read.normaliser)
+                gradients.add(rows, chunks.pull(raw, targets[rows], read.normaliser, ones, **bent))
+            else:
+                read = chunks.read(raw, targets[rows], **bent)
+            for whole, part in zip(found, read, strict=True):
+                whole[rows] = part
+        ctx.save_for_backward(*gradients.total())
+        _, *parts = found
+        ctx.mark_non_differentiable(*parts)
+        return parts[0].sum(), *parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        scaled = [None if item is None else item * gradient for item in ctx.saved_tensors]
+        return *scaled, None, None, None
+
+
+class Gradients:
+    """The gradients for hidden states, weight and bias, as far as they are needed."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: list[bool],
+        chunk: int,
+    ) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        needs_hidden, needs_weight, needs_bias = needed
+        self._for_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        self._for_weight = Sums(weight, chunks=-(-len(hidden) // chunk)) if needs_weight else None
+        self._for_bias = None
+        if needs_bias and bias is not None:
+            self._for_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, rows: slice, change: Tensor) -> None:
+        """Add a chunk's derivative by what the head's product gives [n, V]."""
+        if self._for_bias is not None:
+            self._for_bias += change.sum(0, dtype=torch.float32)
+        if self._for_hidden is not None:
+            self._for_hidden[rows] = change @ self._weight
+        if self._for_weight is not None:
+            self._for_weight.add(change.T @ self._hidden[rows])
+
+    def total(self) -> tuple[Tensor | None, ...]:
+        """The three gradients, None where none is needed."""
+        weight = None if self._for_weight is None else self._for_weight.total()
+        bias = None
+        if self._for_bias is not None and self._bias is not None:
+            bias = self._for_bias.to(self._bias.dtype)
+        return self._for_hidden, weight, bias
 
 
 class Sums:
@@ -173,9 +259,6 @@ def capped_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Logits [n, V] in float32, and the soft cap's slope at each of them."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    logits = logits.mul_(scale)
-    if softcap is None:
-        return logits, None
-    logits = logits.div_(softcap).tanh_()
-    return logits.mul(softcap), 1 - logits.square()
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    values = chunks.capped(chunks.scaled(raw, scale), softcap)
+    return values, None if softcap is None else 1 - (values / softcap).square_()

@@ -92,6 +92,8 @@ class Run:
         )  # fmt: skip
         self.engines[role], self.plans[role], self.shapes[role] = engine, plan, shape
         self.tasks[role] = task
+        if module.layers and trained:
+            self.notes.append(module.layers)
         self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
         return engine
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW, rounded_
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW, numbers, rounded_
 
 ULP = 2.0**-7
 """Distance of 1 to the next bf16 above it."""
@@ -72,13 +72,85 @@ def test_parts_of_a_long_weight_are_updated_as_one(monkeypatch):
     assert torch.equal(moved(64), moved(1 << 24))
 
 
-def test_equal_random_states_round_alike():
-    def run():
-        torch.manual_seed(3)
-        weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-        rounded = optimizer(weight)
+def moved(*, seed=0, steps=1):
+    weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    rounded = RoundedAdamW([{"params": [weight]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, seed=seed)
+    for _ in range(steps):
         weight.grad = torch.full_like(weight, 0.3)
         rounded.step()
-        return weight.detach()
+    return weight.detach()
 
-    assert torch.equal(run(), run())
+
+def test_ranks_that_hold_the_same_weights_round_them_alike():
+    torch.manual_seed(1)
+    one = moved()
+    torch.manual_seed(2)
+    assert torch.equal(one, moved())
+    assert not torch.equal(one, moved(seed=1))
+
+
+def test_every_step_draws_anew():
+    first, second = moved(), moved(steps=2)
+    stayed = (first == 1.0) & (second < 1.0)
+    assert 0 < int(stayed.sum()) < 1000
+
+
+def test_a_factor_scales_the_gradient_and_one_that_is_no_number_moves_nothing():
+    def run(size, factor):
+        weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        rounded = optimizer(weight)
+        weight.grad = torch.full_like(weight, size)
+        rounded.factor = torch.tensor(factor)
+        rounded.step()
+        return weight.detach(), rounded.state[weight]["exp_avg_sq"]
+
+    for one, other in zip(run(0.5, 0.25), run(0.125, 1.0), strict=True):
+        assert torch.equal(one, other)
+    weight, square = run(0.5, float("nan"))
+    assert torch.equal(weight, torch.ones_like(weight))
+    assert not square.any()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    pytest.importorskip("triton")
+    from rlhf_plugin_deepspeed import rounding_triton
+
+    monkeypatch.setattr(rounding_triton, "BLOCK", 256)
+    return rounding_triton
+
+
+def test_the_kernel_rounds_the_same_update_stochastically(kernel):
+    torch.manual_seed(0)
+    sizes = (1000, 77, 512)
+    parts = [[torch.randn(size).bfloat16() for _ in range(4)] for size in sizes]
+    parts = [(w, g, 0.1 * m, v.abs()) for w, g, m, v in parts]
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    factor, values = torch.tensor(0.5), numbers(group, 3)
+    seeds = range(100)
+    sums = [[torch.zeros_like(t, dtype=torch.float64) for t in (w, m, v)] for w, _, m, v in parts]
+    for seed in seeds:
+        pieces = [(w.clone(), g, m.clone(), v.clone()) for w, g, m, v in parts]
+        kernel.update(pieces, factor=factor, seed=seed * 7919, numbers=values)
+        for total, (w, _, m, v) in zip(sums, pieces, strict=True):
+            for one, found in zip(total, (w, m, v), strict=True):
+                one += found.double() / len(seeds)
+    for total, (weight, gradient, mean, square) in zip(sums, parts, strict=True):
+        slope = 0.5 * gradient.double()
+        first = mean.double().lerp(slope, 0.1)
+        second = square.double().lerp(slope.square(), 0.001)
+        divisor = (second / (1 - 0.999**3)).sqrt() + 1e-8
+        moved = weight.double() * (1 - 1e-4) - 1e-3 / (1 - 0.9**3) * first / divisor
+        for found, expected in zip(total, (moved, first, second), strict=True):
+            # The mean of many draws is nearer than the nearest value of bf16.
+            nearest = expected.float().bfloat16().double()
+            error = (found - expected).abs().mean()
+            assert float(error) < 0.7 * float((nearest - expected).abs().mean())
+
+
+def test_the_kernel_moves_nothing_by_a_factor_that_is_no_number(kernel):
+    piece = tuple(torch.randn(300).bfloat16() for _ in range(4))
+    kept = [tensor.clone() for tensor in piece]
+    values = (0.1, 0.001, 1e-8, 1.0, 1e-3, 1.0)
+    kernel.update([piece], factor=torch.tensor(float("nan")), seed=1, numbers=values)
+    assert all(torch.equal(one, other) for one, other in zip(piece, kept, strict=True))

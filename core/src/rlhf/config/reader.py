@@ -237,6 +237,7 @@ def _contradictions(config: Config) -> list[str]:
         ("model.quantize: does not fit model.init random", quantized and random),
         ("model.revision: has no effect on a folder", model.revision and Path(model.path).is_dir()),
         (f"train.stop_at: {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
+        (f"train.trace: {train.trace} {past}", steps and (train.trace or 0) >= steps),
         (f"optim.warmup: {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup: give a share below 1 or whole steps", max(optim.warmup, 1) % 1),
         ("optim.states: bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),

@@ -39,9 +39,15 @@ class ModelConfig:
     """Parameters that are not trained: shell patterns, such as `*.embed_tokens.*`."""
     adapter: str | None = None
     """Folder of a LoRA adapter to go on training."""
-    recompute: Literal["auto", "none", "full"] = "auto"
-    """full: each layer runs again in backward (gradient checkpointing): less memory, more time, the
-    same curve. auto: full where a step would not fit the accelerator's memory without."""
+    kernels: Literal["auto", "liger", "none"] = "auto"
+    """Fused norms, rotary embedding and gates (Liger, arXiv 2410.10989) instead of the model's own
+    layers. auto: on CUDA, for the families that docs/models.md names, where liger-kernel is
+    installed."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """What is computed again in backward instead of kept, for the same curve. full: every layer
+    (gradient checkpointing), a third more time. selective: the products of gated layers, a quarter
+    of the activations for 2 % more time. auto: the first of none, selective and full with which a
+    step fits the accelerator's memory."""
 
 
 @frozen(kw_only=True)
@@ -149,6 +155,9 @@ class TrainConfig:
     """Evaluate before the first step too."""
     patience: int | None = field(default=None, validator=optional(positive))
     """End the run after so many evaluations in a row without a better `checkpoint.best`."""
+    trace: int | None = field(default=None, validator=optional(positive))
+    """Record the three steps after this one with torch's profiler, into traces/ of the run folder.
+    """
 
 
 @frozen(kw_only=True)

@@ -12,8 +12,11 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
+from rlhf.kernels import fused_on
+from rlhf.model.fused import check_forgettable, check_fusible, fuse, products_of
+from rlhf.model.gates import forget_products
 from rlhf.model.head import read_head
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import PackedModel, decoder
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 from rlhf.model.trainable import four_bits, prepare_trainable
 from rlhf.model.weights import (
@@ -83,6 +86,11 @@ def empty_model(config: Config, task: Task = "causal") -> PackedModel:
     architecture = read_architecture(config, task)
     with torch.device("meta"):
         causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
+    check_forgettable(architecture, config.model.recompute)
+    # A machine without an accelerator rehearses the model's own layers.
+    asked = config.model.kernels if fused_on("meta") else "none"
+    fuse(decoder(causal), asked, torch.device("meta"))
+    forget(causal, config)
     return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
 
 
@@ -126,12 +134,23 @@ def load_model(
     rank 0 alone reads the weights. Collective at stage 3.
     """
     architecture = read_architecture(config, task)
+    check_fusible(architecture, config.model.kernels, mesh.device)
+    check_forgettable(architecture, config.model.recompute)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
         causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
     else:
         causal = load_whole(architecture, config, task, dtype, device=mesh.device)
-    return PackedModel(prepare_trainable(causal, config, task))
+    layers = fuse(decoder(causal), config.model.kernels, mesh.device)
+    forget(causal, config)
+    return PackedModel(prepare_trainable(causal, config, task), layers=layers)
+
+
+def forget(causal: Any, config: Config) -> None:
+    """`model.recompute: selective`: keep the factors of gated layers, not their product."""
+    if config.model.recompute == "selective":
+        part = decoder(causal)
+        forget_products(part, products_of(part))
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Who sees whom in a packed row: a tree per example, narrowed by a layer's window or chunk."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ class Tree:
     """The trees of one packed row of T tokens, as tensors on its device.
 
     `owner` [T] is the example of a token; a token that only rounds T up is an example of its own,
-    so that it sees itself alone. `branch` and `position` [T] are those of the batch. `lengths` are
-    the tokens of each example on the host and, last, of the rest of the row.
+    so that it sees itself alone. `branch` and `position` [T] are those of the batch. `segment` [T]
+    numbers prompts and answers along the row, `prompt_of` [T] is the example whose prompt a token
+    belongs to, -1 on an answer. `lengths` are the tokens of each example on the host and, last, of
+    the rest of the row.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -30,6 +33,10 @@ class Tree:
         self.owner = torch.where(batch.example < 0, len(batch.spans) + row, batch.example).int()
         self.branch = batch.branch.int()
         self.position = batch.positions.int()
+        # Rows hold the examples one after another, each prompt before its answers.
+        changed = (self.owner.diff() != 0) | (self.branch.diff() != 0)
+        self.segment = torch.nn.functional.pad(changed.cumsum(0, dtype=torch.int32), (1, 0))
+        self.prompt_of = torch.where(self.branch == 0, self.owner, -1)
         sizes = [prompt + sum(answers) for prompt, answers in batch.spans]
         self.lengths = (*sizes, num_tokens - sum(sizes))
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
@@ -84,23 +91,31 @@ class TreeMask:
         self.tree = tree
         self.windowed = lowest is not None
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
-        self.visible = visible_function(tree.owner, tree.branch, tree.position, self.lowest)
+        self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type
         # Without values (a rehearsal) nothing looks at a mask.
         self.dense = () if kind in ("cuda", "meta") else dense_masks(self)
-        self.blocks = block_mask(self) if kind == "cuda" else None
+
+    @cached_property
+    def blocks(self) -> BlockMask:
+        """Flex attention's form of it."""
+        return block_mask(self)
 
 
-def visible_function(owner: Tensor, branch: Tensor, position: Tensor, lowest: Tensor) -> Positions:
-    """The mask as flex attention's `mask_mod`. One code object for every kind of layer: the window
-    is in a tensor, so that a compiled kernel is not compiled again for each."""
+def visible_function(tree: Tree, lowest: Tensor | None) -> Positions:
+    """The mask as flex attention's `mask_mod`. It reads what it needs of a token from tensors, so
+    that a compiled kernel serves all batches, and windows and chunks of any size."""
+    owner, segment, prompt_of, position = tree.owner, tree.segment, tree.prompt_of, tree.position
+    least = position if lowest is None else lowest
 
     def visible(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-        same_path = (branch[key] == 0) | (branch[key] == branch[query])
-        reached = position[key] >= lowest[query]
-        return (key <= query) & (owner[key] == owner[query]) & same_path & reached
+        same_path = (segment[key] == segment[query]) | (prompt_of[key] == owner[query])
+        return (key <= query) & same_path
 
-    return visible
+    def visible_in_window(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return visible(batch, head, query, key) & (position[key] >= least[query])
+
+    return visible if lowest is None else visible_in_window
 
 
 def lowest_visible(tree: Tree, function: Positions) -> Tensor:
@@ -170,15 +185,12 @@ def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def block_kinds(mask: TreeMask) -> tuple[Tensor, Tensor]:
     """Which block pairs [Q, K] are partial and which are full."""
     tree = mask.tree
-    # Rows hold the examples one after another, each prompt before its answers, so both are sorted.
-    changed = (tree.owner.diff() != 0) | (tree.branch.diff() != 0)
-    segment = torch.nn.functional.pad(changed.int().cumsum(0), (1, 0))
-    prompt_owner = torch.where(tree.branch == 0, tree.owner, -1)
+    # Both are sorted along the row.
     first_owner, last_owner = bounds(tree.owner)
-    first_segment, last_segment = bounds(segment)
+    first_segment, last_segment = bounds(tree.segment)
     first_position, last_position = bounds(tree.position)
     first_lowest, last_lowest = bounds(mask.lowest)
-    _, last_prompt = bounds(prompt_owner)
+    _, last_prompt = bounds(tree.prompt_of)
     whole_prompt, _ = bounds((tree.branch == 0).int())
     block = torch.arange(len(first_owner), device=tree.owner.device)
     earlier = block[None, :] <= block[:, None]

@@ -34,10 +34,12 @@ class PackedModel(nn.Module):
     none.
     """
 
-    def __init__(self, model: nn.Module, *, path: PathName = "tree") -> None:
+    def __init__(self, model: nn.Module, *, path: PathName = "tree", layers: str = "") -> None:
         super().__init__()
         attention.register()
         self.model = model
+        self.layers = layers
+        """What was done to the model's layers, in words."""
         self.own_attention = own_attention(self.causal)
         self.path = path
 

@@ -73,7 +73,7 @@ class DeepSpeedBackend:
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
     ) -> Optimizer:
         offloaded = "offload_optimizer" in plan.settings["zero_optimization"]
-        return optimizers.build(groups, config.optim, offloaded=offloaded)
+        return optimizers.build(groups, config.optim, offloaded=offloaded, seed=config.train.seed)
 
     @hookimpl
     def prepare(

@@ -74,11 +74,8 @@ CAPABILITIES = (
     Capability(
         feature="master weights and moments in bf16",
         setting="optim.states",
-        stages=(1, 2, 3),
         precisions=("bf16",),
         excludes=("deepspeed.offload_optimizer",),
-        optional_stage=True,
-        alternative="set deepspeed.stage to 1, or leave optim.states at fp32",
     ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),

@@ -3,13 +3,15 @@ does harm."""
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,8 +20,11 @@ from rlhf.engine import Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.leaves import mark_experts
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CLIP_EPS = 1e-6
+"""Added to the norm that a gradient is divided by, as DeepSpeed does at the other stages."""
 LOOKS = "0.19.8"
 """The first DeepSpeed that looks at the gradient's norm before a sharded step in every precision.
 """
@@ -70,19 +75,26 @@ class TrainingEngine(InferenceEngine):
         runner: Any,
         schedule: LRScheduler | None,
         masters: list[list[str]],
+        clip: float,
         role: str,
         plan: Plan,
         mesh: Mesh,
     ) -> None:
         super().__init__(module, runner=runner, role=role, plan=plan, mesh=mesh)
         self.deepspeed = runner
+        self.clip = clip
+        """Largest norm of the gradient, or 0; where `plain`, clipping is ours."""
+        self.plain = runner.optimizer is runner.basic_optimizer
+        """Whether torch's optimizer itself takes the step (stage 0 without masters): nothing in
+        DeepSpeed then looks at the gradient."""
         self.stage = runner.zero_optimization_stage()
         self.schedule = schedule
         self.masters = masters
         """Names of the trained parameters in the optimizer's groups, in its order."""
-        self._blind = older(installed_version(), LOOKS) and self.precision != "fp16"
-        if self._blind and self.stage in (1, 2):
-            runner.optimizer.check_grad_overflow = True
+        early = older(installed_version(), LOOKS)
+        self._blind = early and self.precision != "fp16"
+        if self.stage in (1, 2):
+            _look_once(runner.optimizer, blind=early)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -100,12 +112,15 @@ class TrainingEngine(InferenceEngine):
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
         scale = self._loss_scale()
-        norm = self._whole_norm() / scale if self.stage == 0 else None
-        if self.precision == "fp32" and norm is not None and not math.isfinite(norm):
-            # Stage 0 in fp32 is torch's optimizer itself: nothing in DeepSpeed looks at the
-            # gradient.
-            self.deepspeed.zero_grad()
-            return StepOutcome(moved=False, grad_norm=norm)
+        if isinstance(self.deepspeed.optimizer, RoundedAdamW):
+            return self._rounded_step()
+        norm = float(self._whole_norm()) / scale if self.stage == 0 else None
+        if self.plain and norm is not None:
+            if not math.isfinite(norm):
+                self.deepspeed.zero_grad()
+                return StepOutcome(moved=False, grad_norm=norm)
+            if self.clip and norm > self.clip:
+                torch._foreach_mul_(self._gradients(), self.clip / (norm + CLIP_EPS))
         if self._blind and self.stage == 3:
             # Whatever this finds makes DeepSpeed leave the step out.
             self.deepspeed.optimizer.check_overflow()
@@ -127,15 +142,25 @@ class TrainingEngine(InferenceEngine):
             norm *= self._loss_scale() / scale
         return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=by_scaler)
 
-    def _whole_norm(self) -> float:
-        """The norm at stage 0, where every rank holds the whole gradient: DeepSpeed tells none in
-        fp32 and, with torch's optimizer, a scaled one in fp16."""
-        norms = [
-            torch.linalg.vector_norm(item.grad, dtype=torch.float32)
-            for item in self.module.parameters()
-            if item.grad is not None
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+    def _rounded_step(self) -> StepOutcome:
+        """Norm, clipping and update without waiting for the device in between."""
+        norm = self._whole_norm()
+        factor = ((self.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
+        self.deepspeed.optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
+        self.deepspeed.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        value = float(norm)
+        return StepOutcome(moved=math.isfinite(value), grad_norm=value)
+
+    def _whole_norm(self) -> Tensor:
+        """The norm at stage 0, where every rank holds the whole gradient: DeepSpeed tells none
+        without masters and, with torch's optimizer, a scaled one in fp16."""
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _gradients(self) -> list[Tensor]:
+        return [item.grad for item in self.module.parameters() if item.grad is not None]
 
     def _loss_scale(self) -> float:
         return (
@@ -158,8 +183,16 @@ def prepare_training(
     with rate_zero(optimizer):
         # DeepSpeed writes into the dictionary it is given; the plan stays as it was recorded.
         settings = copy.deepcopy(plan.settings)
+        clip = settings["gradient_clipping"]
+        plain = not any(settings[name]["enabled"] for name in ("bf16", "fp16"))
+        if plan.stage == 0 and plain:
+            # Its own takes a loop over all gradients, twice.
+            settings["gradient_clipping"] = 0.0
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    if plan.stage == 0 and plan.precision != "fp32":
+    if plan.stage == 0 and plain:
+        # On one rank it would copy the gradients into buckets and back to add up nothing.
+        runner.enable_backward_allreduce = mesh.world > 1
+    elif plan.stage == 0:
         forget_first_step(optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None:
@@ -170,6 +203,7 @@ def prepare_training(
         runner=runner,
         schedule=schedule,
         masters=masters,
+        clip=clip,
         role=role,
         plan=plan,
         mesh=mesh,
@@ -191,6 +225,32 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         settings["bf16"].pop("bf16_optimizer_states", None)
         runner, *_ = deepspeed.initialize(model=model, config=settings)
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
+
+
+def _look_once(optimizer: Any, *, blind: bool) -> None:
+    """Have stages 1 and 2 look at the gradient in every precision, and only once.
+
+    From 0.19.8 on they find what is not finite by its norm. They also look at each parameter's
+    gradient by itself, ten launches and three passes for each; a `blind` DeepSpeed, before 0.19.8,
+    needs that.
+    """
+    optimizer.check_grad_overflow = True
+    if not blind and not optimizer.cpu_offload:
+        optimizer.check_overflow = lambda partition_gradients=True: None
+        optimizer.get_grad_norm_direct = partial(_norm_of, optimizer.dp_process_group)
+
+
+def _norm_of(group: Any, gradients: Iterable[Tensor], params: Any, norm_type: float = 2) -> Tensor:
+    """The norm of a group's gradients over all ranks, each rank giving its shards; -1 where it is
+    not finite. DeepSpeed's own takes a copy in float64 and three launches for each."""
+    assert norm_type == 2
+    kept = [item for item in gradients if not getattr(item, "_zero_padding", False)]
+    total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())
+    if kept:
+        norms = torch._foreach_norm(kept, 2, dtype=torch.float32)
+        total += torch.stack(list(norms)).square().sum()
+    distributed.all_reduce(total, group=group)
+    return torch.where(total.isfinite(), total.sqrt(), -1.0)
 
 
 def _unify(model: nn.Module, plan: Plan) -> None:

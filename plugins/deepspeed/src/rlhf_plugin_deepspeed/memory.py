@@ -8,6 +8,7 @@ from attrs import frozen
 
 from rlhf.config.sections import Config
 from rlhf.engine import ModelShape, Plan
+from rlhf.kernels import fused_on
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_000_000_000
@@ -30,7 +31,9 @@ def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) ->
     only a sharded optimizer has masters apart."""
     if precision == "fp32":
         return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    return Bytes(weight=2, gradient=2, optimizer=6 if rounded else 12)
+    # Stage 0 rounds the weights themselves; shards are copies.
+    in_bf16 = 4 if stage == 0 else 6
+    return Bytes(weight=2, gradient=2, optimizer=in_bf16 if rounded else 12)
 
 
 def states(
@@ -84,7 +87,7 @@ def estimate(
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
-    if rounded:
+    if rounded and not fused_on("meta"):
         # Its update works in float32, on a part of the weights at a time.
         parts["updating"] += 28 * min(share, CHUNK)
     return parts

@@ -37,9 +37,9 @@ def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
 
 
 def build(
-    groups: Sequence[Mapping[str, Any]], config: OptimConfig, *, offloaded: bool
+    groups: Sequence[Mapping[str, Any]], config: OptimConfig, *, offloaded: bool, seed: int
 ) -> Optimizer:
-    """The optimizer over the trainable parameters of `groups`."""
+    """The optimizer over the trainable parameters of `groups`; `seed` is for one that draws."""
     trainable = [
         {**group, "params": [item for item in group["params"] if item.requires_grad]}
         for group in groups
@@ -49,7 +49,7 @@ def build(
     name, _ = choose(offloaded=offloaded, rounded=config.states == "bf16")
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if name == ROUNDED:
-        return RoundedAdamW(filled, **settings)
+        return RoundedAdamW(filled, seed=seed, **settings)
     if name == "DeepSpeedCPUAdam":
         return DeepSpeedCPUAdam(filled, adamw_mode=True, **settings)
     if name == "FusedAdam":

@@ -53,7 +53,7 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         "zero_optimization": _zero(
             stage, section, resolved, shape, pinned=mesh.device.type != "cpu"
         ),
-        **_precision(precision, rounded=config.optim.states == "bf16"),
+        **_precision(precision, stage=stage, rounded=config.optim.states == "bf16"),
     }
     return Plan(
         stage=stage,
@@ -76,9 +76,9 @@ def _lighter(
         if higher > stage
     ]
     above, here = max(stage, 1), not resolved.offload_optimizer
-    if config.model.dtype == "bf16" and here and (stage or resolved.stage == "auto"):
+    if config.model.dtype == "bf16" and here:
         rounded = evolve(config, optim=evolve(config.optim, states="bf16"))
-        found.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, above)))
+        found.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, stage)))
     if here and not config.model.quantize and config.optim.states == "fp32":
         offloaded = evolve(resolved, offload_optimizer=True)
         name = f"deepspeed.preset zero{above}_offload"
@@ -152,9 +152,12 @@ def _zero(
     return zero
 
 
-def _precision(precision: str, *, rounded: bool) -> dict[str, Any]:
-    bf16: dict[str, Any] = {"enabled": precision == "bf16", "check_grad_overflow": True}
-    if rounded:
+def _precision(precision: str, *, stage: int, rounded: bool) -> dict[str, Any]:
+    # Without shards and masters there is nothing for DeepSpeed to do between gradients and the
+    # optimizer but to add them up, as in fp32.
+    own = precision == "bf16" and not (rounded and stage == 0)
+    bf16: dict[str, Any] = {"enabled": own, "check_grad_overflow": True}
+    if rounded and own:
         bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {
         "bf16": bf16,

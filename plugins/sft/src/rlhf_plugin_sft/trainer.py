@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
-from rlhf.readouts import token_logprobs
+from rlhf.readouts import summed_logprobs
 from rlhf.trainer import Loss, Term, Trainer
 
 
@@ -26,9 +26,9 @@ class SFTTrainer(Trainer):
         self.policy = run.load("policy")
 
     def loss(self, batch: PackedBatch) -> Loss:
-        read = self.policy(batch, token_logprobs)
+        read = self.policy(batch, summed_logprobs)
         return Loss(
-            terms=(Term(-read["logprobs"].sum(), per="tokens"),),
+            terms=(Term(-read["sum"], per="tokens"),),
             metrics={
                 "entropy": (read["entropy"].sum(), "tokens"),
                 "mean_token_accuracy": (read["correct"].sum(), "tokens"),

@@ -1,0 +1,184 @@
+"""Fused layers: RMS norms, rotary embedding and gated activations through the Triton kernels of
+Liger (arXiv 2410.10989), an optional dependency.
+
+Liger knows how each family normalises and gates. Its patches of a family's Python module are taken
+back, so that they reach one model: others in the process, and those without values, stay as they
+are.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.errors import RLHFError
+from rlhf.kernels import fused_on
+from rlhf.model.gates import Product, factors, gates_of
+
+FAMILIES = (
+    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
+    "qwen3", "smollm3",
+)  # fmt: skip
+"""`model_type`s whose fused layers are compared with their own (`core/tests/test_fused_cuda.py`).
+"""
+WANTED = {
+    "rope": True, "rms_norm": True, "swiglu": True, "geglu": True,
+    # The head's log-probabilities are ours.
+    "cross_entropy": False, "fused_linear_cross_entropy": False,
+}  # fmt: skip
+ROTARY = "apply_rotary_pos_emb"
+INSTALL = "pip install 'rlhf-core[kernels]'"
+
+
+def check_fusible(config: Any, asked: str, device: torch.device) -> None:
+    """Raises RLHFError where `model.kernels` asks for what a model of transformers' `config` cannot
+    have on `device`."""
+    problem = not_fusible(config.get_text_config(), asked, device)
+    if asked == "liger" and problem:
+        raise RLHFError(f"model.kernels liger {problem}; or set model.kernels to auto")
+
+
+def check_forgettable(config: Any, asked: str) -> None:
+    """Raises RLHFError where `model.recompute` is selective and the gated layers of transformers'
+    `config` are not known."""
+    family = config.get_text_config().model_type
+    if asked == "selective" and family not in FAMILIES:
+        raise RLHFError(
+            f"model.recompute selective does not know the family {family}, only "
+            f"{', '.join(FAMILIES)}: set model.recompute to full"
+        )
+
+
+def fuse(decoder: Any, asked: str, device: torch.device) -> str:
+    """Fuse the layers of a transformers decoder in place as `model.kernels` asks for; what came of
+    it, in words, or nothing where there is nothing to tell."""
+    problem = not_fusible(decoder.config, asked, device)
+    if problem:
+        return f"layers     not fused: {problem}" if INSTALL in problem else ""
+    _patch(decoder)
+    if device.type == "meta":
+        _without_values(decoder)
+    return f"layers     norms, rotary embedding and gates fused by Liger {version('liger-kernel')}"
+
+
+def not_fusible(config: Any, asked: str, device: torch.device) -> str:
+    """Why a model of transformers' `config` runs its own layers on `device`, or nothing."""
+    if asked == "none":
+        return "was not asked for"
+    if not fused_on(device.type):
+        return f"needs a CUDA device with Triton, and this run is on {device.type}: take it out"
+    if config.model_type not in FAMILIES:
+        return f"does not know the family {config.model_type}: it has {', '.join(FAMILIES)}"
+    try:
+        version("liger-kernel")
+    except PackageNotFoundError:
+        return f"needs liger-kernel: {INSTALL}"
+    return ""
+
+
+def _patch(decoder: Any) -> None:
+    """Liger's own patch of one model, with the family's module left as it was but for the rotary
+    embedding, which is a function there."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[decoder.config.model_type]
+    known = inspect.signature(apply).parameters
+    family = vars(sys.modules[type(decoder).__module__])
+    before = dict(family)
+    apply(**{name: on for name, on in WANTED.items() if name in known}, model=decoder)
+    rotary = family.get(ROTARY)
+    family.update(before)
+    if rotary is not before.get(ROTARY) and rotary is not None:
+        family[ROTARY] = _on_accelerators(rotary, before[ROTARY])
+
+
+def _on_accelerators(fused: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """`fused` for tensors that its kernel can read, `own` for all others."""
+    own = getattr(own, "__wrapped__", own) if getattr(own, "of_rlhf", False) else own
+
+    @wraps(own)
+    def apply(query: Tensor, *rest: Any, **options: Any) -> Any:
+        chosen = fused if query.device.type == "cuda" else own
+        return chosen(query, *rest, **options)
+
+    apply.of_rlhf = True  # type: ignore[attr-defined]
+    return apply
+
+
+def products_of(decoder: nn.Module) -> dict[int, Product]:
+    """The fused products of the decoder's gated layers, by the layers' ids."""
+    forwards = {
+        id(layer): vars(layer)["forward"].__func__
+        for layer in gates_of(decoder)
+        if "forward" in vars(layer)
+    }
+    if not forwards:
+        return {}
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.geglu import LigerGEGLUMLP
+    from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
+
+    products: dict[Any, Product] = {
+        LigerGEGLUMLP.forward: LigerGELUMulFunction.apply,
+        LigerSwiGLUMLP.forward: LigerSiLUMulFunction.apply,
+        LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
+        _unseen_gate: UnseenGate.apply,
+    }
+    return {layer: products[forward] for layer, forward in forwards.items()}
+
+
+def _without_values(decoder: nn.Module) -> None:
+    """Stand-ins for the kernels on the meta device, which keep and give what these do."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    gates = {id(layer) for layer in gates_of(decoder)}
+    for module in decoder.modules():
+        forward = vars(module).get("forward")
+        if id(module) in gates and forward is not None:
+            module.__dict__["forward"] = _unseen_gate.__get__(module)
+        elif forward is not None and forward.__func__ is LigerRMSNorm.forward:
+            module.__dict__["forward"] = _unseen_norm.__get__(module)
+        elif forward is not None:
+            del module.__dict__["forward"]
+
+
+def _unseen_norm(norm: Any, hidden: Tensor) -> Tensor:
+    return UnseenNorm.apply(hidden, norm.weight)
+
+
+def _unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
+    return layer.down_proj(UnseenGate.apply(*factors(layer, hidden)))
+
+
+class UnseenNorm(torch.autograd.Function):
+    """An RMS norm without values: it keeps its input and one float per row."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        scale = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, scale)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+class UnseenGate(torch.autograd.Function):
+    """A gated activation without values: it keeps both inputs, and writes their gradients there."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return gate, up

@@ -1,0 +1,102 @@
+"""Fused kernels on a CUDA device against torch's operators: layers, log-probabilities,
+divergences."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_model_families import FAMILIES, SIZES, gradients, tree_batch
+
+from rlhf.divergence import WholeTeacher, compare, forward_kl, fused_compare
+from rlhf.model import logits as chunks
+from rlhf.model.fused import FAMILIES as FUSED
+from rlhf.model.fused import fuse
+from rlhf.model.head import Head
+from rlhf.model.packed import PackedModel, decoder
+from rlhf.readouts import token_logprobs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = torch.device("cuda")
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma": ("GemmaConfig", SIZES | {"head_dim": 16}),
+    "OLMo 2": ("Olmo2Config", SIZES),
+    "SmolLM 3": ("SmolLM3Config", SIZES),
+}
+KNOWN = {
+    getattr(transformers, config).model_type: (config, options)
+    for config, options in (FAMILIES | MORE).values()
+}
+
+
+def run(model_type: str, *, fused: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    config_class, options = KNOWN[model_type]
+    sizes = {"hidden_size": 64} | ({"head_dim": 16} if "head_dim" in options else {})
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**(options | sizes))
+    causal = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in causal.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    causal = causal.to(CUDA)
+    said = fuse(decoder(causal), "auto" if fused else "none", CUDA)
+    assert bool(said) == fused, said
+    found = PackedModel(causal)(tree_batch().to(CUDA), token_logprobs)["logprobs"]
+    (found * torch.linspace(-1, 2, len(found), device=CUDA)).sum().backward()
+    return found.detach(), gradients(causal)
+
+
+@pytest.mark.parametrize("model_type", FUSED)
+def test_fused_layers_are_the_model_s_own(model_type: str) -> None:
+    pytest.importorskip("liger_kernel")
+    logprobs, expected = run(model_type, fused=False)
+    found, actual = run(model_type, fused=True)
+    torch.testing.assert_close(found, logprobs, rtol=1e-3, atol=1e-3)
+    for parameter, gradient in expected.items():
+        scale = float(gradient.abs().max()) + 1e-3
+        torch.testing.assert_close(
+            actual[parameter] / scale, gradient / scale, rtol=0, atol=2e-3, msg=parameter
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, 4.0)])
+def test_logits_are_read_as_on_the_host(
+    dtype: torch.dtype, scale: float, softcap: float | None
+) -> None:
+    torch.manual_seed(0)
+    logits = (6 * torch.randn(33, 9001)).to(dtype)
+    targets, gradient = torch.randint(0, 9001, (33,)), torch.randn(33)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    expected = chunks.read(logits.clone(), targets, **options)
+    found = chunks.read(logits.to(CUDA), targets.to(CUDA), **options)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+    normaliser = expected.normaliser
+    wanted = chunks.pull(logits.clone(), targets, normaliser, gradient, **options)
+    moved = [item.to(CUDA) for item in (logits, targets, normaliser, gradient)]
+    pulled = chunks.pull(*moved, **options)
+    loose = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(pulled.cpu(), wanted, rtol=loose, atol=loose)
+
+
+def test_a_fused_divergence_is_the_divergence() -> None:
+    torch.manual_seed(0)
+    for num in (64, 37, 64, 50):
+        raw = (3 * torch.randn(num, 501)).to(CUDA, torch.bfloat16)
+        head = Head(weight=torch.randn(501, 8, device=CUDA, dtype=torch.bfloat16))
+        hidden = torch.randn(num, 8, device=CUDA, dtype=torch.bfloat16)
+        teacher = WholeTeacher(hidden, head)
+        options: dict[str, Any] = {
+            "against": teacher.against, "measure": measure, "temperature": 2.0, "nll": 0.1,
+            "scale": 1.0, "softcap": None, "wanted": True,
+        }  # fmt: skip
+        tensors = (torch.randint(0, 501, (num,), device=CUDA), *teacher.chunk(slice(0, num)))
+        expected = compare(raw.clone(), *tensors, **options)
+        found = fused_compare(raw.clone(), *tensors, **options)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-4)
+
+
+def measure(student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward_kl(student, teacher), -teacher.exp()

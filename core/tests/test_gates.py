@@ -1,0 +1,93 @@
+"""Gated layers that compute their product again: the same gradients, and less that is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_model_families import FAMILIES, SIZES
+
+from rlhf.errors import RLHFError
+from rlhf.memory import LiveBytes
+from rlhf.model.fused import check_forgettable, check_fusible
+from rlhf.model.gates import forget_products, gates_of
+from rlhf.model.packed import decoder
+
+KINDS = ("LlamaConfig", "Gemma3TextConfig", "Phi3Config")
+
+
+def model(kind: str) -> Any:
+    options = next((o for k, o in FAMILIES.values() if k == kind), SIZES)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**options), attn_implementation="eager"
+    )
+
+
+def run(causal: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients, and what was alive when backward began."""
+    causal.zero_grad()
+    tokens = torch.arange(40).view(1, 40) % 90
+    with LiveBytes(known=list(causal.parameters())) as counter:
+        hidden = decoder(causal)(input_ids=tokens, use_cache=False)[0]
+        loss = (hidden * torch.linspace(-1, 1, hidden.shape[-1])).sum()
+        live = counter.live
+    loss.backward()
+    named = causal.named_parameters()
+    return {name: item.grad for name, item in named if item.grad is not None}, live
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same_and_less_is_kept(kind: str) -> None:
+    causal = model(kind)
+    expected, whole = run(causal)
+    expected = {name: value.clone() for name, value in expected.items()}
+    layers = gates_of(decoder(causal))
+    assert len(layers) == 2
+    forget_products(decoder(causal), {})
+    found, less = run(causal)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        near = 1e-5 * float(value.abs().max())
+        torch.testing.assert_close(found[name], value, rtol=0, atol=near, msg=name)
+    width = causal.config.intermediate_size
+    # Of each layer the product and the activation of its gate, in float32.
+    assert whole - less >= 2 * 2 * 40 * width * 4
+
+
+def test_nothing_is_kept_or_hooked_without_a_gradient() -> None:
+    causal = model("LlamaConfig")
+    with torch.no_grad():
+        expected = causal(torch.arange(8)[None]).logits
+        forget_products(decoder(causal), {})
+        assert torch.equal(causal(torch.arange(8)[None]).logits, expected)
+
+
+def test_a_frozen_layer_under_an_adapter_has_its_gradient() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def gradient(*, forget: bool) -> torch.Tensor:
+        causal = model("LlamaConfig")
+        if forget:
+            forget_products(decoder(causal), {})
+        torch.manual_seed(1)
+        settings = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+        adapted = get_peft_model(causal, settings)
+        adapted(torch.arange(8)[None]).logits.square().sum().backward()
+        return next(p.grad for n, p in adapted.named_parameters() if "lora_A" in n)
+
+    torch.testing.assert_close(gradient(forget=True), gradient(forget=False))
+
+
+def test_what_is_not_known_is_refused_with_the_alternative() -> None:
+    config = transformers.GPT2Config()
+    with pytest.raises(RLHFError, match=r"^model\.recompute selective does not know the family "):
+        check_forgettable(config, "selective")
+    check_forgettable(config, "full")
+    with pytest.raises(RLHFError) as told:
+        check_fusible(transformers.LlamaConfig(), "liger", torch.device("cpu"))
+    assert str(told.value) == (
+        "model.kernels liger needs a CUDA device with Triton, and this run is on cpu: take it out; "
+        "or set model.kernels to auto"
+    )
+    check_fusible(transformers.LlamaConfig(), "auto", torch.device("cpu"))

@@ -1,0 +1,87 @@
+"""Logits read and pulled back: torch's operators against autograd, and the Triton kernels, run by
+Triton's interpreter on the host, against them."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.model import logits as chunks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_fused_cuda.py has these")
+CASES = [(1.0, None), (0.5, None), (1.0, 4.0), (0.5, 4.0)]
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return (6 * torch.randn(7, 333)).to(dtype), torch.randint(0, 333, (7,)), torch.randn(7)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), CASES)
+def test_what_is_read_and_pulled_is_what_autograd_finds(
+    scale: float, softcap: float | None
+) -> None:
+    logits, targets, gradient = drawn(torch.float64)
+    leaf = logits.clone().requires_grad_()
+    values = leaf * scale if softcap is None else softcap * torch.tanh(leaf * scale / softcap)
+    logprobs = values.log_softmax(-1)
+    picked = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    (expected,) = torch.autograd.grad((picked * gradient).sum(), leaf)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    read = chunks.read(logits.float(), targets, **options)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    correct = (values.argmax(-1) == targets).float()
+    for found, wanted in zip(read[1:], (picked, entropy, correct), strict=True):
+        torch.testing.assert_close(found, wanted.detach().float(), rtol=1e-5, atol=1e-5)
+    pulled = chunks.pull(logits.float(), targets, read.normaliser, gradient, **options)
+    torch.testing.assert_close(pulled, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("triton")
+    from rlhf.model import logits_triton
+
+    monkeypatch.setattr(logits_triton, "BLOCK", 64)
+    return logits_triton
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scale", "softcap"), CASES)
+def test_the_kernels_give_the_same(
+    dtype: torch.dtype, scale: float, softcap: float | None, kernels: ModuleType
+) -> None:
+    logits, targets, gradient = drawn(dtype)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    expected = chunks.read(logits.clone(), targets, **options)
+    found = kernels.read_rows(logits.clone(), targets, scale, softcap)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
+    wanted = chunks.pull(logits.clone(), targets, expected.normaliser, gradient, **options)
+    pulled = kernels.pull_rows_(logits, targets, expected.normaliser, gradient, scale, softcap)
+    loose = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(pulled, wanted, rtol=loose, atol=loose)
+
+
+def test_a_gradient_that_is_one_number_everywhere_is_read_row_by_row(kernels: ModuleType) -> None:
+    logits, targets, _ = drawn()
+    normaliser = logits.logsumexp(-1)
+    every = torch.tensor(0.5).expand(7)
+    found = kernels.pull_rows_(logits.clone(), targets, normaliser, every, 1.0, None)
+    wanted = chunks.pull(logits, targets, normaliser, every, scale=1.0, softcap=None)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_is_not_a_number_is_not_hidden(kernels: ModuleType) -> None:
+    logits, targets, _ = drawn()
+    logits[0, 5], logits[1, 7] = torch.nan, torch.inf
+    found = kernels.read_rows(logits, targets, 1.0, None)[1]
+    assert not torch.isfinite(found[:2]).any()
+    assert torch.isfinite(found[2:]).all()
+
+
+def test_the_first_of_equally_likely_tokens_is_the_likeliest(kernels: ModuleType) -> None:
+    logits = torch.zeros(2, 200)
+    logits[:, [70, 150]] = 3.0
+    correct = kernels.read_rows(logits, torch.tensor([70, 150]), 1.0, None)[3]
+    assert correct.tolist() == [1.0, 0.0]

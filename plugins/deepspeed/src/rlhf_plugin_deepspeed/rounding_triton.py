@@ -1,0 +1,113 @@
+"""The Triton kernel of `RoundedAdamW`: all tensors of a group in one launch and one pass, 14 bytes
+read and written per parameter."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 1 << 28
+"""Elements of a piece: places in it are 32-bit counters of the random numbers."""
+BLOCK = 4096
+ALIGNED = 16
+"""Bytes that are read and written at a time where all tensors begin at a multiple of them."""
+
+
+def update(
+    pieces: Sequence[tuple[Tensor, ...]], *, factor: Tensor, seed: int, numbers: Sequence[float]
+) -> None:
+    """One update in place of `(weight, gradient, mean, square)`, each flat, bf16, and of at most
+    PIECE elements; see `rounding.update`."""
+    device = pieces[0][0].device
+    sizes = [part[0].numel() for part in pieces]
+    blocks = [triton.cdiv(size, BLOCK) for size in sizes]
+    places = [[tensor.data_ptr() for tensor in part] for part in pieces]
+    firsts = accumulate(blocks, initial=0)
+    rows = [[*place, *last] for place, *last in zip(places, sizes, firsts, strict=False)]
+    table = _on_device(rows, device)
+    piece_of = torch.repeat_interleave(
+        torch.arange(len(blocks), device=device, dtype=torch.int32),
+        _on_device(blocks, device),
+        output_size=sum(blocks),
+    )
+    aligned = all(place % ALIGNED == 0 for row in places for place in row)
+    _update[(sum(blocks),)](
+        table, piece_of, factor, seed, *numbers, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8
+    )
+
+
+def _on_device(values: Any, device: torch.device) -> Tensor:
+    """Integers on the device, without waiting for it."""
+    host = torch.tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    table, piece_of, factor, seed, rise1, rise2, eps, kept, rate, scale,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    block = tl.program_id(0)
+    piece = tl.load(piece_of + block)
+    row = table + piece * 6
+    weight = _pointer(tl.load(row), ALIGNED)
+    gradient = _pointer(tl.load(row + 1), ALIGNED)
+    mean = _pointer(tl.load(row + 2), ALIGNED)
+    square = _pointer(tl.load(row + 3), ALIGNED)
+    start = (block - tl.load(row + 5).to(tl.int32)) * BLOCK
+    rest = tl.load(row + 4).to(tl.int32) - start
+    multiplier = tl.load(factor)
+    # A whole block needs no mask, so that 16 bytes are read and written at a time.
+    if multiplier == multiplier:
+        if rest >= BLOCK:
+            _move(
+                weight, gradient, mean, square, start, rest, multiplier, seed + piece,
+                rise1, rise2, eps, kept, rate, scale, MASKED=False, BLOCK=BLOCK,
+            )  # fmt: skip
+        else:
+            _move(
+                weight, gradient, mean, square, start, rest, multiplier, seed + piece,
+                rise1, rise2, eps, kept, rate, scale, MASKED=True, BLOCK=BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _move(  # type: ignore[no-untyped-def]
+    weight, gradient, mean, square, start, rest, factor, seed,
+    rise1, rise2, eps, kept, rate, scale,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    offset = tl.arange(0, BLOCK)
+    place = start + offset
+    inside = offset < rest if MASKED else None
+    slope = tl.load(gradient + place, mask=inside).to(tl.float32) * factor
+    first = tl.load(mean + place, mask=inside).to(tl.float32)
+    second = tl.load(square + place, mask=inside).to(tl.float32)
+    value = tl.load(weight + place, mask=inside).to(tl.float32)
+    first += rise1 * (slope - first)
+    second += rise2 * (slope * slope - second)
+    value = value * kept - rate * first / (tl.sqrt(second * scale) + eps)
+    one, two, three, _ = tl.randint4x(seed, place)
+    tl.store(mean + place, _rounded(first, one), mask=inside)
+    tl.store(square + place, _rounded(second, two), mask=inside)
+    tl.store(weight + place, _rounded(value, three), mask=inside)
+
+
+@triton.jit
+def _pointer(address, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]  # noqa: N803
+    place = address.to(tl.pointer_type(tl.bfloat16))
+    if ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return place
+
+
+@triton.jit
+def _rounded(value, noise) -> Any:  # type: ignore[no-untyped-def]
+    """float32 to one of its two neighbours in bf16, the nearer one with the greater probability."""
+    # bf16 is the upper half of float32: a carry from the lower half is the step to its neighbour.
+    bits = value.to(tl.int32, bitcast=True) + (noise.to(tl.int32, bitcast=True) & 0xFFFF)
+    return (bits & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)

@@ -183,10 +183,13 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     result: Row = {"who": "rlhf", "workflow": workflow, "code": code, "rows_a_step": size}
     if not seconds:
         return result | {"error": log.read_text().strip().splitlines()[-1:]}
+    tokens = statistics.median(line["tokens_per_s"] for line in timed)
+    # Steps hold as many rows and not as many tokens: the rate is that of the mean row.
+    row = steps[-1]["num_tokens"] / (size * len(steps))
     result |= {
         "step_ms": 1e3 * statistics.median(seconds),
-        "rows_per_s": size / statistics.median(seconds),
-        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in timed),
+        "rows_per_s": tokens / row,
+        "tokens_per_s": tokens,
         "first_step_s": first,
         "losses": [line["loss"] for line in steps],
     }

@@ -199,3 +199,20 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
     )
     assert f"{inputs.train} line " in told
     assert told.endswith(": no weight was changed; look at these rows, or lower optim.lr")
+
+
+def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
+    start,
+    inputs: tiny.Inputs,
+    tmp_path: Path,  # type: ignore[no-untyped-def]
+) -> None:
+    rounded = ("--model.dtype", "bf16", "--optim.states", "bf16", "--deepspeed.stage", "0")
+    for steps in ("2", "4"):
+        more = ("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", steps, "--overwrite")
+        code, _, errors = finish(start(*rounded, *more))
+        assert code == 2, errors
+        told = errors.splitlines()[-1]
+        assert told.startswith("error: step 2: the loss is"), told
+        assert f"{inputs.train} line " in told
+        assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == [1]
+        assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -9,7 +9,7 @@ from test_model_families import FAMILIES, SIZES
 
 from rlhf.errors import RLHFError
 from rlhf.memory import LiveBytes
-from rlhf.model.fused import check_forgettable, check_fusible
+from rlhf.model.fused import check_forgettable, check_fusible, not_fusible
 from rlhf.model.gates import forget_products, gates_of
 from rlhf.model.packed import decoder
 
@@ -91,3 +91,18 @@ def test_what_is_not_known_is_refused_with_the_alternative() -> None:
         "or set model.kernels to auto"
     )
     check_fusible(transformers.LlamaConfig(), "auto", torch.device("cpu"))
+
+
+def test_layers_that_liger_would_get_wrong_are_not_fused() -> None:
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    other = transformers.LlamaConfig(hidden_act="gelu")
+    assert not_fusible(other, "auto", cuda) == (
+        "has no gates with the activation gelu: take it out"
+    )
+    exact = transformers.Gemma2Config(hidden_activation="gelu")
+    assert "the activation gelu" in not_fusible(exact, "auto", cuda)
+    assert not_fusible(transformers.GPT2Config(), "auto", cuda).startswith(
+        "does not know the family gpt2: it has gemma, "
+    )
+    assert not_fusible(transformers.LlamaConfig(), "none", cuda) == "was not asked for"

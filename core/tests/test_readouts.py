@@ -1,5 +1,7 @@
 """Log-probabilities by chunks against the plain formula, in value and gradient."""
 
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -8,7 +10,7 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
-from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
+from rlhf.readouts import answer_logprobs, hidden_at, summed_logprobs, token_logprobs
 
 HIDDEN, VOCABULARY = 6, 11
 
@@ -128,3 +130,34 @@ def test_hidden_states_are_read_at_the_asked_places() -> None:
     hidden, weight, _ = inputs(torch.float32)
     read = hidden_at(torch.tensor([9, 0]))(hidden, Head(weight=weight), packed())
     torch.testing.assert_close(read["hidden"], hidden[[9, 0]])
+
+
+@pytest.mark.parametrize("options", HEADS)
+def test_a_sum_has_the_gradient_of_its_parts_and_reads_the_same(options: dict[str, float]) -> None:
+    def run(readout: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+        hidden, weight, bias = inputs(torch.float32)
+        found = readout(hidden, Head(weight=weight, bias=bias, **options), packed())
+        total = found["sum"] if "sum" in found else found["logprobs"].sum()
+        gradients = torch.autograd.grad(-0.3 * total, (hidden, weight, bias))
+        return found | {"sum": total}, list(gradients)
+
+    expected, wanted = run(token_logprobs)
+    found, actual = run(summed_logprobs)
+    for name in ("sum", "logprobs", "entropy", "correct"):
+        torch.testing.assert_close(found[name], expected[name].detach())
+    for one, other in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_sum_of_nothing_is_zero_with_zero_gradients() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    total = summed_logprobs(hidden, Head(weight=weight), packed(0))["sum"]
+    assert float(total.detach()) == 0
+    assert not torch.autograd.grad(total, weight)[0].any()
+
+
+def test_a_sum_without_a_gradient_computes_none() -> None:
+    hidden, weight, bias = inputs(torch.float32)
+    with torch.no_grad():
+        found = summed_logprobs(hidden, Head(weight=weight, bias=bias), packed())
+    assert not found["sum"].requires_grad

@@ -68,6 +68,15 @@ def test_the_optimizers_step_can_be_the_peak() -> None:
     assert attrs.evolve(ESTIMATE, activations=GIB, passing=0).peak == 36 * GIB
 
 
+def test_gradients_are_not_there_yet_where_a_step_is_one_micro_batch() -> None:
+    assert attrs.evolve(ESTIMATE, accumulates=False).peak == 69 * GIB
+
+
+def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
+    assert not question(words, GIB).estimate().accumulates
+    assert question([*words, "--batch.tokens", "150"], GIB).estimate().accumulates
+
+
 def test_a_smaller_budget_is_told_from_what_is_left() -> None:
     assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
     assert ESTIMATE.tokens_that_fit(20 * GIB) == 0

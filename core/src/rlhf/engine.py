@@ -1,14 +1,16 @@
 """What core asks of a live engine, and where it runs: the protocols between the loop and a
 backend."""
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.deferred import Deferred
 
 Readout = Callable[..., Mapping[str, Tensor]]
 """`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
@@ -101,6 +103,25 @@ class StepOutcome:
     skipped_by_scaler: bool = False
     """fp16 only: the dynamic loss scaler lowered its scale and skipped; training goes on."""
 
+    def read(self) -> "StepOutcome":
+        """Itself: nothing is on its way any more."""
+        return self
+
+
+@frozen
+class LaterOutcome:
+    """What a step did, on its way from a device that keeps a gradient which is not finite away from
+    every weight by itself. The loop reads it once the next step is under way."""
+
+    norm: Deferred
+    """`StepOutcome.grad_norm` [1]."""
+    skipped_by_scaler: ClassVar[bool] = False
+
+    def read(self) -> StepOutcome:
+        """The outcome; waits for what is not there yet."""
+        (value,) = self.norm.read()
+        return StepOutcome(moved=math.isfinite(value), grad_norm=value)
+
 
 class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
@@ -120,7 +141,7 @@ class Engine(Protocol):
         the backend undoes any averaging of its own. `last` marks the step's last micro-batch.
         Collective."""
 
-    def step(self) -> StepOutcome:
+    def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. Never lets a non-finite gradient
         reach a weight. Collective."""
 

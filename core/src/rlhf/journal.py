@@ -8,7 +8,7 @@ from typing import Any
 from attrs import define, field
 
 from rlhf.data.order import StepPlan
-from rlhf.engine import StepOutcome
+from rlhf.engine import LaterOutcome, StepOutcome
 from rlhf.progress import Progress, evaluation_line
 from rlhf.session import Session
 from rlhf.speed import peak_memory_gib
@@ -21,6 +21,7 @@ class Pending:
 
     step: int
     report: Report
+    outcome: StepOutcome | LaterOutcome
     host: dict[str, Any]
 
 
@@ -37,7 +38,7 @@ class Journal:
     """The newest metrics, evaluations too."""
     _pending: Pending | None = None
     _progress: Progress | None = None
-    _outcome: StepOutcome | None = None
+    _outcome: StepOutcome | LaterOutcome | None = None
     _rate: float = 0.0
     _since: float = field(factory=time.perf_counter)
     _plans: list[StepPlan] = field(factory=list)
@@ -49,7 +50,7 @@ class Journal:
             self.session.observers.on_start(run=self.session.record)
         self._since = time.perf_counter()
 
-    def outcome(self, outcome: StepOutcome, rate: float) -> None:
+    def outcome(self, outcome: StepOutcome | LaterOutcome, rate: float) -> None:
         """What the optimizer did in this step, and at which learning rate."""
         self._outcome, self._rate = outcome, rate
         self.skipped += outcome.skipped_by_scaler
@@ -60,7 +61,8 @@ class Journal:
         self.tokens_seen += int(plan.lengths.sum())
         self._write_pending()
         if report is not None:
-            self._pending = Pending(step, report, self._host_metrics(plan))
+            assert self._outcome is not None
+            self._pending = Pending(step, report, self._outcome, self._host_metrics(plan))
             self._plans.clear()
         if self._progress is not None:
             self._progress.step(step)
@@ -98,7 +100,6 @@ class Journal:
         """What is known without the device's sums."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        assert self._outcome is not None
         tokens = sum(float(done.lengths.sum()) for done in self._plans)
         speed = {"tokens_per_s": tokens / seconds}
         if self.session.speed.peak is not None:
@@ -106,7 +107,6 @@ class Journal:
             speed["mfu"] = flops / seconds / self.session.speed.peak
         memory = peak_memory_gib(self.session.mesh.device)
         host: dict[str, Any] = {
-            "grad_norm": self._outcome.grad_norm,
             "learning_rate": self._rate,
             "epoch": plan.epoch_done,
             "num_tokens": self.tokens_seen,
@@ -122,7 +122,8 @@ class Journal:
         pending, self._pending = self._pending, None
         if pending is None or not self._leads:
             return
-        metrics = pending.report.read(self._derive) | pending.host
+        norm = {"grad_norm": pending.outcome.read().grad_norm}
+        metrics = pending.report.read(self._derive) | norm | pending.host
         self.last |= metrics
         self._write(pending.step, metrics)
         self.session.observers.on_step(run=self.session.record, step=pending.step, metrics=metrics)

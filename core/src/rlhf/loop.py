@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from attrs import frozen
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
 from rlhf.data.order import StepPlan
+from rlhf.engine import LaterOutcome, StepOutcome
 from rlhf.errors import RLHFError, ToldByFirst
 from rlhf.export import export_model
 from rlhf.rollout import roll_out
@@ -64,9 +66,11 @@ def train(session: Session, *, first_step: int) -> str:
         reason = "done" if step == session.num_steps else reason
         improved = False
         if reason is None and _due(config.train.eval_every, step):
+            settle(session)
             improved, evaluated = improves(session, step=step), step
             reason = "patience" if session.best.exhausted else None
         if reason is not None or improved or _due(config.checkpoint.every, step):
+            settle(session)
             session.journal.flush()
             session.save(step)
     stop.close()
@@ -90,14 +94,36 @@ def take_step(
         weighted = weighted_loss(loss, totals)
         sums.add(loss, weighted)
         engine.backward(poison_unless_finite(weighted), last=number == len(batches))
+    settle(session)
     rate = float(session.schedule.get_last_lr()[0])
     outcome = engine.step()
-    if not outcome.moved and not outcome.skipped_by_scaler:
-        raise not_finite(session, plan, batches, sums, outcome.grad_norm)
+    session.taken = Taken(plan, batches, sums, outcome)
+    if isinstance(outcome, StepOutcome):
+        settle(session)
     session.journal.outcome(outcome, rate)
     for follower in session.followers:
         follower.after_step(step + 1)
     return sums.reduce(totals) if (step + 1) % session.config.train.log_every == 0 else None
+
+
+@frozen
+class Taken:
+    """A step whose outcome may still be on its way."""
+
+    plan: StepPlan
+    batches: Sequence[PackedBatch]
+    sums: Sums
+    outcome: StepOutcome | LaterOutcome
+
+
+def settle(session: Session) -> None:
+    """Raise the error of the last step if its loss or gradient was not finite. Collective then."""
+    taken, session.taken = session.taken, None
+    if taken is None:
+        return
+    outcome = taken.outcome.read()
+    if not outcome.moved and not outcome.skipped_by_scaler:
+        raise not_finite(session, taken.plan, taken.batches, taken.sums, outcome.grad_norm)
 
 
 def surveyed(

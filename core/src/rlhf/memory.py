@@ -28,6 +28,8 @@ class Estimate:
     """What comes on top of it for a moment: the head's logits, gradients of activations."""
     tokens: int
     """Tokens of that micro-batch."""
+    accumulates: bool = True
+    """Whether a step has several micro-batches, so that gradients are there beside activations."""
 
     @property
     def resident(self) -> int:
@@ -37,7 +39,9 @@ class Estimate:
     @property
     def peak(self) -> int:
         """The most that tensors take at one time."""
-        return self.resident + max(self.activations + self.passing, self.updating)
+        missing = 0 if self.accumulates else self.states["policy"]["gradients"]
+        passing = self.activations + self.passing - missing
+        return self.resident + max(passing, self.updating)
 
     def __str__(self) -> str:
         """One line, in GiB."""

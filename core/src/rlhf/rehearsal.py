@@ -4,7 +4,7 @@ Tensors there have shapes and no memory, so what a step would take is counted be
 read, for any trainer and any model whose code does not look at values.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.order import RunOrder
+from rlhf.data.order import RunOrder, StepPlan
 from rlhf.engine import Engine, Mesh, Readout
 from rlhf.gateway import BackendGateway
 from rlhf.memory import Estimate, LiveBytes
@@ -62,6 +62,7 @@ def rehearse(
         activations=activations,
         passing=peak - activations,
         tokens=len(batch.tokens),
+        accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
     return Rehearsed(estimate, run.plans["policy"].lighter)
 
@@ -69,9 +70,14 @@ def rehearse(
 def largest(order: RunOrder, steps: int) -> PackedBatch:
     """The micro-batch with the most tokens of the first steps, on any rank."""
     sizes = order.examples.lengths
-    plans = (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
+    plans = plans_ahead(order, steps)
     each = (rows for plan in plans for micro in plan.layout for rows in micro)
     return order.packed(max(each, key=lambda rows: sizes[rows].sum()))
+
+
+def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
+    """The first steps of a run."""
+    return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
 
 
 def step_bytes(

@@ -24,6 +24,7 @@ from rlhf.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlhf.journal import Journal
+    from rlhf.loop import Taken
 
 
 @frozen(kw_only=True)
@@ -62,6 +63,8 @@ class Session:
     folder: RunFolder | None
     """Rank 0's hand on it; None on the other ranks."""
     best: Best
+    taken: Taken | None = None
+    """The last step, until its outcome is known."""
     journal: Journal = field(init=False)
 
     @property

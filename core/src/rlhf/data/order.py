@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from rlhf.trainer import Trainer
 
 ROUND_ON_ACCELERATOR = 128
-SHAPES = 32
-"""T is rounded up to at most so many sizes: compiled kernels are reused, and on average 1.5 % of
-the tokens are wasted."""
-LEAST_STEP = 512
+SHAPES = 16
+"""T is rounded up to at most so many sizes: compiled kernels are reused, and on average 3 % of the
+tokens are wasted."""
+LEAST_STEP = 1024
 """Sizes are at least so far apart: below it a forward waits for launches, not for arithmetic."""
 SURVEY_STREAM = 1
 """Keeps what a survey draws apart from the order of rows, which is drawn from seed and epoch."""

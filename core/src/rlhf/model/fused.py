@@ -7,6 +7,7 @@ are.
 """
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from rlhf.errors import RLHFError
@@ -31,6 +33,9 @@ WANTED = {
     # The head's log-probabilities are ours.
     "cross_entropy": False, "fused_linear_cross_entropy": False,
 }  # fmt: skip
+ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
+"""What Liger's gates compute, in the Gemma families and in all others; it does not look."""
+LEAST = "0.8.5"
 ROTARY = "apply_rotary_pos_emb"
 INSTALL = "pip install 'rlhf-core[kernels]'"
 
@@ -74,16 +79,23 @@ def not_fusible(config: Any, asked: str, device: torch.device) -> str:
         return f"needs a CUDA device with Triton, and this run is on {device.type}: take it out"
     if config.model_type not in FAMILIES:
         return f"does not know the family {config.model_type}: it has {', '.join(FAMILIES)}"
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS[config.model_type.startswith("gemma")]:
+        return f"has no gates with the activation {activation}: take it out"
     try:
-        version("liger-kernel")
+        found = version("liger-kernel")
     except PackageNotFoundError:
         return f"needs liger-kernel: {INSTALL}"
+    if Version(found) < Version(LEAST):
+        return f"needs liger-kernel {LEAST}, and {found} is installed: {INSTALL}"
     return ""
 
 
 def _patch(decoder: Any) -> None:
     """Liger's own patch of one model, with the family's module left as it was but for the rotary
     embedding, which is a function there."""
+    # It would warn of every backend that is for other hardware.
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[decoder.config.model_type]

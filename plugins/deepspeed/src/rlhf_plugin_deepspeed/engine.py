@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Mesh, Plan, Readout, StepOutcome
+from rlhf.deferred import Deferred
+from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.leaves import mark_experts
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
@@ -52,7 +53,7 @@ class InferenceEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
 
-    def step(self) -> StepOutcome:
+    def step(self) -> StepOutcome | LaterOutcome:
         raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
 
     def train(self) -> None:
@@ -108,7 +109,7 @@ class TrainingEngine(InferenceEngine):
             loss = loss * optimizer.loss_scale
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def step(self) -> StepOutcome:
+    def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
         scale = self._loss_scale()
@@ -142,16 +143,15 @@ class TrainingEngine(InferenceEngine):
             norm *= self._loss_scale() / scale
         return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=by_scaler)
 
-    def _rounded_step(self) -> StepOutcome:
-        """Norm, clipping and update without waiting for the device in between."""
+    def _rounded_step(self) -> LaterOutcome:
+        """Norm, clipping and update without waiting for the device."""
         norm = self._whole_norm()
         factor = ((self.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
         self.deepspeed.optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
         self.deepspeed.step()
         if self.schedule is not None:
             self.schedule.step()
-        value = float(norm)
-        return StepOutcome(moved=math.isfinite(value), grad_norm=value)
+        return LaterOutcome(Deferred(norm[None]))
 
     def _whole_norm(self) -> Tensor:
         """The norm at stage 0, where every rank holds the whole gradient: DeepSpeed tells none

@@ -12,7 +12,9 @@ from torch import Tensor
 
 PIECE = 1 << 28
 """Elements of a piece: places in it are 32-bit counters of the random numbers."""
-BLOCK = 4096
+BLOCK = 2048
+ROUNDS = tl.constexpr(7)
+"""Of Philox (Salmon et al., SC 2011): the fewest that pass their tests of randomness."""
 ALIGNED = 16
 """Bytes that are read and written at a time where all tensors begin at a multiple of them."""
 
@@ -81,9 +83,25 @@ def _move(  # type: ignore[no-untyped-def]
     rise1, rise2, eps, kept, rate, scale,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    offset = tl.arange(0, BLOCK)
-    place = start + offset
-    inside = offset < rest if MASKED else None
+    # A draw of 128 bits serves two elements, half a block apart: 16 bits for each of three results.
+    offset = tl.arange(0, BLOCK // 2)
+    one, two, three, _ = tl.randint4x(seed, start + offset, ROUNDS)
+    _move_half(
+        weight, gradient, mean, square, start + offset, offset < rest if MASKED else None, factor,
+        one, one >> 16, two, rise1, rise2, eps, kept, rate, scale,
+    )  # fmt: skip
+    offset += BLOCK // 2
+    _move_half(
+        weight, gradient, mean, square, start + offset, offset < rest if MASKED else None, factor,
+        two >> 16, three, three >> 16, rise1, rise2, eps, kept, rate, scale,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_half(  # type: ignore[no-untyped-def]
+    weight, gradient, mean, square, place, inside, factor, one, two, three,
+    rise1, rise2, eps, kept, rate, scale,
+):  # fmt: skip
     slope = tl.load(gradient + place, mask=inside).to(tl.float32) * factor
     first = tl.load(mean + place, mask=inside).to(tl.float32)
     second = tl.load(square + place, mask=inside).to(tl.float32)
@@ -91,7 +109,6 @@ def _move(  # type: ignore[no-untyped-def]
     first += rise1 * (slope - first)
     second += rise2 * (slope * slope - second)
     value = value * kept - rate * first / (tl.sqrt(second * scale) + eps)
-    one, two, three, _ = tl.randint4x(seed, place)
     tl.store(mean + place, _rounded(first, one), mask=inside)
     tl.store(square + place, _rounded(second, two), mask=inside)
     tl.store(weight + place, _rounded(value, three), mask=inside)

@@ -91,3 +91,12 @@ def test_a_trace_ends_with_the_run(inputs: tiny.Inputs, one: Ranks, tmp_path: Pa
     words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--train.trace", "2")
     one.run(tiny.run, words, str(inputs.cache))
     assert (tmp_path / "run" / "traces" / "rank-00000.json.gz").stat().st_size
+
+
+def test_a_resumed_run_past_the_traced_steps_traces_its_own(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6")
+    one.run(tiny.run, [*words, "--train.stop_at", "3"], str(inputs.cache))
+    one.run(tiny.run, [*words, "--resume", "--train.trace", "1"], str(inputs.cache))
+    assert (tmp_path / "run" / "traces" / "rank-00000.json.gz").stat().st_size

@@ -10,7 +10,13 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
-from rlhf.readouts import answer_logprobs, hidden_at, summed_logprobs, token_logprobs
+from rlhf.readouts import (
+    SummedLogprobs,
+    answer_logprobs,
+    hidden_at,
+    summed_logprobs,
+    token_logprobs,
+)
 
 HIDDEN, VOCABULARY = 6, 11
 
@@ -161,3 +167,20 @@ def test_a_sum_without_a_gradient_computes_none() -> None:
     with torch.no_grad():
         found = summed_logprobs(hidden, Head(weight=weight, bias=bias), packed())
     assert not found["sum"].requires_grad
+
+
+def test_a_sum_of_many_predictions_in_fp16_has_the_gradient_of_its_mean() -> None:
+    torch.manual_seed(0)
+    num = 6_000
+    hidden = torch.full((num, HIDDEN), 20.0).half().requires_grad_()
+    weight = (0.01 * torch.randn(VOCABULARY, HIDDEN)).half().requires_grad_()
+    targets = torch.zeros(num, dtype=torch.long)
+    total, *_ = SummedLogprobs.apply(hidden, weight, None, targets, Head(weight=weight), True)
+    found = torch.autograd.grad(-total / num, (hidden, weight))
+    exact = [item.detach().float().requires_grad_() for item in (hidden, weight)]
+    logprobs = (exact[0] @ exact[1].T).log_softmax(-1)[:, 0]
+    # Before it is divided, the sum over all predictions is beyond what fp16 holds.
+    assert float(torch.autograd.grad(logprobs.sum(), exact, retain_graph=True)[1].max()) > 65_504
+    expected = torch.autograd.grad(-logprobs.mean(), exact)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-2, atol=1e-3)

@@ -1,5 +1,6 @@
-"""Numbers on their way from the device to the host, read a step later so that nobody waits for
-them."""
+"""Numbers on their way between host and device, for which nobody waits."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +24,11 @@ class Deferred:
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
+
+
+def on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """The values as a tensor [K] on `device`; `torch.tensor(..., device=...)` would wait for it."""
+    host = torch.tensor(values)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

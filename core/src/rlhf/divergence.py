@@ -19,7 +19,7 @@ from rlhf.engine import Engine
 from rlhf.kernels import fused_on
 from rlhf.model import logits as chunks
 from rlhf.model.head import Head
-from rlhf.readouts import Gradients
+from rlhf.readouts import Gradients, scaled_by
 
 CHUNK = 1024
 """Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
@@ -198,7 +198,7 @@ class ChunkedDivergence(torch.autograd.Function):
         chunk = mixture.chunk or rows_at_once(weight)
         read = hidden.new_empty(len(READ), len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
-        gradients = Gradients(hidden, weight, bias, needed, chunk)
+        gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         look = fused_compare if fused_on(hidden.device.type) else compare
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -211,14 +211,14 @@ class ChunkedDivergence(torch.autograd.Function):
             if any(needed):
                 gradients.add(rows, change)
         ctx.save_for_backward(*gradients.total())
+        ctx.dtype = hidden.dtype
         parts = read.unbind()
         ctx.mark_non_differentiable(*parts)
         return _total(read, mixture), *parts
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = [None if item is None else item * gradient for item in ctx.saved_tensors]
-        return *scaled, None, None, None, None, None
+        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None, None, None
 
 
 def compare(

@@ -30,7 +30,7 @@ OURS = ("checkpoints", "model", "traces")
 
 RECORDED = (
     "rlhf-core", "torch", "transformers", "deepspeed", "peft", "datasets", "torchdata", "pluggy",
-    "numpy",
+    "numpy", "triton", "liger-kernel",
 )  # fmt: skip
 
 

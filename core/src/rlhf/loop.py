@@ -4,7 +4,7 @@ between steps."""
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 from attrs import frozen
@@ -27,6 +27,7 @@ from rlhf.trace import StepTrace
 def settled_heap() -> Iterator[None]:
     """Python's collector leaves alone what was there before: a full collection walks through all
     that the libraries hold, half a second in the middle of some step."""
+    gc.collect()
     gc.freeze()
     try:
         yield
@@ -38,9 +39,23 @@ def settled_heap() -> Iterator[None]:
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
+    folder, after = session.path / "traces", session.config.train.trace
+    stop = StopWatch(session.config.train, session.mesh)
+    trace = StepTrace(after, folder, session.mesh.rank, first_step=first_step)
+    with closing(stop), closing(trace):
+        reason, step, evaluated = take_steps(session, stop, trace, first_step=first_step)
+    if reason != "signal" and evaluated != step:
+        evaluate_at_end(session, step=step)
+    session.journal.flush()
+    return reason
+
+
+def take_steps(
+    session: Session, stop: StopWatch, trace: StepTrace, *, first_step: int
+) -> tuple[str, int, int | None]:
+    """All steps, with what is due between them. Why they ended, after which, and after which of
+    them the last evaluation was. Collective."""
     config, engine, order = session.config, session.engine, session.train_order
-    stop = StopWatch(config.train, session.mesh)
-    trace = StepTrace(config.train.trace, session.path / "traces", session.mesh.rank)
     source = batches_from(
         order,
         first_step=first_step,
@@ -73,12 +88,7 @@ def train(session: Session, *, first_step: int) -> str:
             settle(session)
             session.journal.flush()
             session.save(step)
-    stop.close()
-    trace.close()
-    if reason != "signal" and evaluated != step:
-        evaluate_at_end(session, step=step)
-    session.journal.flush()
-    return reason or "done"
+    return reason or "done", step, evaluated
 
 
 def take_step(

@@ -39,13 +39,19 @@ class Estimate:
     @property
     def peak(self) -> int:
         """The most that tensors take at one time."""
-        missing = 0 if self.accumulates else self.states["policy"]["gradients"]
-        passing = self.activations + self.passing - missing
+        passing = self.activations + self.passing - self._not_yet
         return self.resident + max(passing, self.updating)
+
+    @property
+    def _not_yet(self) -> int:
+        """Gradients that are not there while activations are."""
+        return 0 if self.accumulates else self.states["policy"].get("gradients", 0)
 
     def __str__(self) -> str:
         """One line, in GiB."""
-        policy = self.states["policy"]
+        policy = dict(self.states["policy"])
+        if self._not_yet and self.peak > self.resident + self.updating:
+            policy.pop("gradients")
         others = {
             role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
         }

@@ -4,7 +4,7 @@ A readout is `readout(hidden [T, H], head, batch) -> {name: tensor}`; options ar
 `functools.partial`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -131,10 +131,8 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.zeros_like(hidden) if needs_hidden else None
-        sums = Sums(weight, chunks=-(-len(hidden) // ctx.chunk)) if needs_weight else None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        needed = list(ctx.needs_input_grad[:3])
+        gradients = Gradients(hidden, weight, bias, needed, ctx.chunk)
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             raw = torch.nn.functional.linear(hidden[rows], weight, bias)
@@ -142,15 +140,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                 raw, targets[rows], normaliser[rows], gradient[rows],
                 scale=ctx.scale, softcap=ctx.softcap,
             )  # fmt: skip
-            if bias_gradient is not None:
-                bias_gradient += change.sum(0, dtype=torch.float32)
-            if hidden_gradient is not None:
-                hidden_gradient[rows] = change @ weight
-            if sums is not None:
-                sums.add(change.T @ hidden[rows])
-        weight_gradient = sums.total() if sums is not None else None
-        bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
+            gradients.add(rows, change)
+        return *gradients.total(), None, None, None, None
 
 
 class SummedLogprobs(torch.autograd.Function):
@@ -169,7 +160,7 @@ class SummedLogprobs(torch.autograd.Function):
         found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         chunk = chunks.rows_at_once(weight)
-        gradients = Gradients(hidden, weight, bias, needed, chunk)
+        gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         bent: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -185,18 +176,22 @@ class SummedLogprobs(torch.autograd.Function):
             for whole, part in zip(found, read, strict=True):
                 whole[rows] = part
         ctx.save_for_backward(*gradients.total())
+        ctx.dtype = hidden.dtype
         _, *parts = found
         ctx.mark_non_differentiable(*parts)
         return parts[0].sum(), *parts
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = [None if item is None else item * gradient for item in ctx.saved_tensors]
-        return *scaled, None, None, None
+        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None
 
 
 class Gradients:
-    """The gradients for hidden states, weight and bias, as far as they are needed."""
+    """The gradients for hidden states, weight and bias, as far as they are needed.
+
+    `unscaled` ones will be multiplied in backward: fp16 has no room for sums before that, so they
+    stay in float32.
+    """
 
     def __init__(
         self,
@@ -205,11 +200,17 @@ class Gradients:
         bias: Tensor | None,
         needed: list[bool],
         chunk: int,
+        *,
+        unscaled: bool = False,
     ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._wide = unscaled and hidden.dtype == torch.float16
+        self._hidden, self._weight = hidden, weight
+        self._single = len(hidden) <= chunk
         needs_hidden, needs_weight, needs_bias = needed
-        self._for_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        self._for_weight = Sums(weight, chunks=-(-len(hidden) // chunk)) if needs_weight else None
+        dtype = torch.float32 if self._wide else hidden.dtype
+        self._for_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        self._for_weight: Tensor | None = None
+        self._needs_weight = needs_weight
         self._for_bias = None
         if needs_bias and bias is not None:
             self._for_bias = torch.zeros_like(bias, dtype=torch.float32)
@@ -218,41 +219,38 @@ class Gradients:
         """Add a chunk's derivative by what the head's product gives [n, V]."""
         if self._for_bias is not None:
             self._for_bias += change.sum(0, dtype=torch.float32)
+        hidden, weight = self._hidden[rows], self._weight
+        if self._wide:
+            change, hidden, weight = change.float(), hidden.float(), weight.float()
         if self._for_hidden is not None:
-            self._for_hidden[rows] = change @ self._weight
-        if self._for_weight is not None:
-            self._for_weight.add(change.T @ self._hidden[rows])
+            self._for_hidden[rows] = change @ weight
+        if not self._needs_weight:
+            return
+        part = change.T @ hidden
+        # Over several chunks in float32; a single one needs no addition.
+        if self._for_weight is None:
+            self._for_weight = part if self._single else part.float()
+        else:
+            self._for_weight += part
 
     def total(self) -> tuple[Tensor | None, ...]:
-        """The three gradients, None where none is needed."""
-        weight = None if self._for_weight is None else self._for_weight.total()
-        bias = None
-        if self._for_bias is not None and self._bias is not None:
-            bias = self._for_bias.to(self._bias.dtype)
-        return self._for_hidden, weight, bias
+        """The three gradients, None where none is needed; in the weight's dtype, or in float32
+        where they are unscaled ones of fp16."""
+        weight, bias = self._for_weight, self._for_bias
+        if self._needs_weight and weight is None:
+            weight = torch.zeros_like(self._weight)
+        if self._wide:
+            return self._for_hidden, weight, bias
+        dtype = self._weight.dtype
+        narrow = [None if item is None else item.to(dtype) for item in (weight, bias)]
+        return self._for_hidden, *narrow
 
 
-class Sums:
-    """The weight's gradient over the chunks: in float32, unless a single chunk needs no
-    addition."""
-
-    def __init__(self, weight: Tensor, *, chunks: int) -> None:
-        self._weight = weight
-        self._dtype = weight.dtype if chunks == 1 else torch.float32
-        self._total: Tensor | None = None
-
-    def add(self, part: Tensor) -> None:
-        """Add one chunk's [V, H]."""
-        if self._total is None:
-            self._total = part.to(self._dtype)
-        else:
-            self._total += part
-
-    def total(self) -> Tensor:
-        """The sum in the weight's dtype; zeros when nothing was predicted."""
-        if self._total is None:
-            return torch.zeros_like(self._weight)
-        return self._total.to(self._weight.dtype)
+def scaled_by(
+    gradient: Tensor, saved: Sequence[Tensor | None], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Gradients that were computed with their value, in backward: each times `gradient`."""
+    return [None if item is None else (item * gradient).to(dtype) for item in saved]
 
 
 def capped_logits(

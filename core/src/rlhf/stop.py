@@ -6,10 +6,8 @@ import threading
 import time
 from types import FrameType
 
-import torch
-
 from rlhf.config.sections import TrainConfig
-from rlhf.deferred import Deferred
+from rlhf.deferred import Deferred, on_device
 from rlhf.engine import Mesh
 
 
@@ -33,14 +31,11 @@ class StopWatch:
             return "stop_at"
         signalled = self._signalled.is_set()
         late = self._until is not None and time.monotonic() > self._until
-        wishes = torch.tensor([float(signalled), float(late)], device=self._mesh.device)
-        asked, self._asked = self._asked, Deferred(self._mesh.sum(wishes))
         if self._mesh.world == 1:
-            asked = self._asked
-        if asked is None:
-            return None
-        signals, clocks = asked.read()
-        return "signal" if signals else "hours" if clocks else None
+            return _said(signalled, late)
+        wishes = on_device([float(signalled), float(late)], self._mesh.device)
+        asked, self._asked = self._asked, Deferred(self._mesh.sum(wishes))
+        return None if asked is None else _said(*asked.read())
 
     def close(self) -> None:
         """Give the signal back to whom it belonged."""
@@ -49,3 +44,7 @@ class StopWatch:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled.set()
+
+
+def _said(signals: float, clocks: float) -> str | None:
+    return "signal" if signals else "hours" if clocks else None

@@ -11,13 +11,14 @@ STEPS = 3
 
 
 class StepTrace:
-    """The trace of the `STEPS` steps after step `after`, or of none with None.
+    """The trace of the `STEPS` steps after step `after` (of a run that is resumed beyond it, of its
+    first ones but one), or of none with None.
 
     Each rank writes `rank-RRRRR.json.gz` into `folder`.
     """
 
-    def __init__(self, after: int | None, folder: Path, rank: int) -> None:
-        self._first = None if after is None else max(after - 1, 0)
+    def __init__(self, after: int | None, folder: Path, rank: int, *, first_step: int) -> None:
+        self._first = None if after is None else max(after - 1, first_step)
         self._folder = folder
         self._name = f"rank-{rank:05d}"
         self._profile: profile | None = None

@@ -195,6 +195,7 @@ def test_buckets_are_even_as_deepspeed_demands():
 def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():
     settings = plan(2, 80 * GIB, stage=3, persistence_threshold=0).settings
     assert settings["gradient_clipping"] == 0.5
+    assert settings["timers"] == {"throughput": {"enabled": False}}
     assert settings["fp16"]["auto_cast"] is False
     assert settings["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert settings["zero_optimization"] == {

@@ -125,11 +125,10 @@ def _on_accelerators(fused: Callable[..., Any], own: Callable[..., Any]) -> Call
 def products_of(decoder: nn.Module) -> dict[int, Product]:
     """The fused products of the decoder's gated layers, by the layers' ids."""
     forwards = {
-        id(layer): vars(layer)["forward"].__func__
+        id(layer): getattr(vars(layer).get("forward"), "__func__", None)
         for layer in gates_of(decoder)
-        if "forward" in vars(layer)
     }
-    if not forwards:
+    if not any(forwards.values()):
         return {}
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
     from liger_kernel.transformers.geglu import LigerGEGLUMLP
@@ -141,7 +140,7 @@ def products_of(decoder: nn.Module) -> dict[int, Product]:
         LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
         _unseen_gate: UnseenGate.apply,
     }
-    return {layer: products[forward] for layer, forward in forwards.items()}
+    return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
 
 
 def _without_values(decoder: nn.Module) -> None:

@@ -160,7 +160,13 @@ class TrainingEngine(InferenceEngine):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def _gradients(self) -> list[Tensor]:
-        return [item.grad for item in self.module.parameters() if item.grad is not None]
+        """Those of all trained parameters; zeros where this step gave none, as DeepSpeed has it
+        where it adds them up over ranks."""
+        trained = [item for item in self.module.parameters() if item.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [item.grad for item in trained if item.grad is not None]
 
     def _loss_scale(self) -> float:
         return (
@@ -259,7 +265,7 @@ def _unify(model: nn.Module, plan: Plan) -> None:
     dtype = DTYPES[plan.precision]
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype).contiguous()
     if plan.stage == 3:
         mark_experts(model)
 

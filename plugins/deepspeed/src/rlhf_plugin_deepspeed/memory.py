@@ -13,6 +13,8 @@ from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_000_000_000
 """Elements that stage 3 keeps gathered for their next use (`stage3_max_live_parameters`)."""
+BUCKET = 500_000_000
+"""Elements that stage 0 adds up over the ranks at a time."""
 NF4 = 0.53
 """Bytes of a weight in 4 bits, with its share of the scales (arXiv 2305.14314, section 3)."""
 
@@ -82,11 +84,18 @@ def estimate(
     if not trained:
         return {"weights": parts["weights"]}
     bucket = zero.get("reduce_bucket_size", 0) * size.weight
-    # Stage 3 reduces one bucket while it fills the next.
-    parts["buffers"] = bucket * (2 if plan.stage == 3 else 1)
+    parts["buffers"] = bucket
+    if plan.stage == 3:
+        # It reduces one bucket while it fills the next, and has room for its share of the gradients
+        # from the start.
+        parts["buffers"] += bucket + parts.pop("gradients")
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
+    if plan.stage == 0 and world > 1:
+        # Gradients are added up in buckets of their own, those of bf16 states in float32.
+        wide = size.weight + (4 if rounded else 0)
+        parts["updating"] += wide * min(shape.trainable, BUCKET)
     if rounded and not fused_on("meta"):
         # Its update works in float32, on a part of the weights at a time.
         parts["updating"] += 28 * min(share, CHUNK)

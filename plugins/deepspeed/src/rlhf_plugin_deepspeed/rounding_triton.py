@@ -48,7 +48,7 @@ def _on_device(values: Any, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _update(  # type: ignore[no-untyped-def]
     table, piece_of, factor, seed, rise1, rise2, eps, kept, rate, scale,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803

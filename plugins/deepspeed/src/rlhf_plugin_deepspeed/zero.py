@@ -47,6 +47,8 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optim.clip,
         "steps_per_print": 2**62,
+        # It would wait for the device before every forward and in every step.
+        "timers": {"throughput": {"enabled": False}},
         "zero_force_ds_cpu_optimizer": False,
         # It knows AdamW's own classes alone; ours over bf16 states is another.
         "zero_allow_untested_optimizer": config.optim.states == "bf16",

@@ -24,10 +24,12 @@ from rlhf.trace import StepTrace
 
 
 @contextmanager
-def settled_heap() -> Iterator[None]:
+def settled_heap(device: torch.device) -> Iterator[None]:
     """Python's collector leaves alone what was there before: a full collection walks through all
     that the libraries hold, half a second in the middle of some step."""
-    gc.collect()
+    if device.type != "cpu":
+        # Dead cycles would keep their tensors on the accelerator.
+        gc.collect()
     gc.freeze()
     try:
         yield
@@ -35,14 +37,13 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-@settled_heap()
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
     folder, after = session.path / "traces", session.config.train.trace
     stop = StopWatch(session.config.train, session.mesh)
     trace = StepTrace(after, folder, session.mesh.rank, first_step=first_step)
-    with closing(stop), closing(trace):
+    with settled_heap(session.engine.device), closing(stop), closing(trace):
         reason, step, evaluated = take_steps(session, stop, trace, first_step=first_step)
     if reason != "signal" and evaluated != step:
         evaluate_at_end(session, step=step)

@@ -45,7 +45,8 @@ def check_fusible(config: Any, asked: str, device: torch.device) -> None:
     have on `device`."""
     problem = not_fusible(config.get_text_config(), asked, device)
     if asked == "liger" and problem:
-        raise RLHFError(f"model.kernels liger {problem}; or set model.kernels to auto")
+        joint = ", or" if INSTALL in problem else ":"
+        raise RLHFError(f"model.kernels liger {problem}{joint} set model.kernels to auto")
 
 
 def check_forgettable(config: Any, asked: str) -> None:
@@ -76,12 +77,12 @@ def not_fusible(config: Any, asked: str, device: torch.device) -> str:
     if asked == "none":
         return "was not asked for"
     if not fused_on(device.type):
-        return f"needs a CUDA device with Triton, and this run is on {device.type}: take it out"
+        return f"needs a CUDA device with Triton, and this run is on {device.type}"
     if config.model_type not in FAMILIES:
-        return f"does not know the family {config.model_type}: it has {', '.join(FAMILIES)}"
+        return f"does not know the family {config.model_type}, only {', '.join(FAMILIES)}"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS[config.model_type.startswith("gemma")]:
-        return f"has no gates with the activation {activation}: take it out"
+        return f"has no gates with the activation {activation}"
     try:
         found = version("liger-kernel")
     except PackageNotFoundError:

@@ -55,7 +55,7 @@ def test_gradients_are_the_same_and_less_is_kept(kind: str) -> None:
     assert whole - less >= 2 * 2 * 40 * width * 4
 
 
-def test_nothing_is_kept_or_hooked_without_a_gradient() -> None:
+def test_what_comes_out_is_the_same_without_a_gradient_too() -> None:
     causal = model("LlamaConfig")
     with torch.no_grad():
         expected = causal(torch.arange(8)[None]).logits

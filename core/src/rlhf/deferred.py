@@ -1,6 +1,7 @@
 """Numbers on their way between host and device, for which nobody waits."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ class Deferred:
         return self._host.tolist()
 
 
-def on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """The values as a tensor [K] on `device`; `torch.tensor(..., device=...)` would wait for it."""
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, or rows of them, as a tensor on `device`; `torch.tensor(..., device=...)` would wait
+    for it."""
     host = torch.tensor(values)
     if device.type == "cpu":
         return host

@@ -199,17 +199,18 @@ class ChunkedDivergence(torch.autograd.Function):
         read = hidden.new_empty(len(READ), len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
-        look = fused_compare if fused_on(hidden.device.type) else compare
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
-            read[:, rows], change = look(
+        against_teacher = fused_compare if fused_on(hidden.device.type) else compare
+
+        def look(rows: slice, raw: Tensor) -> None:
+            read[:, rows], change = against_teacher(
                 raw, targets[rows], *teacher.chunk(rows), against=teacher.against,
                 measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
                 scale=head.scale, softcap=head.softcap, wanted=any(needed),
             )  # fmt: skip
             if any(needed):
                 gradients.add(rows, change)
+
+        chunks.each_chunk(look, hidden, weight, bias, chunk)
         ctx.save_for_backward(*gradients.total())
         ctx.dtype = hidden.dtype
         parts = read.unbind()

@@ -116,12 +116,12 @@ class ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
-            read = chunks.read(raw, targets[rows], scale=scale, softcap=softcap)
-            for whole, part in zip(found, read, strict=True):
-                whole[rows] = part
+
+        def read(rows: slice, logits: Tensor) -> None:
+            parts = chunks.read(logits, targets[rows], scale=scale, softcap=softcap)
+            found[:, rows] = torch.stack(parts)
+
+        chunks.each_chunk(read, hidden, weight, bias, chunk)
         normaliser, logprobs, entropy, correct = found
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
@@ -133,14 +133,15 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:3])
         gradients = Gradients(hidden, weight, bias, needed, ctx.chunk)
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+
+        def pull(rows: slice, logits: Tensor) -> None:
             change = chunks.pull(
-                raw, targets[rows], normaliser[rows], gradient[rows],
+                logits, targets[rows], normaliser[rows], gradient[rows],
                 scale=ctx.scale, softcap=ctx.softcap,
             )  # fmt: skip
             gradients.add(rows, change)
+
+        chunks.each_chunk(pull, hidden, weight, bias, ctx.chunk)
         return *gradients.total(), None, None, None, None
 
 
@@ -162,19 +163,17 @@ class SummedLogprobs(torch.autograd.Function):
         chunk = chunks.rows_at_once(weight)
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         bent: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            raw = torch.nn.functional.linear(hidden[rows], weight, bias)
+
+        def read(rows: slice, logits: Tensor) -> None:
+            again = any(needed) and chunks.overwrites(logits)
+            parts = chunks.read(logits.clone() if again else logits, targets[rows], **bent)
+            found[:, rows] = torch.stack(parts)
             if any(needed):
-                # Reading and pulling may both overwrite what they are given.
-                given = raw.clone() if chunks.overwrites(raw) else raw
-                read = chunks.read(given, targets[rows], **bent)
-                ones = torch.ones_like(read.normaliser)
-                gradients.add(rows, chunks.pull(raw, targets[rows], read.normaliser, ones, **bent))
-            else:
-                read = chunks.read(raw, targets[rows], **bent)
-            for whole, part in zip(found, read, strict=True):
-                whole[rows] = part
+                ones = torch.ones_like(parts.normaliser)
+                change = chunks.pull(logits, targets[rows], parts.normaliser, ones, **bent)
+                gradients.add(rows, change)
+
+        chunks.each_chunk(read, hidden, weight, bias, chunk)
         ctx.save_for_backward(*gradients.total())
         ctx.dtype = hidden.dtype
         _, *parts = found
@@ -251,12 +250,3 @@ def scaled_by(
 ) -> list[Tensor | None]:
     """Gradients that were computed with their value, in backward: each times `gradient`."""
     return [None if item is None else (item * gradient).to(dtype) for item in saved]
-
-
-def capped_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, V] in float32, and the soft cap's slope at each of them."""
-    raw = torch.nn.functional.linear(hidden, weight, bias)
-    values = chunks.capped(chunks.scaled(raw, scale), softcap)
-    return values, None if softcap is None else 1 - (values / softcap).square_()

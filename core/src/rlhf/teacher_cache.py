@@ -15,7 +15,6 @@ from rlhf.data.cache import cache_root
 from rlhf.divergence import CHUNK, TopTeacher
 from rlhf.engine import Engine
 from rlhf.model.head import Head
-from rlhf.readouts import capped_logits
 from rlhf.reference_cache import weights_digest
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: flo
 
 def _top(hidden: Tensor, head: Head, top: int, temperature: float) -> Tensor:
     """hidden [n, H] -> [n, 2 top + 1]."""
-    logits, _ = capped_logits(hidden, head.weight, head.bias, head.scale, head.softcap)
-    logprobs = logits.div_(temperature).log_softmax(-1)
+    logprobs = head.logits(hidden).div_(temperature).log_softmax(-1)
     likeliest, tokens = logprobs.topk(top, dim=-1)
     rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([tokens.float(), likeliest, rest], dim=-1)

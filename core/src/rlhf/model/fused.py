@@ -10,7 +10,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -107,20 +106,20 @@ def _patch(decoder: Any) -> None:
     rotary = family.get(ROTARY)
     family.update(before)
     if rotary is not before.get(ROTARY) and rotary is not None:
-        family[ROTARY] = _on_accelerators(rotary, before[ROTARY])
+        family[ROTARY] = Rotary(rotary, before[ROTARY])
 
 
-def _on_accelerators(fused: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """`fused` for tensors that its kernel can read, `own` for all others."""
-    own = getattr(own, "__wrapped__", own) if getattr(own, "of_rlhf", False) else own
+class Rotary:
+    """A family's rotary embedding: Liger's for tensors that its kernel can read, the family's own
+    for all others."""
 
-    @wraps(own)
-    def apply(query: Tensor, *rest: Any, **options: Any) -> Any:
-        chosen = fused if query.device.type == "cuda" else own
+    def __init__(self, fused: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self.fused = fused
+        self.own: Callable[..., Any] = own.own if isinstance(own, Rotary) else own
+
+    def __call__(self, query: Tensor, *rest: Any, **options: Any) -> Any:
+        chosen = self.fused if query.device.type == "cuda" else self.own
         return chosen(query, *rest, **options)
-
-    apply.of_rlhf = True  # type: ignore[attr-defined]
-    return apply
 
 
 def products_of(decoder: nn.Module) -> dict[int, Product]:

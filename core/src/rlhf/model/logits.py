@@ -5,6 +5,7 @@ few operators of torch in float32. Both give the same numbers but for rounding, 
 likeliest token.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,20 @@ def rows_at_once(weight: Tensor) -> int:
         return CHUNK
     rows = FUSED_BYTES // (weight.shape[0] * weight.element_size())
     return max(CHUNK, rows // 256 * 256)
+
+
+def each_chunk(
+    act: Callable[[slice, Tensor], None],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk: int,
+) -> None:
+    """`act(rows, logits)` for every `chunk` rows of hidden states [N, H] and their raw logits
+    [n, V]. They are held by `act` alone, so that one chunk is gone before the next is made."""
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        act(rows, torch.nn.functional.linear(hidden[rows], weight, bias))
 
 
 def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None) -> Read:

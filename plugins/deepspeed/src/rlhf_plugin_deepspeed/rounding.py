@@ -5,6 +5,7 @@ never falls. Up with the probability of the rest, the mean is right whatever the
 (Zamirai et al., arXiv 2010.06192, section 4).
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,6 @@ from rlhf.kernels import fused_on
 
 CHUNK = 1 << 24
 """Elements that are in float32 at the same time where there is no fused kernel."""
-MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Odd numbers with no pattern in their bits, of the generator splitmix64."""
 
 
 class RoundedAdamW(Optimizer):
@@ -76,13 +75,8 @@ class RoundedAdamW(Optimizer):
 
 def mixed(*parts: int) -> int:
     """A number of 31 bits that depends on all of `parts` without a pattern."""
-    total = 0
-    for part in parts:
-        total = (total + part + MIXERS[0]) % (1 << 64)
-        total = (total ^ (total >> 30)) * MIXERS[1] % (1 << 64)
-        total = (total ^ (total >> 27)) * MIXERS[2] % (1 << 64)
-        total ^= total >> 31
-    return total >> 33
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:

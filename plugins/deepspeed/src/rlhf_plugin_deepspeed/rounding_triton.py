@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf.deferred import on_device
+
 PIECE = 1 << 28
 """Elements of a piece: places in it are 32-bit counters of the random numbers."""
 BLOCK = 2048
@@ -30,22 +32,16 @@ def update(
     places = [[tensor.data_ptr() for tensor in part] for part in pieces]
     firsts = accumulate(blocks, initial=0)
     rows = [[*place, *last] for place, *last in zip(places, sizes, firsts, strict=False)]
-    table = _on_device(rows, device)
+    table = on_device(rows, device)
     piece_of = torch.repeat_interleave(
         torch.arange(len(blocks), device=device, dtype=torch.int32),
-        _on_device(blocks, device),
+        on_device(blocks, device),
         output_size=sum(blocks),
     )
     aligned = all(place % ALIGNED == 0 for row in places for place in row)
     _update[(sum(blocks),)](
         table, piece_of, factor, seed, *numbers, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8
     )
-
-
-def _on_device(values: Any, device: torch.device) -> Tensor:
-    """Integers on the device, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @triton.jit(do_not_specialize=["seed"])

@@ -10,6 +10,7 @@ from test_model_families import FAMILIES, SIZES, gradients, tree_batch
 
 from rlhf.divergence import WholeTeacher, compare, forward_kl, fused_compare
 from rlhf.model import logits as chunks
+from rlhf.model.compiled import compile_layers
 from rlhf.model.fused import FAMILIES as FUSED
 from rlhf.model.fused import fuse
 from rlhf.model.head import Head
@@ -30,7 +31,7 @@ KNOWN = {
 }
 
 
-def run(model_type: str, *, fused: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     config_class, options = KNOWN[model_type]
     sizes = {"hidden_size": 64} | ({"head_dim": 16} if "head_dim" in options else {})
     torch.manual_seed(0)
@@ -39,8 +40,10 @@ def run(model_type: str, *, fused: bool) -> tuple[torch.Tensor, dict[str, torch.
     for parameter in causal.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     causal = causal.to(CUDA)
-    said = fuse(decoder(causal), "auto" if fused else "none", CUDA)
-    assert bool(said) == fused, said
+    if how == "compiled":
+        compile_layers(decoder(causal), None)
+    elif how == "fused":
+        assert fuse(decoder(causal), "auto", CUDA)
     found = PackedModel(causal)(tree_batch().to(CUDA), token_logprobs)["logprobs"]
     (found * torch.linspace(-1, 2, len(found), device=CUDA)).sum().backward()
     return found.detach(), gradients(causal)
@@ -49,14 +52,47 @@ def run(model_type: str, *, fused: bool) -> tuple[torch.Tensor, dict[str, torch.
 @pytest.mark.parametrize("model_type", FUSED)
 def test_fused_layers_are_the_model_s_own(model_type: str) -> None:
     pytest.importorskip("liger_kernel")
-    logprobs, expected = run(model_type, fused=False)
-    found, actual = run(model_type, fused=True)
+    same_by(model_type, "fused")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_compiled_layers_are_the_model_s_own(model_type: str) -> None:
+    same_by(model_type, "compiled")
+
+
+def same_by(model_type: str, how: str) -> None:
+    logprobs, expected = run(model_type, "own")
+    found, actual = run(model_type, how)
     torch.testing.assert_close(found, logprobs, rtol=1e-3, atol=1e-3)
     for parameter, gradient in expected.items():
         scale = float(gradient.abs().max()) + 1e-3
         torch.testing.assert_close(
             actual[parameter] / scale, gradient / scale, rtol=0, atol=2e-3, msg=parameter
         )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_in_fp8_are_near_the_model_s_own(recipe: str) -> None:
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+    causal = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+    module = PackedModel(causal.to(CUDA, torch.bfloat16))
+    batch = tree_batch().to(CUDA)
+    expected = module.hidden(batch)
+    expected.sum().backward()
+    before = gradients(causal)
+    causal.zero_grad()
+    compile_layers(decoder(causal), recipe)
+    found = module.hidden(batch)
+    found.sum().backward()
+    assert near(found, expected) < 0.3
+    for name, gradient in gradients(causal).items():
+        assert near(gradient, before[name]) < 0.6, name
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).float().norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

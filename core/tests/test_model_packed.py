@@ -41,8 +41,8 @@ def test_every_answer_gets_its_own_copy_of_the_prompt() -> None:
 
 def test_an_unshared_row_leads_back_to_every_token() -> None:
     batch = batch_of(SPANS)
-    row, back = unshared(batch, multiple=8)
-    assert len(row.tokens) == 24
+    row, back = unshared(batch)
+    assert len(row.tokens) == 20
     assert row.spans == ((5, ()), (7, ()), (5, ()), (3, ()))
     assert row.positions[:12].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]
     assert torch.equal(row.tokens[back][:-2], batch.tokens[:-2])

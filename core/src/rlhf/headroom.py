@@ -14,13 +14,18 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.gateway import BackendGateway
 from rlhf.memory import Estimate, gib
+from rlhf.model.compiled import compiles
 from rlhf.model.weights import first_line
 from rlhf.rehearsal import Rehearsed, rehearse
 from rlhf.trainer import Trainer
 
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
-LEVELS = {"selective": "the products of gated layers", "full": "every layer"}
+LEVELS = {
+    "selective": "the products of gated layers computed again in backward",
+    "full": "every layer computed again in backward",
+    "offload": "every layer computed again in backward from inputs that wait on the host",
+}
 """Of `model.recompute`, the cheaper first."""
 ROUND = 1024
 """A budget of tokens is proposed in multiples of this."""
@@ -52,7 +57,7 @@ class Headroom:
         if whole is None or whole <= MARGIN * self.mesh.memory:
             return "", ""
         chosen, least = "", whole
-        for level in LEVELS:
+        for level in self._levels():
             peak = recomputing(self, level)._peak()
             if peak is not None and peak < least:
                 chosen, least = level, peak
@@ -62,8 +67,13 @@ class Headroom:
             return "", ""
         return chosen, (
             f"recompute  {chosen}: a step would take {gib(whole)} of {gib(self.mesh.memory)} GiB, "
-            f"and {gib(least)} with {LEVELS[chosen]} computed again in backward"
+            f"and {gib(least)} with {LEVELS[chosen]}"
         )
+
+    def _levels(self) -> list[str]:
+        """Of `LEVELS` those that there are; a compiler chooses by itself what it keeps."""
+        only = ("full",) if compiles(self.config.model) else LEVELS
+        return [level for level in LEVELS if level in only]
 
     def _peak(self) -> int | None:
         try:
@@ -97,26 +107,29 @@ class Headroom:
             found = asked._rehearsed
             advice = asked._advice(found)
         except Exception:  # As above: then there are no numbers.
-            recomputed = self.config.model.recompute == "full"
-            more = "" if recomputed else " or set model.recompute to full"
+            more = "" if self._recomputes() else " or set model.recompute to full"
             return RLHFError(f"{where}: lower batch.tokens{more}")
         expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
         return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
 
     def _advice(self, found: Rehearsed) -> list[str]:
         """What to change, the nearest first, with what a step would then take."""
-        estimate, config = found.estimate, self.config
+        estimate = found.estimate
         advice = []
         tokens = self._fewer_tokens(estimate)
         if tokens:
             share = tokens / estimate.tokens
             peak = estimate.resident + (estimate.activations + estimate.passing) * share
             advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
-        if config.model.recompute != "full":
+        if not self._recomputes():
             lean = recomputing(self, "full").estimate()
             advice.append(f"set model.recompute to full (about {gib(lean.peak)} GiB)")
         advice += [f"use {setting}" for setting in found.lighter]
         return advice or ["train with lora, or use a device with more memory"]
+
+    def _recomputes(self) -> bool:
+        """Whether every layer is computed again already."""
+        return self.config.model.recompute in ("full", "offload")
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
         """A budget that fits and holds the largest example, or 0."""

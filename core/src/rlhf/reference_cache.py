@@ -37,8 +37,6 @@ ROOMIER = 4
 SILENCE = 60
 """Seconds after which a long computation tells how far it is: it may go on for many minutes before
 the run introduces itself, and a short one should not come before the run's first line."""
-SHAPES = 4
-"""On an accelerator T is rounded up to at most so many sizes, since each compiles a kernel."""
 WEIGHT_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.py")
 
 
@@ -201,11 +199,10 @@ def _computed(
     numbers = table.examples_of(part)
     lengths = table.file.column("length")[numbers.start : numbers.stop]
     budget = max(ROOMIER * tokens, int(lengths.max()))
-    round_to = 1 if engine.device.type == "cpu" else -(-budget // SHAPES)
     own: dict[int, NDArray[np.float32]] = {}
     for micro in layout(lengths, mesh.world, budget):
         chosen = [numbers[int(place)] for place in micro[mesh.rank]]
-        values = _of_examples(table.file, chosen, engine, round_to, read)
+        values = _of_examples(table.file, chosen, engine, read)
         own |= zip(chosen, values, strict=True)
     found = {number: values for share in mesh.gather(own) for number, values in share.items()}
     return np.concatenate([found[number] for number in numbers])
@@ -215,11 +212,10 @@ def _of_examples(
     file: TreeFile,
     numbers: Sequence[int],
     engine: Engine,
-    round_to: int,
     read: Callable[[Engine, PackedBatch], Tensor],
 ) -> Iterator[NDArray[np.float32]]:
     """The values of each example's answers, from one forward. Collective at stage 3."""
-    batch = pack(file, numbers, round_to=round_to)  # type: ignore[arg-type]
+    batch = pack(file, numbers)  # type: ignore[arg-type]
     with torch.no_grad():
         found = read(engine, batch.to(engine.device))
     values = torch.full((len(batch.tokens), *found.shape[1:]), torch.nan)

@@ -14,6 +14,7 @@ from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan
 from rlhf.gateway import BackendGateway
 from rlhf.generate import generate, sample
+from rlhf.model.compiled import check_packed
 from rlhf.model.dropout import without_dropout
 from rlhf.model.load import Task, load_model, model_shape, parameter_groups
 from rlhf.model.probe import AttentionPath, choose_path
@@ -95,6 +96,7 @@ class Run:
         if module.layers and trained:
             self.notes.append(module.layers)
         self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
+        check_packed(config.model, self.attention[role].path)
         return engine
 
     def release(self, role: str) -> None:

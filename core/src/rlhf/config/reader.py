@@ -229,6 +229,8 @@ def _contradictions(config: Config) -> list[str]:
     steps, constant = train.steps, optim.schedule == "constant"
     random, quantized = model.init == "random", model.quantize is not None
     best, rounded = config.checkpoint.best, optim.states == "bf16"
+    compiled = model.kernels == "compile" or model.fp8
+    by = "model.fp8" if model.fp8 else "model.kernels compile"
     past = f"is past train.steps {steps}"
     rules = [
         ("model.quantize: needs lora or model.adapter", quantized and not adapted),
@@ -241,6 +243,18 @@ def _contradictions(config: Config) -> list[str]:
         (f"optim.warmup: {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup: give a share below 1 or whole steps", max(optim.warmup, 1) % 1),
         ("optim.states: bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),
+        ("model.fp8: needs model.dtype bf16", model.fp8 and model.dtype != "bf16"),
+        ("model.fp8: trains whole weights; take the adapter away", model.fp8 and adapted),
+        (
+            "model.fp8: needs compiled layers; set model.kernels to auto",
+            model.fp8 and model.kernels in ("liger", "none"),
+        ),
+        (f"model.quantize: does not go with {by}", quantized and compiled),
+        (
+            f"model.recompute: {model.recompute} does not go with {by}; set it to auto, none or "
+            f"full",
+            compiled and model.recompute in ("selective", "offload"),
+        ),
         ("optim.min_lr: has no effect with schedule constant", optim.min_lr and constant),
         ("train.eval_every: needs data.eval", train.eval_every and not config.data.eval),
         ("train.eval_at_start: needs data.eval", train.eval_at_start and not config.data.eval),

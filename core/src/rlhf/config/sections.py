@@ -39,15 +39,21 @@ class ModelConfig:
     """Parameters that are not trained: shell patterns, such as `*.embed_tokens.*`."""
     adapter: str | None = None
     """Folder of a LoRA adapter to go on training."""
-    kernels: Literal["auto", "liger", "none"] = "auto"
-    """Fused norms, rotary embedding and gates (Liger, arXiv 2410.10989) instead of the model's own
-    layers. auto: on CUDA, for the families that docs/models.md names, where liger-kernel is
-    installed."""
-    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    kernels: Literal["auto", "liger", "compile", "none"] = "auto"
+    """Fused norms, rotary embedding and gates instead of the model's own layers. liger: the kernels
+    of Liger (arXiv 2410.10989). compile: layers compiled by torch.compile, of any family, at ZeRO
+    stages 0 to 2. auto: liger on CUDA, for the families that docs/models.md names, where
+    liger-kernel is installed; with fp8 compile."""
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    """Products of the layers in FP8, by this recipe of torchao: faster from some 3 B parameters on,
+    for a curve that is not quite the same. tensorwise: one scale for each tensor; rowwise: one for
+    each row, more exact and slower. On GPUs of compute capability 8.9, for rowwise 9.0."""
+    recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
     """What is computed again in backward instead of kept, for the same curve. full: every layer
     (gradient checkpointing), a third more time. selective: the products of gated layers, a quarter
-    of the activations for 2 % more time. auto: the first of none, selective and full with which a
-    step fits the accelerator's memory."""
+    of the activations for 2 % more time. offload: as full, and each layer's input waits on the
+    host. auto: the first of none, selective, full and offload with which a step fits the
+    accelerator's memory."""
 
 
 @frozen(kw_only=True)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from rlhf.trainer import Trainer
 
 ROUND_ON_ACCELERATOR = 128
-SHAPES = 16
-"""T is rounded up to at most so many sizes: compiled kernels are reused, and on average 3 % of the
-tokens are wasted."""
-LEAST_STEP = 1024
-"""Sizes are at least so far apart: below it a forward waits for launches, not for arithmetic."""
+"""T is rounded up to a multiple of this: whole blocks of flex attention."""
 SURVEY_STREAM = 1
 """Keeps what a survey draws apart from the order of rows, which is drawn from seed and epoch."""
 
@@ -111,8 +107,6 @@ class RunOrder:
         *,
         shuffle: bool,
     ) -> "RunOrder":
-        apart = max(LEAST_STEP, config.batch.tokens // SHAPES)
-        coarse = ROUND_ON_ACCELERATOR * (apart // ROUND_ON_ACCELERATOR)
         return cls(
             examples=examples,
             size=config.batch.size,
@@ -121,7 +115,7 @@ class RunOrder:
             shuffle=shuffle,
             rank=mesh.rank,
             ranks=mesh.world,
-            round_to=1 if mesh.device.type == "cpu" else coarse,
+            round_to=1 if mesh.device.type == "cpu" else ROUND_ON_ACCELERATOR,
             trainer=trainer,
         )
 

@@ -5,25 +5,25 @@ mask carries a tree, and transformers' own SDPA where it does not (generation, p
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.errors import RLHFError
-from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
+from rlhf.model.masks import BLOCK, TreeMask, TreeTokens, lowest_visible
 
 NAME = "rlhf_tree"
 """No "sdpa", "flash" or "flex" in it: transformers would run its checks for those kernels."""
 
-COMPILED_SHAPES = 64
-"""Row lengths, times kinds of layers, that may be compiled before torch falls back to eager."""
+COMPILED_KINDS = 64
+"""Kinds of layers, times modes, that may be compiled before torch falls back to eager."""
 
 
 def register() -> None:
@@ -217,35 +217,60 @@ def flex_tree(
             f"it to 0 "
             f"in the model's config.json"
         )
-    output, aux = compiled_flex()(
-        query,
-        key,
-        value,
-        score_mod=capped(softcap),
-        block_mask=mask.blocks,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    if torch.compiler.is_compiling():
+        attend: Callable[..., Any] = partial(flex_blocks, scale=scale, score_mod=capped(softcap))
+    else:
+        attend = compiled_flex(scale, softcap)
+    output, aux = attend(*(in_blocks(item, dim=2) for item in (query, key, value)), mask.blocks)
     if sinks is not None:
         kept = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
         output = output * kept.unsqueeze(-1).to(output.dtype)
     return output
 
 
+def in_blocks(tensor: Tensor, dim: int) -> Tensor:
+    """A view whose dimension `dim` of T tokens is one of T / BLOCK blocks and one of BLOCK tokens:
+    a compiler that leaves the first one open still knows that T is a multiple of BLOCK."""
+    return tensor.unflatten(dim, (-1, BLOCK))
+
+
+def flex_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: BlockMask | None,
+    *,
+    scale: float | None,
+    score_mod: Callable[..., Tensor] | None,
+) -> Any:
+    """flex_attention over `in_blocks` of query, key and value, [1, heads, T / BLOCK, BLOCK, D]."""
+    shared = query.shape[1] != key.shape[1]
+    query, key, value = (tensor.flatten(2, 3) for tensor in (query, key, value))
+    return flex_attention(
+        query, key, value, block_mask=blocks, scale=scale, score_mod=score_mod,
+        enable_gqa=shared, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+
+
 @lru_cache
-def compiled_flex() -> Callable[..., Any]:
-    """flex_attention, compiled once per process; a new row length is a new shape, and these are
-    few."""
+def compiled_flex(scale: float | None, softcap: float | None) -> Callable[..., Any]:
+    """`flex_blocks`, compiled for the first row it meets and then once for rows of all lengths.
+
+    torch leaves open what has changed; told to leave everything open, it would not know the sizes
+    of heads and blocks either.
+    """
+    let_recompile()
+    return torch.compile(partial(flex_blocks, scale=scale, score_mod=capped(softcap)))
+
+
+def let_recompile() -> None:
+    """Allow for as many compiled forms of one function as models have kinds of layers."""
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_SHAPES)
-    return torch.compile(flex_attention, dynamic=False)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
 
 
-@lru_cache
 def capped(softcap: float | None) -> Callable[..., Tensor] | None:
-    """flex attention's `score_mod` for a soft cap; the same object each time, so nothing
-    recompiles."""
+    """flex attention's `score_mod` for a soft cap."""
     if softcap is None:
         return None
 

@@ -13,6 +13,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
+from rlhf.model.compiled import check_compilable, compile_layers, compiles, rehearse_fp8
 from rlhf.model.fused import check_forgettable, check_fusible, fuse, products_of
 from rlhf.model.gates import forget_products
 from rlhf.model.head import read_head
@@ -89,7 +90,12 @@ def empty_model(config: Config, task: Task = "causal") -> PackedModel:
     check_forgettable(architecture, config.model.recompute)
     # A machine without an accelerator rehearses the model's own layers.
     asked = config.model.kernels if fused_on("meta") else "none"
+    if compiles(config.model):
+        # A compiled layer keeps what a fused one does.
+        asked = "none" if asked == "none" else "auto"
     fuse(decoder(causal), asked, torch.device("meta"))
+    if config.model.fp8 is not None:
+        rehearse_fp8(decoder(causal))
     forget(causal, config)
     return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
 
@@ -136,14 +142,28 @@ def load_model(
     architecture = read_architecture(config, task)
     check_fusible(architecture, config.model.kernels, mesh.device)
     check_forgettable(architecture, config.model.recompute)
+    check_compilable(config, mesh.device)
+    check_recomputable(config, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
         causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
     else:
         causal = load_whole(architecture, config, task, dtype, device=mesh.device)
-    layers = fuse(decoder(causal), config.model.kernels, mesh.device)
+    if compiles(config.model):
+        layers = compile_layers(decoder(causal), config.model.fp8)
+    else:
+        layers = fuse(decoder(causal), config.model.kernels, mesh.device)
     forget(causal, config)
     return PackedModel(prepare_trainable(causal, config, task), layers=layers)
+
+
+def check_recomputable(config: Config, device: torch.device) -> None:
+    """Raises RLHFError where `model.recompute: offload` would save nothing."""
+    if config.model.recompute == "offload" and device.type == "cpu":
+        raise RLHFError(
+            "model.recompute offload keeps inputs on the host, where this run is: set "
+            "model.recompute to full"
+        )
 
 
 def forget(causal: Any, config: Config) -> None:

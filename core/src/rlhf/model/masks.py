@@ -1,7 +1,6 @@
 """Who sees whom in a packed row: a tree per example, narrowed by a layer's window or chunk."""
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,11 +94,8 @@ class TreeMask:
         kind = tree.owner.device.type
         # Without values (a rehearsal) nothing looks at a mask.
         self.dense = () if kind in ("cuda", "meta") else dense_masks(self)
-
-    @cached_property
-    def blocks(self) -> BlockMask:
-        """Flex attention's form of it."""
-        return block_mask(self)
+        # Made here, outside of what may be compiled.
+        self.blocks = block_mask(self) if kind == "cuda" else None
 
 
 def visible_function(tree: Tree, lowest: Tensor | None) -> Positions:

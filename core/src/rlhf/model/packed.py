@@ -22,9 +22,6 @@ PathName = Literal["tree", "packed", "padded", "separate"]
 still in one row; padded: rows padded to the longest, the model's own attention; separate: one row
 at a time."""
 
-ROW_MULTIPLE = 1024
-"""Unshared rows on CUDA are rounded up to this, so that compiled kernels see few lengths."""
-
 
 class PackedModel(nn.Module):
     """A transformers causal LM (perhaps under peft) that runs packed batches.
@@ -80,8 +77,7 @@ class PackedModel(nn.Module):
                 f"{type(self.causal).__name__} runs on the path '{self.path}'"
             )
         if self.path == "packed":
-            on_cuda = batch.tokens.device.type == "cuda"
-            row, back = unshared(batch, multiple=ROW_MULTIPLE if on_cuda else 1)
+            row, back = unshared(batch)
             return self.packed_row(row)[back]
         return self.padded(batch, most=len(batch.tokens) if self.path == "padded" else 0)
 

@@ -48,26 +48,23 @@ def paths_of(batch: PackedBatch) -> list[Path]:
     return paths
 
 
-def unshared(batch: PackedBatch, *, multiple: int) -> tuple[PackedBatch, Tensor]:
+def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
     """One row in which every path is an example of its own, and for each of the batch's T tokens
-    its place in that row [T]. The row's length is a multiple of `multiple`."""
+    its place in that row [T]."""
     paths = paths_of(batch)
     lengths = [path.length for path in paths]
-    total = -(-sum(lengths) // multiple) * multiple
     device = batch.tokens.device
     places = torch.tensor([place for path in paths for place in path.places], device=device)
-    rest = total - len(places)
     example = torch.repeat_interleave(
         torch.arange(len(paths), device=device), torch.tensor(lengths, device=device)
     )
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    pad = torch.nn.functional.pad
     empty = torch.zeros(0, dtype=torch.long, device=device)
     row = PackedBatch(
-        tokens=pad(batch.tokens[places], (0, rest)),
-        positions=pad(positions, (0, rest)),
-        example=pad(example, (0, rest), value=-1),
-        branch=torch.zeros(total, dtype=torch.long, device=device),
+        tokens=batch.tokens[places],
+        positions=positions,
+        example=example,
+        branch=torch.zeros(len(places), dtype=torch.long, device=device),
         predict_from=empty,
         predict_at=empty,
         predict=empty,

@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
+from rlhf.model.offload import HostInputs
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.weights import first_line
 
@@ -29,8 +30,8 @@ def prepare_trainable(
         freeze_quantised(causal)
     model = with_adapter(causal, config, task, shape_only=shape_only)
     freeze(model, config.model.freeze)
-    if config.model.recompute == "full":
-        recompute(causal)
+    if config.model.recompute in ("full", "offload"):
+        recompute(causal, offload=config.model.recompute == "offload")
     return model
 
 
@@ -191,13 +192,19 @@ def freeze_quantised(causal: Any) -> None:
         parameter.requires_grad_(False)
 
 
-def recompute(causal: Any) -> None:
-    """Keep only each layer's input and compute the layer again in backward."""
+def recompute(causal: Any, *, offload: bool) -> None:
+    """Keep only each layer's input, with `offload` on the host, and compute the layer again in
+    backward."""
     # The second name is the first's in transformers before it was renamed.
     enable = getattr(causal, "activation_checkpointing_enable", None)
     (enable or causal.gradient_checkpointing_enable)({"use_reentrant": False})
     if not causal.get_input_embeddings().weight.requires_grad:
         causal.enable_input_require_grads()
+    if offload:
+        checkpointed = HostInputs()
+        for module in causal.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = checkpointed
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

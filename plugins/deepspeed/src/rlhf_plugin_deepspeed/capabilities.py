@@ -77,6 +77,21 @@ CAPABILITIES = (
         precisions=("bf16",),
         excludes=("deepspeed.offload_optimizer",),
     ),
+    Capability(
+        feature="layers compiled by torch.compile",
+        setting="model.kernels compile",
+        stages=(0, 1, 2),
+        optional_stage=True,
+        alternative="set model.kernels to auto",
+    ),
+    Capability(
+        feature="products in FP8",
+        setting="model.fp8",
+        stages=(0, 1, 2),
+        precisions=("bf16",),
+        optional_stage=True,
+        alternative="drop it or use the preset zero2",
+    ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
 )

@@ -129,6 +129,8 @@ def check(config: Any) -> None:
         "deepspeed.bucket_size": section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
         "optim.states": config.optim.states == "bf16",
+        "model.kernels compile": config.model.kernels == "compile",
+        "model.fp8": config.model.fp8 is not None,
     }
     settings = {name for name, is_wanted in wanted.items() if is_wanted}
     check_capabilities(settings, stage=resolved.stage, version=installed_version())

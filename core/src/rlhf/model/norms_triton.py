@@ -1,0 +1,105 @@
+"""RMS norms (Zhang and Sennrich, arXiv 1910.07467) in one pass forward and one backward.
+
+With x of H numbers, r = 1 / sqrt(mean(x^2) + eps) and weight w, y = r x w. Of a gradient g of y, dx
+= r (g w - r x mean(g w r x)) and dw is the sum of g r x over all rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096
+"""Of narrow rows (heads) several are read at once, up to so many elements."""
+PROGRAMS = 1024
+"""Parts in which the gradient of the weight is summed: several for each multiprocessor, so that one
+reads while another computes."""
+WARPS = 8
+
+
+class RMSNorm(torch.autograd.Function):
+    """y [..., H] of x [..., H] and weight [H], of which `offset` is 0 or 1 more.
+
+    `whole` rounds to x's dtype once, at the end (Gemma), else r x is rounded before it meets the
+    weight (Llama). Backward computes in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, eps: float, offset: float, whole: bool
+    ) -> Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        output = torch.empty_like(rows)
+        scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        block, at_once = _tile(rows)
+        _forward[(triton.cdiv(len(rows), at_once),)](
+            rows, weight, output, scale, len(rows), eps, offset,
+            WIDTH=rows.shape[1], WHOLE=whole, ROWS=at_once, BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.offset = offset
+        return output.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, scale = ctx.saved_tensors
+        block, at_once = _tile(rows)
+        programs = min(PROGRAMS, triton.cdiv(len(rows), at_once))
+        change = torch.empty_like(rows)
+        parts = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=rows.device)
+        _backward[(programs,)](
+            rows, weight, scale, gradient.reshape(rows.shape).contiguous(), change, parts,
+            len(rows), programs, ctx.offset,
+            WIDTH=rows.shape[1], ROWS=at_once, BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+        of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return change.view(gradient.shape), of_weight, None, None, None
+
+
+def _tile(rows: Tensor) -> tuple[int, int]:
+    """Columns and rows of what one program has at a time."""
+    block = triton.next_power_of_2(rows.shape[1])
+    return block, max(1, ELEMENTS // block)
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    hidden, weight, output, scales, rows, eps, offset,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    place = row[:, None] * WIDTH + column[None, :]
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    tl.store(scales + row, scale, mask=row < rows)
+    x = x * scale[:, None]
+    if not WHOLE:
+        x = x.to(hidden.dtype.element_ty).to(tl.float32)
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    tl.store(output + place, (x * w[None, :]).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    hidden, weight, scales, gradient, change, parts, rows, programs, offset,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        place = row[:, None] * WIDTH + column[None, :]
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32) * scale
+        g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        of_weight += tl.sum(g * x, 0)
+        g = g * w[None, :]
+        g = scale * (g - x * (tl.sum(g * x, 1) / WIDTH)[:, None])
+        tl.store(change + place, g.to(change.dtype.element_ty), mask=inside)
+    tl.store(parts + tl.program_id(0) * WIDTH + column, of_weight, mask=column < WIDTH)

@@ -1,0 +1,188 @@
+"""Compiled layers: the same numbers, few graphs, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_model_families import SIZES
+
+from rlhf.config.reader import read_config
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import pack
+from rlhf.errors import RLHFError
+from rlhf.memory import LiveBytes
+from rlhf.model import attention, compiled
+from rlhf.model.compiled import (
+    check_compilable,
+    check_packed,
+    compile_layers,
+    layers_of,
+    rehearse_fp8,
+    to_fp8,
+)
+from rlhf.model.packed import PackedModel, decoder
+
+LAYERS = 3
+
+
+def model(**more: Any) -> PackedModel:
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": LAYERS} | more
+    return PackedModel(
+        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+    )
+
+
+def row(*lengths: int) -> Any:
+    examples = [Example([], [Answer([1 + k % 90 for k in range(n)])]) for n in lengths]
+    return pack(examples, range(len(examples)), round_to=128)
+
+
+def dense(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+    """In the place of flex attention, which has no backward on the CPU; like it, it knows a tree by
+    its tensors alone."""
+    place = torch.arange(query.shape[2])
+    seen = mask.visible(None, None, place[:, None], place[None, :])
+    row = (query, attention.repeat_heads(key, query), attention.repeat_heads(value, query))
+    return torch.nn.functional.scaled_dot_product_attention(*row, attn_mask=seen)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How many graphs were compiled so far, with attention that can be compiled here."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiler = torch.compile(compiled._run, backend="aot_eager")
+    monkeypatch.setattr(compiled, "_compiler", lambda: compiler)
+    monkeypatch.setattr(attention, "split_tree", dense)
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+def gradients(module: PackedModel, *batches: Any) -> list[torch.Tensor]:
+    module.zero_grad()
+    for batch in batches:
+        hidden = module.packed_row(batch)
+        (hidden * torch.linspace(-1, 1, hidden.shape[-1])).sum().backward()
+    # The head has none.
+    return [item.grad.clone() for item in module.parameters() if item.grad is not None]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_are_the_model_s_own(graphs: Any, recompute: bool) -> None:
+    module = model().train()
+    batches = [row(90, 40, 30), row(200, 100), row(300), row(100, 150, 140)]
+    expected = gradients(module, *batches)
+    if recompute:
+        module.causal.gradient_checkpointing_enable({"use_reentrant": False})
+    said = compile_layers(decoder(module.causal), None)
+    assert said == "layers     compiled by torch.compile"
+    for found, wanted in zip(gradients(module, *batches), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert graphs() == 2, "one for the first row and one for all others, for all layers"
+
+
+def test_other_rows_run_the_model_s_own_layers(graphs: Any) -> None:
+    module = model()
+    compile_layers(decoder(module.causal), None)
+    module.path = "separate"
+    module.hidden(row(20, 30))
+    assert not graphs()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_in_fp8_are_near_and_leave_names_alone(recipe: str) -> None:
+    pytest.importorskip("torchao")
+    module = model().to(torch.bfloat16)
+    names = [name for name, _ in module.named_parameters()]
+    batch = row(90, 40, 30)
+    expected = module.packed_row(batch).float()
+    assert to_fp8(layers_of(decoder(module.causal)), recipe, emulate=True) == 7 * LAYERS
+    assert [name for name, _ in module.named_parameters()] == names
+    found = module.packed_row(batch).float()
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.3
+
+
+def test_a_product_whose_sizes_fp8_has_not_stays_as_it_is() -> None:
+    assert compiled.fits_fp8(torch.nn.Linear(32, 48))
+    assert not compiled.fits_fp8(torch.nn.Linear(32, 40))
+    assert not compiled.fits_fp8(torch.nn.LayerNorm(32))
+
+
+def test_a_rehearsal_keeps_one_byte_for_each_input_of_products_in_fp8() -> None:
+    def kept(*, fp8: bool) -> int:
+        with torch.device("meta"):
+            module = model(hidden_size=64, intermediate_size=128)
+        if fp8:
+            rehearse_fp8(decoder(module.causal))
+        batch = row(90, 40, 30).to(torch.device("meta"))
+        with LiveBytes(known=list(module.parameters())) as counter:
+            hidden = module.packed_row(batch)
+            kept = counter.live
+        hidden.sum().backward()
+        return kept
+
+    # Of two normed inputs, of what attention gives and of the gated product.
+    assert kept(fp8=False) - kept(fp8=True) == 256 * LAYERS * 3 * (3 * 64 + 128)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["--model.fp8", "tensorwise", "--model.dtype", "fp32"],
+            "model.fp8: needs model.dtype bf16",
+        ),
+        (
+            ["--model.fp8", "tensorwise", "--lora", "4"],
+            "model.fp8: trains whole weights; take the adapter away",
+        ),
+        (
+            ["--model.fp8", "rowwise", "--model.kernels", "liger"],
+            "model.fp8: needs compiled layers; set model.kernels to auto",
+        ),
+        (
+            ["--model.kernels", "compile", "--lora", "4", "--model.quantize", "nf4"],
+            "model.quantize: does not go with model.kernels compile",
+        ),
+        (
+            ["--model.kernels", "compile", "--model.recompute", "selective"],
+            "model.recompute: selective does not go with model.kernels compile; set it to auto, "
+            "none or full",
+        ),
+        (
+            ["--model.fp8", "tensorwise", "--model.recompute", "offload"],
+            "model.recompute: offload does not go with model.fp8; set it to auto, none or full",
+        ),
+        (
+            ["--model.kernels", "compile", "--deepspeed.stage", "3"],
+            "model.kernels compile has no effect at ZeRO stage 3: it acts at stages 0 to 2 alone, "
+            "so set model.kernels to auto.",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_told_with_the_configuration(
+    words: list[str], problem: str
+) -> None:
+    with pytest.raises(RLHFError) as told:
+        read_config("sft", overrides=words, inputs=False)
+    assert str(told.value) == problem
+
+
+def test_what_a_device_or_a_model_cannot_do_is_told_before_it_loads() -> None:
+    asked = ["--model.kernels", "compile"]
+    config = read_config("sft", overrides=asked, inputs=False).config
+    with pytest.raises(RLHFError) as told:
+        check_compilable(config, torch.device("cpu"))
+    assert str(told.value) == (
+        "model.kernels compile needs a CUDA device with Triton, and this run is on cpu: take it out"
+    )
+    with pytest.raises(RLHFError) as told:
+        check_packed(config.model, "padded")
+    assert str(told.value) == (
+        "model.kernels compile needs packed rows, and this model runs on the path 'padded': take "
+        "it out"
+    )
+    check_packed(config.model, "packed")

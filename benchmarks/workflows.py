@@ -42,16 +42,7 @@ Row = dict[str, Any]
 def main() -> int:
     options = parse()
     options.output.mkdir(parents=True, exist_ok=True)
-    write_rows(options)
-    tokenizer_rows = options.output / "sft.jsonl"
-    vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
-    shapes = {"model": options.shape, "teacher": options.teacher_shape}
-    if "kd" not in (options.workflows or SIZES):
-        del shapes["teacher"]
-    for name, shape in shapes.items():
-        folder = options.output / name
-        make(folder, shape=shape, rows=tokenizer_rows, vocabulary=vocabulary)
-        make_weights(folder, options.dtype)
+    write_inputs(options)
     results = []
     for workflow in options.workflows or SIZES:
         for _ in range(options.rounds):
@@ -62,6 +53,20 @@ def main() -> int:
     (options.output / "workflows.md").write_text(table)
     print(table)
     return int(any(result["code"] for result in results))
+
+
+def write_inputs(options: argparse.Namespace) -> None:
+    """Rows and models that both sides read."""
+    write_rows(options)
+    tokenizer_rows = options.output / "sft.jsonl"
+    vocabulary = options.vocabulary or (TINY if options.shape == "tiny" else VOCABULARY)
+    shapes = {"model": options.shape, "teacher": options.teacher_shape}
+    if "kd" not in (options.workflows or SIZES):
+        del shapes["teacher"]
+    for seed, (name, shape) in enumerate(shapes.items()):
+        folder = options.output / name
+        make(folder, shape=shape, rows=tokenizer_rows, vocabulary=vocabulary)
+        make_weights(folder, options.dtype, seed=seed)
 
 
 def parse() -> argparse.Namespace:
@@ -92,6 +97,7 @@ def parse() -> argparse.Namespace:
     cut = own.index("--") if "--" in own else len(own)
     options = parser.parse_args(own[:cut])
     options.more = own[cut + 1 :]
+    options.program = ["-m", "rlhf"]
     unknown = set(options.workflows) - set(SIZES)
     if unknown:
         parser.error(
@@ -170,7 +176,7 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         words += ["--kd.teacher", str(options.output / "teacher")]
     words += options.more
     log = options.output / f"run-{workflow}.log"
-    command = [sys.executable, "-m", "rlhf", "run", workflow, *words]
+    command = [sys.executable, *options.program, "run", workflow, *words]
     code, first = launched(command, log, run, steps=options.steps)
     lines = [json.loads(line) for line in metrics_of(run)]
     steps = [line for line in lines if "tokens_per_s" in line]
@@ -222,13 +228,13 @@ def metrics_of(run: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def make_weights(folder: Path, precision: str) -> None:
+def make_weights(folder: Path, precision: str, *, seed: int) -> None:
     """Random weights beside a config.json, the same for both sides."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
     model.save_pretrained(folder)

@@ -63,7 +63,8 @@ def test_a_whole_step_keeps_the_input_of_one_layer_on_the_device() -> None:
         for layer in module.causal.modules()
         if hasattr(layer, "_gradient_checkpointing_func")
     )._last()
-    assert last.here is not None and last.before().here is None
+    assert last.here is not None
+    assert last.before().here is None
     assert last.before().before().before() is None, "three layers"
     hidden.sum().backward()
 

@@ -14,9 +14,10 @@ from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan
 from rlhf.gateway import BackendGateway
 from rlhf.generate import generate, sample
-from rlhf.model.compiled import check_packed
+from rlhf.model.compiled import check_packed, compile_layers, compiles
 from rlhf.model.dropout import without_dropout
 from rlhf.model.load import Task, load_model, model_shape, parameter_groups
+from rlhf.model.packed import decoder
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.reference import Follower, Reference, ReferenceMode, make_reference
 from rlhf.reference_cache import attach, own_logprobs
@@ -93,10 +94,13 @@ class Run:
         )  # fmt: skip
         self.engines[role], self.plans[role], self.shapes[role] = engine, plan, shape
         self.tasks[role] = task
+        self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
+        if compiles(config.model):
+            # Only now: the probe compares the model's own numbers.
+            check_packed(config.model, self.attention[role].path)
+            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
         if module.layers and trained:
             self.notes.append(module.layers)
-        self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
-        check_packed(config.model, self.attention[role].path)
         return engine
 
     def release(self, role: str) -> None:

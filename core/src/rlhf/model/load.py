@@ -13,7 +13,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
-from rlhf.model.compiled import check_compilable, compile_layers, compiles, rehearse_fp8
+from rlhf.model.compiled import check_compilable, compiles, rehearse_fp8
 from rlhf.model.fused import check_forgettable, check_fusible, fuse, products_of
 from rlhf.model.gates import forget_products
 from rlhf.model.head import read_head
@@ -149,10 +149,8 @@ def load_model(
         causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
     else:
         causal = load_whole(architecture, config, task, dtype, device=mesh.device)
-    if compiles(config.model):
-        layers = compile_layers(decoder(causal), config.model.fp8)
-    else:
-        layers = fuse(decoder(causal), config.model.kernels, mesh.device)
+    asked = "none" if compiles(config.model) else config.model.kernels
+    layers = fuse(decoder(causal), asked, mesh.device)
     forget(causal, config)
     return PackedModel(prepare_trainable(causal, config, task), layers=layers)
 

@@ -19,7 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
-from rlhf_plugin_deepspeed.leaves import mark_experts
+from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
@@ -267,6 +267,7 @@ def _unify(model: nn.Module, plan: Plan) -> None:
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype).contiguous()
     if plan.stage == 3:
+        mark_layers(model)
         mark_experts(model)
 
 

@@ -1,8 +1,31 @@
-"""Blocks of experts under ZeRO-3: gathered as one, since ranks send their tokens to different
-experts."""
+"""What ZeRO-3 gathers as one: decoder layers, and blocks of experts, since ranks send their tokens
+to different experts."""
 
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
+
+
+def mark_layers(model: nn.Module) -> None:
+    """Make the decoder's layers leaves for ZeRO-3.
+
+    DeepSpeed then looks after one module a layer instead of a dozen, each with collectives and
+    bookkeeping of its own on the host. A layer whose input needs no gradient stays as it is: as a
+    leaf it would lose its weights before its backward.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    embeddings = (item for item in model.modules() if isinstance(item, nn.Embedding))
+    needed = any(map(_trains, embeddings)) or not _trains(model)
+    for layer in max(lists, key=_size, default=nn.ModuleList()):
+        set_z3_leaf_module(layer, needed)
+        needed = needed or _trains(layer)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(getattr(item, "ds_numel", item.numel()) for item in module.parameters())
 
 
 def mark_experts(model: nn.Module) -> list[str]:

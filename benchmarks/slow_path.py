@@ -1,0 +1,27 @@
+"""`rlhf` by the slow path: padded rows under the model's own attention and layers, with torch's
+operators instead of fused kernels. What is fast is held against it (`curves.py`).
+
+    python benchmarks/slow_path.py run sft --model MODEL --data ROWS
+"""
+
+import sys
+from typing import Any
+
+from rlhf import kernels
+
+kernels.fused_on = lambda kind: False
+
+from rlhf import run  # noqa: E402
+from rlhf.cli import main  # noqa: E402
+from rlhf.model.probe import AttentionPath  # noqa: E402
+
+
+def padded(engine: Any, mesh: Any, *, longest: int) -> AttentionPath:
+    """In the place of the probe."""
+    engine.module.path = "padded"
+    return AttentionPath(path="padded", reason="as benchmarks/slow_path.py wants it")
+
+
+if __name__ == "__main__":
+    run.choose_path = padded
+    sys.exit(main())

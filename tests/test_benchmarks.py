@@ -30,6 +30,15 @@ def test_every_workflow_is_measured_through_the_command(tmp_path: Path) -> None:
     ]
 
 
+def test_curves_are_those_of_the_slow_path(tmp_path: Path) -> None:
+    words = ["--steps", "3", "--size", "4", "--vocabulary", "512", "--output", str(tmp_path)]
+    line = run("curves.py", "rm", *words, "--", "--optim.lr", "1e-3").splitlines()[-1]
+    name, first, last, slow, largest, _ = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (name, last) == ("rm", slow)
+    assert first != last
+    assert float(largest) < 1e-5
+
+
 def test_the_step_is_measured_against_a_bare_loop(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     table = run(

@@ -30,6 +30,7 @@ from rlhf.demo import rows, scratch
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.gateway import build_gateways
+from rlhf.introduction import curve_line
 from rlhf.model.load import load_tokenizer
 from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
 from rlhf.run import Run
@@ -353,6 +354,10 @@ def test_dropout_goes_from_modules_and_config_but_an_adapters_own_stays(folder: 
     layer = module.causal.model.layers[0].self_attn
     assert layer.attention_dropout == 0.0
     assert layer.q_proj.lora_dropout["default"].p == 0.3
+    assert curve_line(run) == [
+        "curve      depends on ranks and batch.tokens: dropout 0.3 draws anew for each micro-batch"
+    ]
+    assert curve_line(make_run(folder)) == []
 
 
 def test_a_table_splits_by_answers(folder: Path) -> None:

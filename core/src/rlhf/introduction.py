@@ -6,6 +6,7 @@ import attrs
 
 from rlhf.config.reader import Request, to_tree
 from rlhf.data.examples import Examples
+from rlhf.model.dropout import largest_dropout
 from rlhf.run import Run
 from rlhf.session import Session
 
@@ -23,7 +24,21 @@ def introduce(
     )
     remarks = session.trainer.remarks(train)
     lines = first_lines(request, session, run, train=train, held_out=held_out)
-    print("\n".join([*lines, *run.notes, *request.notes, *remarks]), flush=True)
+    said = [*lines, *run.notes, *curve_line(run), *request.notes, *remarks]
+    print("\n".join(said), flush=True)
+
+
+def curve_line(run: Run) -> list[str]:
+    """Why the loss curve of this run is not the same on other hardware, if it is not."""
+    reasons = []
+    dropout = largest_dropout(run.engines["policy"].module)
+    if dropout:
+        reasons.append(f"dropout {dropout:g} draws anew for each micro-batch")
+    if run.config.model.fp8 is not None:
+        reasons.append("products in FP8 are scaled by what stands in a micro-batch")
+    return [f"curve      depends on ranks and batch.tokens: {', and '.join(reasons)}"] * bool(
+        reasons
+    )
 
 
 def plans_of(run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
 from rlhf.model.attention import in_blocks, let_recompile
+from rlhf.model.fused import UnseenNorm
 from rlhf.model.masks import TreeMask
 
 LEAST = "0.18"
@@ -142,29 +143,33 @@ def _compiler() -> Forward:
 
 
 class UnseenProduct(torch.autograd.Function):
-    """A product in FP8 without values, for a rehearsal: of its input it keeps one byte for each
-    number, once for all products of the same input."""
+    """A product in FP8 without values, for a rehearsal. Of its input it keeps `kept`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(kept, weight)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, *([] if kept is None else [kept]))
         ctx.shape = hidden.shape
         return hidden.new_empty(*hidden.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        _, weight = ctx.saved_tensors
+        weight = ctx.saved_tensors[0]
         return gradient.new_empty(ctx.shape), torch.empty_like(weight), None
 
 
 def rehearse_fp8(decoder: Any) -> None:
-    """Stand-ins for products in FP8 on the meta device."""
+    """Stand-ins for products in FP8 on the meta device.
+
+    Of a normed input one byte is kept for each number, once for all its products; other inputs are
+    cast again in backward from what attention and gates keep.
+    """
     latest: dict[str, Any] = {"input": lambda: None}
 
     def forward(linear: Any, hidden: Tensor) -> Tensor:
         if latest["input"]() is not hidden:
+            normed = isinstance(hidden.grad_fn, UnseenNorm._backward_cls)
             kept = torch.empty(hidden.shape, dtype=torch.float8_e4m3fn, device=hidden.device)
-            latest.update(input=weakref.ref(hidden), kept=kept)
+            latest.update(input=weakref.ref(hidden), kept=kept if normed else None)
         return UnseenProduct.apply(hidden, linear.weight, latest["kept"])
 
     for module in layers_of(decoder).modules():

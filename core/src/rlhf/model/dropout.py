@@ -1,4 +1,5 @@
-"""Dropout out of a model: preference losses compare two passes, which noise would make differ."""
+"""Dropout of a model: how much there is, and how it is taken out, since preference losses compare
+two passes, which noise would make differ."""
 
 from typing import Any
 
@@ -23,7 +24,18 @@ def without_dropout(module: Any) -> None:
         _clear(settings)
 
 
+def largest_dropout(module: nn.Module) -> float:
+    """The largest share that a module drops while it is trained, adapters' own among them."""
+    shares = [part.p for part in module.modules() if isinstance(part, _DropoutNd)]
+    shares += [value for part in module.modules() for _, value in _shares(part)]
+    return max(shares, default=0.0)
+
+
 def _clear(owner: nn.Module | Any) -> None:
-    for name, value in vars(owner).items():
-        if isinstance(value, float) and name.endswith(ENDINGS):
-            setattr(owner, name, 0.0)
+    for name, _ in _shares(owner):
+        setattr(owner, name, 0.0)
+
+
+def _shares(owner: nn.Module | Any) -> list[tuple[str, float]]:
+    found = vars(owner).items()
+    return [(n, v) for n, v in found if isinstance(v, float) and n.endswith(ENDINGS)]

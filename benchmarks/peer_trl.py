@@ -38,6 +38,23 @@ class StepEnds(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
+class Collated:
+    """A trainer's collator, and how much of what it made is padding."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+        self.tokens = self.real = 0
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collator(rows)
+        masks = [batch[name] for name in batch if name.endswith("attention_mask")]
+        # Without a mask the rows are packed one after another.
+        masks = masks or [torch.ones_like(batch["input_ids"])]
+        self.tokens += sum(mask.numel() for mask in masks)
+        self.real += sum(int(mask.sum()) for mask in masks)
+        return batch
+
+
 def main() -> None:
     started = time.perf_counter()
     options = parse()
@@ -52,6 +69,7 @@ def main() -> None:
         size = options.size * options.max_tokens / tokens
         repeats = -(-int(size) * options.steps // len(rows)) + 1
     trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
+    trainer.data_collator = collated = Collated(trainer.data_collator)
     trainer.train()
     pairs = zip(clock.times[WARM_UP - 1 :], clock.times[WARM_UP:], strict=False)
     seconds = statistics.median(after - before for before, after in pairs)
@@ -63,6 +81,7 @@ def main() -> None:
         "tokens_per_s": size * tokens / seconds,
         "first_step_s": clock.times[0] - started,
         "losses": clock.losses,
+        "padding": 1 - collated.real / collated.tokens,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "transformers": transformers.__version__,
     }

@@ -199,7 +199,7 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         "first_step_s": first,
         "losses": [line["loss"] for line in steps],
     }
-    for name in ("mfu", "peak_memory_gib"):
+    for name in ("mfu", "peak_memory_gib", "padding"):
         if name in timed[-1]:
             result[name] = statistics.median(line[name] for line in timed)
     return result
@@ -273,7 +273,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
 def as_table(results: Sequence[Row]) -> str:
     """A line for each side of each workflow, medians over the rounds, and the ratio."""
     head = "| workflow | rows a step | | ms a step | rows/s | tokens/s | MFU | peak GiB |"
-    head += " seconds to the first step |"
+    head += " padding | seconds to the first step |"
     rows = [head, "|" + "---|" * head.count(" |")]
     for workflow in dict.fromkeys(result["workflow"] for result in results):
         sides = {}
@@ -288,13 +288,13 @@ def as_table(results: Sequence[Row]) -> str:
         if len(speeds) == 2 and None not in speeds:
             peaks = [side["peak_memory_gib"] for side in sides.values()]
             memory = f"{peaks[0] / peaks[1]:.2f}x" if None not in peaks else "-"
-            rows.append(f"| | | ratio | | {speeds[0] / speeds[1]:.2f}x | | | {memory} | |")
+            rows.append(f"| | | ratio | | {speeds[0] / speeds[1]:.2f}x | | | {memory} | | |")
     return "\n".join(rows) + "\n"
 
 
 NUMBERS = {
     "step_ms": ".1f", "rows_per_s": ",.1f", "tokens_per_s": ",.0f", "mfu": ".3f",
-    "peak_memory_gib": ".1f", "first_step_s": ".1f",
+    "peak_memory_gib": ".1f", "padding": ".1%", "first_step_s": ".1f",
 }  # fmt: skip
 
 

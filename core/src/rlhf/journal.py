@@ -2,11 +2,12 @@
 without waiting."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
 
+from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import LaterOutcome, StepOutcome
 from rlhf.progress import Progress, evaluation_line
@@ -42,6 +43,9 @@ class Journal:
     _rate: float = 0.0
     _since: float = field(factory=time.perf_counter)
     _plans: list[StepPlan] = field(factory=list)
+    _useful: int = 0
+    _computed: int = 0
+    """Tokens of this rank's rows since the last logged step, without and with padding."""
 
     def start(self, first_step: int) -> None:
         """The first step is next."""
@@ -55,9 +59,13 @@ class Journal:
         self._outcome, self._rate = outcome, rate
         self.skipped += outcome.skipped_by_scaler
 
-    def step(self, step: int, plan: StepPlan, report: Report | None) -> None:
-        """A step has ended; `report` is None where it is not logged."""
+    def step(
+        self, step: int, plan: StepPlan, batches: Sequence[PackedBatch], report: Report | None
+    ) -> None:
+        """A step on `batches` has ended; `report` is None where it is not logged."""
         self._plans.append(plan)
+        self._useful += sum(batch.num_tokens for batch in batches)
+        self._computed += sum(len(batch.tokens) for batch in batches)
         self.tokens_seen += int(plan.lengths.sum())
         self._write_pending()
         if report is not None:
@@ -114,6 +122,10 @@ class Journal:
         }
         if memory is not None:
             host["peak_memory_gib"] = memory
+        if self.session.engine.module.path == "tree":
+            # Other paths lay the tokens out in rows of their own.
+            host["padding"] = 1 - self._useful / self._computed
+        self._useful = self._computed = 0
         if self.session.engine.precision == "fp16":
             host["skipped_steps"] = self.skipped
         return host

@@ -77,7 +77,7 @@ def take_steps(
             batches = list(itertools.islice(source, plan.num_batches))
         report = take_step(session, plan, batches, step)
         step += 1
-        session.journal.step(step, plan, report)
+        session.journal.step(step, plan, batches, report)
         reason = stop.reason(step)
         reason = "done" if step == session.num_steps else reason
         improved = False

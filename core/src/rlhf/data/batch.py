@@ -52,6 +52,11 @@ class PackedBatch:
     and has tokens but neither examples nor answers nor predictions."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of examples; the others only round the row up."""
+        return sum(prompt + sum(answers) for prompt, answers in self.spans)
+
+    @property
     def num_examples(self) -> int:
         return len(self.spans)
 

@@ -42,7 +42,7 @@ STAGES = {
 }
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""
-TIMINGS = ("tokens_per_s", "mfu", "peak_memory_gib")
+TIMINGS = ("tokens_per_s", "mfu", "peak_memory_gib", "padding")
 EVALUATION = "eval/"
 
 

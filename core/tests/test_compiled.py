@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import SIZES
+from test_model_families import FAMILIES, SIZES
 
 from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
@@ -82,6 +82,17 @@ def test_compiled_layers_are_the_model_s_own(graphs: Any, recompute: bool) -> No
     for found, wanted in zip(gradients(module, *batches), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert graphs() == 2, "one for the first row and one for all others, for all layers"
+
+
+def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> None:
+    torch.manual_seed(0)
+    config, sizes = FAMILIES["GPT-2"]
+    causal = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
+    module = PackedModel(causal.eval())
+    expected = module.packed_row(row(20, 30))
+    compile_layers(decoder(causal), None)
+    torch.testing.assert_close(module.packed_row(row(20, 30)), expected, rtol=1e-4, atol=1e-5)
+    assert graphs() == 1
 
 
 def test_other_rows_run_the_model_s_own_layers(graphs: Any) -> None:

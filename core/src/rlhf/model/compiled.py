@@ -125,7 +125,8 @@ def _compiled(own: Forward) -> Forward:
     """A layer's `own` forward, compiled for packed rows."""
 
     def forward(hidden: Tensor, *rest: Any, **options: Any) -> Any:
-        if not isinstance(options.get("attention_mask"), TreeMask):
+        # Families differ in whether the mask has a name or a place.
+        if not any(isinstance(item, TreeMask) for item in (*rest, *options.values())):
             return own(hidden, *rest, **options)
         return _compiler()(own, in_blocks(hidden, dim=1), rest, options)
 

@@ -45,9 +45,9 @@ class ModelConfig:
     stages 0 to 2. auto: liger on CUDA, for the families that docs/models.md names, where
     liger-kernel is installed; with fp8 compile."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Products of the layers in FP8, by this recipe of torchao: faster from some 3 B parameters on,
-    for a curve that is not quite the same. tensorwise: one scale for each tensor; rowwise: one for
-    each row, more exact and slower. On GPUs of compute capability 8.9, for rowwise 9.0."""
+    """Products of the layers in FP8, by this recipe of torchao: faster for large models, for a
+    curve that is not quite the same. tensorwise: one scale for each tensor; rowwise: one for each
+    row, which is slower. On GPUs of compute capability 8.9, for rowwise 9.0."""
     recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
     """What is computed again in backward instead of kept, for the same curve. full: every layer
     (gradient checkpointing), a third more time. selective: the products of gated layers, a quarter

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attrs
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf import checkpoint
@@ -62,6 +63,9 @@ def _export(folder: Path, target: Path) -> None:
     plan = Plan(stage=0, precision=config.model.dtype)
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    # What only concerns the training does not concern the machine that exports.
+    plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
+    config = attrs.evolve(config, model=plain)
     module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
     save_model(module, weights, target)
     more = trainer.model_config(_newest_metrics(run, until=checkpoint.step_of(folder)))

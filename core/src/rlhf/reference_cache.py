@@ -170,6 +170,8 @@ def weights_digest(config: Config) -> str:
         parts += ["random", str(config.train.seed), *_contents(_folder(model), WEIGHT_FILES[:1])]
     else:
         parts += _contents(_folder(model), WEIGHT_FILES)
+    if model.fp8 is not None:
+        parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
         parts += _contents(Path(model.adapter), WEIGHT_FILES)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -68,7 +68,9 @@ def fuse(decoder: Any, asked: str, device: torch.device) -> str:
     _patch(decoder)
     if device.type == "meta":
         _without_values(decoder)
-    return f"layers     norms, rotary embedding and gates fused by Liger {version('liger-kernel')}"
+    return (
+        f"layers     rotary embedding and gates fused by Liger {version('liger-kernel')}, norms too"
+    )
 
 
 def not_fusible(config: Any, asked: str, device: torch.device) -> str:

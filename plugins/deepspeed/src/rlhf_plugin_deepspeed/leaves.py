@@ -6,22 +6,17 @@ from torch import nn
 
 
 def mark_layers(model: nn.Module) -> None:
-    """Make the decoder's layers leaves for ZeRO-3.
+    """Make the decoder's layers leaves for ZeRO-3, in a model that is only run.
 
     DeepSpeed then looks after one module a layer instead of a dozen, each with collectives and
-    bookkeeping of its own on the host. A layer whose input needs no gradient stays as it is: as a
-    leaf it would lose its weights before its backward.
+    bookkeeping of its own on the host. It reduces a leaf's gradients with every run of the leaf,
+    and fails where one runs twice before backward, so layers that are trained stay as they are.
     """
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    embeddings = (item for item in model.modules() if isinstance(item, nn.Embedding))
-    needed = any(map(_trains, embeddings)) or not _trains(model)
     for layer in max(lists, key=_size, default=nn.ModuleList()):
-        set_z3_leaf_module(layer, needed)
-        needed = needed or _trains(layer)
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+        set_z3_leaf_module(layer, True)
 
 
 def _size(module: nn.Module) -> int:

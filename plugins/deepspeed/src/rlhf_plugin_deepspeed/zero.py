@@ -118,6 +118,8 @@ def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
         "deepspeed.bucket_size": config.backend_section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
         "optim.states": config.optim.states == "bf16",
+        "model.kernels compile": config.model.kernels == "compile",
+        "model.fp8": config.model.fp8 is not None,
     }
     return stages_for([name for name, is_on in settings.items() if is_on])
 

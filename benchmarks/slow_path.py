@@ -24,4 +24,5 @@ def padded(engine: Any, mesh: Any, *, longest: int) -> AttentionPath:
 
 if __name__ == "__main__":
     run.choose_path = padded
-    sys.exit(main())
+    # More ranks would be processes of rlhf's own, without what is changed here.
+    sys.exit(main([*sys.argv[1:], "--nproc", "1"]))

@@ -1,5 +1,7 @@
 """Compiled layers: the same numbers, few graphs, and what is refused."""
 
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from test_model_families import FAMILIES, SIZES
 from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
+from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.gateway import build_gateways
 from rlhf.memory import LiveBytes
 from rlhf.model import attention, compiled
 from rlhf.model.compiled import (
@@ -18,11 +22,12 @@ from rlhf.model.compiled import (
     check_packed,
     compile_layers,
     layers_of,
-    rehearse_fp8,
+    rehearse_compiled,
     to_fp8,
 )
-from rlhf.model.fused import UnseenNorm
 from rlhf.model.packed import PackedModel, decoder
+from rlhf.run import Run
+from rlhf.testing.plain import PlainBackend
 
 LAYERS = 3
 
@@ -127,11 +132,7 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
     def kept(*, fp8: bool) -> int:
         with torch.device("meta"):
             module = model(hidden_size=64, intermediate_size=128)
-        for layer in layers_of(decoder(module.causal)):
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.forward = unseen_norm.__get__(norm)
-        if fp8:
-            rehearse_fp8(decoder(module.causal))
+        rehearse_compiled(decoder(module.causal), "tensorwise" if fp8 else None)
         batch = row(90, 40, 30).to(torch.device("meta"))
         with LiveBytes(known=list(module.parameters())) as counter:
             hidden = module.packed_row(batch)
@@ -139,13 +140,9 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         hidden.sum().backward()
         return kept
 
-    # Of two normed inputs one byte is left of four, of what attention gives and of the gated
-    # product none.
-    assert kept(fp8=False) - kept(fp8=True) == 256 * LAYERS * (2 * 3 * 64 + 4 * (64 + 128))
-
-
-def unseen_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return UnseenNorm.apply(hidden, norm.weight)
+    # Of two normed inputs one byte is left of four, of what attention gives none; the gated product
+    # is not kept in any case.
+    assert kept(fp8=False) - kept(fp8=True) == 256 * LAYERS * (2 * 3 * 64 + 4 * 64)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def unseen_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
         (
             ["--model.kernels", "compile", "--deepspeed.stage", "3"],
             "model.kernels compile has no effect at ZeRO stage 3: it acts at stages 0 to 2 alone, "
-            "so set model.kernels to auto.",
+            "so use the preset zero2.",
         ),
     ],
 )
@@ -191,7 +188,7 @@ def test_what_cannot_go_together_is_told_with_the_configuration(
     assert str(told.value) == problem
 
 
-def test_what_a_device_or_a_model_cannot_do_is_told_before_it_loads() -> None:
+def test_what_a_device_or_a_model_cannot_do_is_told() -> None:
     asked = ["--model.kernels", "compile"]
     config = read_config("sft", overrides=asked, inputs=False).config
     with pytest.raises(RLHFError) as told:
@@ -200,9 +197,58 @@ def test_what_a_device_or_a_model_cannot_do_is_told_before_it_loads() -> None:
         "model.kernels compile needs a CUDA device with Triton, and this run is on cpu: take it out"
     )
     with pytest.raises(RLHFError) as told:
-        check_packed(config.model, "padded")
+        check_packed(config.model, "padded", "packed was off by 0.3")
     assert str(told.value) == (
-        "model.kernels compile needs packed rows, and this model runs on the path 'padded': take "
-        "it out"
+        "model.kernels compile needs packed rows, and this model runs on the path 'padded' (packed "
+        "was off by 0.3): take it out"
     )
-    check_packed(config.model, "packed")
+    check_packed(config.model, "packed", "")
+
+
+def test_what_no_row_can_be_packed_for_is_told_before_it_loads(tmp_path: Path) -> None:
+    config_class, options = FAMILIES["GPT-J"]
+    getattr(transformers, config_class)(**options).save_pretrained(tmp_path)
+    words = ["--model.path", str(tmp_path), "--model.kernels", "compile", "--model.dtype", "fp32"]
+    config = read_config("sft", overrides=words, inputs=False).config
+    hooks, _ = build_gateways(PlainBackend())
+    # There are no weights in the folder.
+    with pytest.raises(RLHFError) as told:
+        Run(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
+    assert str(told.value) == (
+        "model.kernels compile needs packed rows, and this model runs on the path 'padded' (its "
+        "attention cannot be exchanged): take it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("chip", "torchao", "problem"),
+    [
+        ((8, 0), "0.18.0", "needs compute capability 9.0, and this device has 8.0: take it out"),
+        ((9, 0), None, "needs torchao: pip install 'rlhf-core[fp8]'"),
+        (
+            (9, 0),
+            "0.17.1",
+            "needs torchao 0.18, and 0.17.1 is installed: pip install 'rlhf-core[fp8]'",
+        ),
+        ((9, 0), "0.18.0", ""),
+    ],
+)
+def test_what_fp8_needs_is_told(
+    chip: tuple[int, int], torchao: str | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if torchao is None:
+            raise PackageNotFoundError(name)
+        return torchao
+
+    monkeypatch.setattr(compiled, "fused_on", lambda kind: True)
+    monkeypatch.setattr(compiled, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+    words = ["--model.fp8", "rowwise", "--model.dtype", "bf16"]
+    config = read_config("sft", overrides=words, inputs=False).config
+    if not problem:
+        check_compilable(config, torch.device("cuda"))
+        return
+    with pytest.raises(RLHFError) as told:
+        check_compilable(config, torch.device("cuda"))
+    assert str(told.value) == f"model.fp8 rowwise {problem}"

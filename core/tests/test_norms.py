@@ -1,10 +1,20 @@
-"""The Triton kernels of RMS norms against the norms of transformers and autograd; Triton's
-interpreter runs them where there is no accelerator."""
+"""RMS norms are found by what they compute, and their Triton kernels are held against the norms of
+transformers and autograd; Triton's interpreter runs them where there is no accelerator."""
+
+from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from test_model_families import FAMILIES, SIZES
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from rlhf.memory import LiveBytes
+from rlhf.model import fused
+from rlhf.model.norms import Formula, formula_of, fuse_norms
 
 pytest.importorskip("triton")
 from rlhf.model.norms_triton import RMSNorm
@@ -50,3 +60,72 @@ def test_programs_share_the_rows_of_a_long_batch(monkeypatch: pytest.MonkeyPatch
     wanted = torch.autograd.grad(expected.square().sum(), (hidden, weight))
     changes = torch.autograd.grad(found.square().sum(), (hidden, weight))
     torch.testing.assert_close(changes, wanted, rtol=1e-4, atol=1e-4)
+
+
+class Gated(LlamaRMSNorm):
+    """As hybrid families have them; they may give a gate."""
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(hidden if gate is None else hidden * gate)
+
+
+@pytest.mark.parametrize(
+    ("module", "formula"),
+    [
+        (LlamaRMSNorm(48, eps=1e-5), Formula(1e-5, 0.0, False)),
+        (GemmaRMSNorm(48, eps=1e-6), Formula(1e-6, 1.0, True)),
+        (Olmo2RMSNorm(48, eps=1e-6), Formula(1e-6, 0.0, True)),
+        (torch.nn.RMSNorm(48, eps=1e-3), Formula(1e-3, 0.0, True)),
+        (torch.nn.RMSNorm(48), None),
+        (torch.nn.RMSNorm((4, 48), eps=1e-6), None),
+        (torch.nn.LayerNorm(48, bias=False), None),
+        (torch.nn.Linear(48, 48, bias=False), None),
+        (Gated(48), None),
+    ],
+)
+def test_a_norm_is_found_by_what_it_computes(
+    module: torch.nn.Module, formula: Formula | None
+) -> None:
+    with torch.random.fork_rng():
+        before = torch.random.get_rng_state()
+        assert formula_of(module) == formula
+        assert formula_of(module.to("meta")) == formula
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_norm_on_the_meta_device_keeps_its_input_and_a_number_for_each_row() -> None:
+    norm = LlamaRMSNorm(64).to("meta")
+    assert fuse_norms(torch.nn.ModuleList([norm, torch.nn.Linear(2, 2)])) == 1
+    hidden = torch.empty(5, 64, device="meta", requires_grad=True)
+    with LiveBytes(known=[norm.weight, hidden]) as counter:
+        output = norm(hidden)
+        assert counter.live == 4 * (5 * 64 + 5)
+    output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        (
+            "Qwen2",
+            "layers     norms fused; rotary embedding and gates not: needs liger-kernel: pip "
+            "install 'rlhf-core[kernels]'",
+        ),
+        ("GPT-OSS", "layers     norms fused"),
+        ("GPT-2", ""),
+    ],
+)
+def test_what_is_fused_without_liger_is_told(
+    family: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(fused, "fused_on", lambda kind: True)
+    monkeypatch.setattr(fused, "version", none)
+    config_class, options = FAMILIES[family]
+    config: Any = getattr(transformers, config_class)(**(SIZES | options))
+    with torch.device("meta"):
+        decoder = transformers.AutoModel.from_config(config)
+    assert fused.fuse(decoder, "none", torch.device("meta")) == ""
+    assert fused.fuse(decoder, "auto", torch.device("meta")) == said

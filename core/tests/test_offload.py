@@ -10,7 +10,7 @@ from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
 from rlhf.memory import LiveBytes
 from rlhf.model.load import check_recomputable
-from rlhf.model.offload import HostInputs
+from rlhf.model.offload import HostInputs, Kept
 from rlhf.model.packed import PackedModel
 from rlhf.model.trainable import recompute
 
@@ -41,38 +41,61 @@ def test_gradients_are_those_of_recomputation_bit_for_bit() -> None:
             assert torch.equal(gradient, expected[name]), name
 
 
-def test_inputs_leave_and_come_back_in_time() -> None:
-    inputs = HostInputs()
-    tensors = [torch.full((4,), float(n), device=DEVICE) for n in range(3)]
-    kept = [inputs.pack(tensor) for tensor in tensors]
-    assert [item.here is not None for item in kept] == [False, False, True]
-    for number in (2, 1, 0):
-        assert torch.equal(inputs.unpack(kept[number]), tensors[number])
-        before = [item.here is not None for item in kept[:number]]
-        assert before == [False] * (number - 1) + [True] * bool(number)
-        assert kept[number].here is None
-    assert torch.equal(inputs.unpack(kept[1]), tensors[1]), "backward through a kept graph"
+def two_inputs(hidden: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (hidden * other).sin()
 
 
-def test_a_whole_step_keeps_the_input_of_one_layer_on_the_device() -> None:
-    module = model(hidden_size=64).train().to(DEVICE)
-    recompute(module.causal, offload=True)
-    hidden = module.packed_row(row(90, 40, 30).to(DEVICE))
-    last = next(
-        layer._gradient_checkpointing_func
-        for layer in module.causal.modules()
-        if hasattr(layer, "_gradient_checkpointing_func")
-    )._last()
-    assert last.here is not None
-    assert last.before().here is None
-    assert last.before().before().before() is None, "three layers"
+def test_inputs_leave_with_the_next_layer_and_come_back_once_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Kept] = []
+    fetch = Kept.fetch
+
+    def counted(kept: Kept) -> None:
+        if kept.here is None:
+            asked.append(kept)
+        fetch(kept)
+
+    inputs, layers = HostInputs(), []
+    hidden = torch.ones(4, device=DEVICE, requires_grad=True)
+    others = [torch.full((4,), float(n), device=DEVICE, requires_grad=True) for n in range(1, 4)]
+    for other in others:
+        hidden = inputs(two_inputs, hidden, other)
+        layers.append(inputs._last())
+    there = [[kept.here is not None for kept in layer.kept] for layer in layers]
+    assert there == [[False] * 2, [False] * 2, [True] * 2]
+    monkeypatch.setattr(Kept, "fetch", counted)
     hidden.sum().backward()
+    assert len(asked) == 4, "two of the last layer never left, the others come back once"
+    assert {id(kept) for kept in asked} == {id(kept) for part in layers[:2] for kept in part.kept}
+    assert not any(kept.here is not None for layer in layers for kept in layer.kept)
+    wanted = torch.ones(4, device=DEVICE, requires_grad=True)
+    plain = wanted
+    for other in others:
+        plain = two_inputs(plain, other)
+    expected = torch.autograd.grad(plain.sum(), others)
+    for other, gradient in zip(others, expected, strict=True):
+        assert torch.equal(other.grad, gradient)
+
+
+def test_a_graph_that_is_kept_gives_its_gradient_again() -> None:
+    inputs = HostInputs()
+    first = torch.ones(4, device=DEVICE, requires_grad=True)
+    other = torch.full((4,), 0.5, device=DEVICE)
+    total = inputs(two_inputs, inputs(two_inputs, first, other), other).sum()
+    once, again = (torch.autograd.grad(total, first, retain_graph=True) for _ in range(2))
+    assert torch.equal(once[0], again[0])
 
 
 def test_a_forward_without_a_backward_holds_nothing() -> None:
     inputs = HostInputs()
-    kept = [inputs.pack(torch.zeros(4, device=DEVICE)) for _ in range(2)]
-    del kept
+    hidden = torch.ones(4, device=DEVICE, requires_grad=True)
+    output = inputs(two_inputs, hidden, hidden)
+    assert inputs._last() is not None
+    del output
+    assert inputs._last() is None
+    with torch.no_grad():
+        inputs(two_inputs, hidden, hidden)
     assert inputs._last() is None
 
 

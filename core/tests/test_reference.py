@@ -205,6 +205,8 @@ def test_other_weights_another_precision_or_other_tokens_are_another_cache(
     own = reference_cache.weights_digest(run.config)
     half = attrs.evolve(run.config, model=attrs.evolve(run.config.model, dtype="bf16"))
     assert reference_cache.weights_digest(half) != own
+    products = attrs.evolve(run.config, model=attrs.evolve(run.config.model, fp8="rowwise"))
+    assert reference_cache.weights_digest(products) != own
     model = LlamaForCausalLM.from_pretrained(folder / "model")
     model.save_pretrained(tmp_path / "same")
     (tmp_path / "same" / "config.json").write_bytes((folder / "model/config.json").read_bytes())

@@ -107,7 +107,8 @@ class Headroom:
             found = asked._rehearsed
             advice = asked._advice(found)
         except Exception:  # As above: then there are no numbers.
-            more = "" if self._recomputes() else " or set model.recompute to full"
+            level = self._leaner()
+            more = f" or set model.recompute to {level}" if level else ""
             return RLHFError(f"{where}: lower batch.tokens{more}")
         expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
         return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
@@ -121,15 +122,20 @@ class Headroom:
             share = tokens / estimate.tokens
             peak = estimate.resident + (estimate.activations + estimate.passing) * share
             advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
-        if not self._recomputes():
-            lean = recomputing(self, "full").estimate()
-            advice.append(f"set model.recompute to full (about {gib(lean.peak)} GiB)")
+        level = self._leaner()
+        if level:
+            lean = recomputing(self, level).estimate()
+            advice.append(f"set model.recompute to {level} (about {gib(lean.peak)} GiB)")
         advice += [f"use {setting}" for setting in found.lighter]
         return advice or ["train with lora, or use a device with more memory"]
 
-    def _recomputes(self) -> bool:
-        """Whether every layer is computed again already."""
-        return self.config.model.recompute in ("full", "offload")
+    def _leaner(self) -> str:
+        """The level to advise: every layer again, then its inputs to the host, then none."""
+        given = self.config.model.recompute
+        if given not in ("full", "offload"):
+            return "full"
+        there = self.mesh.device.type != "cpu" and "offload" in self._levels()
+        return "offload" if given == "full" and there else ""
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
         """A budget that fits and holds the largest example, or 0."""

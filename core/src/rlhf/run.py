@@ -16,9 +16,9 @@ from rlhf.gateway import BackendGateway
 from rlhf.generate import generate, sample
 from rlhf.model.compiled import check_packed, compile_layers, compiles
 from rlhf.model.dropout import without_dropout
-from rlhf.model.load import Task, load_model, model_shape, parameter_groups
+from rlhf.model.load import Task, empty_model, load_model, parameter_groups, shape_of
 from rlhf.model.packed import decoder
-from rlhf.model.probe import AttentionPath, choose_path
+from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.reference import Follower, Reference, ReferenceMode, make_reference
 from rlhf.reference_cache import attach, own_logprobs
 
@@ -77,7 +77,10 @@ class Run:
         hooks, config = self.hooks, self.config
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
-        shape = model_shape(config, task=task)
+        empty = empty_model(config, task)
+        paths, reason = candidates_of(empty.causal, self.longest, self.device)
+        check_packed(config.model, paths[0] if paths else "separate", reason)
+        shape = shape_of(empty)
         plan = hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
         module = load_model(config, plan=plan, mesh=self.mesh, hooks=hooks, role=role, task=task)
         if not dropout:
@@ -97,7 +100,8 @@ class Run:
         self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            check_packed(config.model, self.attention[role].path)
+            found = self.attention[role]
+            check_packed(config.model, found.path, found.reason)
             module.layers = compile_layers(decoder(module.causal), config.model.fp8)
         if module.layers and trained:
             self.notes.append(module.layers)

@@ -168,6 +168,15 @@ def test_auto_takes_the_first_stage_whose_states_fit():
     assert plan(8, 32 * GIB).stage == 3
 
 
+@pytest.mark.parametrize("asked", [{"kernels": "compile"}, {"fp8": "tensorwise"}])
+def test_auto_takes_no_stage_at_which_layers_are_not_compiled(asked):
+    run = evolve(config(), model=ModelConfig(dtype="bf16", **asked))
+    mesh = Mesh(world=8, device=torch.device("cpu"), memory=32 * GIB)
+    made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="")
+    assert made.stage == 2
+    assert not any("stage 3" in setting for setting in made.lighter)
+
+
 def test_the_summary_says_why():
     assert plan(8, 80 * GIB).summary == (
         "ZeRO 1 (the first whose states fit: 38.50 GiB in 60% of 80.0 GiB), bf16, 8 ranks, "

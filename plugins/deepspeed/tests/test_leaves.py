@@ -1,34 +1,68 @@
-"""What ZeRO-3 gathers as one."""
+"""What ZeRO-3 gathers as one, and how its gradients are reduced."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import z3_leaf_module
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhf_plugin_deepspeed.leaves import mark_layers
+from rlhf_plugin_deepspeed.leaves import (
+    HOOKS,
+    MARK,
+    mark_experts,
+    mark_layers,
+    reduced_by_parameter,
+)
 
-
-def leaves(causal: Any) -> list[bool]:
-    mark_layers(causal)
-    assert not any(z3_leaf_module(part) for part in causal.model.layers[0].children())
-    return [z3_leaf_module(layer) for layer in causal.model.layers]
-
-
-@pytest.fixture
-def causal() -> Any:
-    return AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
-            num_attention_heads=2,
-        )
-    )  # fmt: skip
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
-def test_layers_that_are_trained_stay_as_they_are(causal: Any) -> None:
-    assert leaves(causal) == [False, False, False]
+def decoder(family: str, **more: Any) -> Any:
+    config = getattr(transformers, family)(**SIZES, **more)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def test_a_model_that_is_only_run_gathers_every_layer_as_one(causal: Any) -> None:
-    causal.requires_grad_(False)
-    assert leaves(causal) == [True, True, True]
+def test_every_layer_is_gathered_as_one() -> None:
+    causal = decoder("LlamaConfig")
+    assert mark_layers(causal) == list(causal.model.layers)
+    leaves = [name for name, module in causal.named_modules() if z3_leaf_module(module)]
+    assert leaves == ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+
+def test_of_a_mixture_the_experts_alone_are() -> None:
+    causal = decoder("MixtralConfig", num_local_experts=2, num_experts_per_tok=1)
+    experts = mark_experts(causal)
+    assert len(experts) == 3
+    assert mark_layers(causal) == []
+    assert [name for name, module in causal.named_modules() if z3_leaf_module(module)] == experts
+
+
+def test_a_deepspeed_that_registers_elsewhere_has_no_such_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
+    assert mark_layers(decoder("LlamaConfig")) == []
+
+
+def test_gradients_of_layers_are_reduced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def register(optimizer: Any) -> None:
+        seen.extend(hasattr(item, MARK) for item in optimizer.parameters)
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)
+    parameters = [*layer.parameters(), *other.parameters()]
+    for parameter in parameters:
+        setattr(parameter, MARK, layer)
+    with reduced_by_parameter([layer]):
+        getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)(SimpleNamespace(parameters=parameters))
+    assert seen == [False, False, True, True]
+    assert getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS) is register

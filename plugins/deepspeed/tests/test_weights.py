@@ -178,11 +178,14 @@ def test_generation_waits_for_the_slowest_rank_at_stage_3(pair, settings, synced
 
 
 def refused_precision():
-    assert not get_accelerator().is_fp16_supported()
+    # Some CPUs have it.
+    get_accelerator().is_fp16_supported = lambda: False
     try:
         DeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig(), dtype="fp16"))
     except RLHFError as error:
         return str(error)
+    finally:
+        del get_accelerator().is_fp16_supported
     return ""
 
 

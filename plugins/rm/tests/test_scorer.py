@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.errors import RLHFError
@@ -72,6 +73,18 @@ def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
     answers = ["The answer is 4.", "The answer is 5."]
     assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
     assert other.config.reward_mean == pytest.approx(one.config.reward_mean)
+    # What the machine of the run had need not be had by the one that exports.
+    written = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(written.read_text())
+    for settings in (
+        {"kernels": "liger", "recompute": "offload"},
+        {"fp8": "tensorwise", "dtype": "bf16"},
+    ):
+        written.write_text(yaml.safe_dump(config | {"model": config["model"] | settings}))
+        shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / settings.popitem()[1]))
+    there = Scorer(tmp_path / "offload").rewards("What is 2 + 2?", answers)
+    assert there == one.rewards("What is 2 + 2?", answers)
+    assert (tmp_path / "bf16" / "model.safetensors").is_file()
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

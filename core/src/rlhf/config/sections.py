@@ -40,10 +40,11 @@ class ModelConfig:
     adapter: str | None = None
     """Folder of a LoRA adapter to go on training."""
     kernels: Literal["auto", "liger", "compile", "none"] = "auto"
-    """Fused norms, rotary embedding and gates instead of the model's own layers. liger: the kernels
-    of Liger (arXiv 2410.10989). compile: layers compiled by torch.compile, of any family, at ZeRO
-    stages 0 to 2. auto: liger on CUDA, for the families that docs/models.md names, where
-    liger-kernel is installed; with fp8 compile."""
+    """What runs the layers on CUDA. auto: with fp8 compile; else norms by kernels of ours, rotary
+    embedding and gates by those of Liger (arXiv 2410.10989) for the families that docs/models.md
+    names, where liger-kernel is installed. liger: this, or an error. compile: torch.compile of the
+    layers of any family, at ZeRO stages 0 to 2, without quantize and with recompute none or full.
+    none: the model's own."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
     """Products of the layers in FP8, by this recipe of torchao: faster for large models, for a
     curve that is not quite the same. tensorwise: one scale for each tensor; rowwise: one for each

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
 from rlhf.model.attention import in_blocks, let_recompile
-from rlhf.model.fused import UnseenNorm
+from rlhf.model.fused import UnseenGate
+from rlhf.model.gates import forget_products, gates_of
 from rlhf.model.masks import TreeMask
+from rlhf.model.norms import UnseenNorm, fuse_norms
 
 LEAST = "0.18"
 INSTALL = "pip install 'rlhf-core[fp8]'"
@@ -71,12 +74,13 @@ def check_compilable(config: Config, device: torch.device) -> None:
         )
 
 
-def check_packed(model: ModelConfig, path: str) -> None:
-    """Raises RLHFError where compiled layers would never run, as `path` is not a packed row."""
+def check_packed(model: ModelConfig, path: str, reason: str) -> None:
+    """Raises RLHFError where compiled layers would never run, as `path` is not a packed row, for
+    this `reason`."""
     if compiles(model) and path not in ("tree", "packed"):
         raise RLHFError(
-            f"{setting(model)} needs packed rows, and this model runs on the path '{path}': take "
-            f"it out"
+            f"{setting(model)} needs packed rows, and this model runs on the path '{path}' "
+            f"({reason}): take it out"
         )
 
 
@@ -88,6 +92,9 @@ def compile_layers(decoder: Any, recipe: str | None) -> str:
     if recipe is not None:
         num_products = to_fp8(layers, recipe)
         said += f", {num_products} products in FP8 ({recipe}) by torchao {version('torchao')}"
+    # The compiler would make one slow kernel of a norm and what follows, a transposed cast say.
+    if fused_on(next(decoder.parameters()).device.type):
+        fuse_norms(decoder)
     for layer in layers:
         layer.__dict__["forward"] = _compiled(layer.forward)
     return said
@@ -140,7 +147,16 @@ def _run(own: Forward, blocks: Tensor, rest: Any, options: Any) -> Any:
 @lru_cache
 def _compiler() -> Forward:
     let_recompile()
-    return torch.compile(_run)
+    return torch.compile(_run, backend=_inductor)
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """torch's compiler, free to compute again in backward what a product there reads: of a gated
+    layer it keeps both factors alone, for one write more."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)
 
 
 class UnseenProduct(torch.autograd.Function):
@@ -156,6 +172,15 @@ class UnseenProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         weight = ctx.saved_tensors[0]
         return gradient.new_empty(ctx.shape), torch.empty_like(weight), None
+
+
+def rehearse_compiled(decoder: Any, recipe: str | None) -> None:
+    """Stand-ins on the meta device for what a compiler makes of layers: like fused kernels, it
+    keeps the inputs of norms and the factors of gates and nothing between."""
+    forget_products(decoder, {id(layer): UnseenGate.apply for layer in gates_of(decoder)})
+    fuse_norms(decoder)
+    if recipe is not None:
+        rehearse_fp8(decoder)
 
 
 def rehearse_fp8(decoder: Any) -> None:

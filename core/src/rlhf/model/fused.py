@@ -1,7 +1,7 @@
-"""Fused layers: rotary embedding and gated activations through the Triton kernels of Liger (arXiv
-2410.10989), an optional dependency, RMS norms through ours.
+"""Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
+the Triton kernels of Liger (arXiv 2410.10989), an optional dependency.
 
-Liger knows how each family normalises and gates. Its patches of a family's Python module are taken
+Liger knows how each family gates. Its patches of a family's Python module are taken
 back, so that they reach one model: others in the process, and those without values, stay as they
 are.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
 from rlhf.model.gates import Product, factors, gates_of
+from rlhf.model.norms import fuse_norms
 
 FAMILIES = (
     "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
@@ -28,9 +29,9 @@ FAMILIES = (
 """`model_type`s whose fused layers are compared with their own (`core/tests/test_fused_cuda.py`).
 """
 WANTED = {
-    "rope": True, "rms_norm": True, "swiglu": True, "geglu": True,
-    # The head's log-probabilities are ours.
-    "cross_entropy": False, "fused_linear_cross_entropy": False,
+    "rope": True, "swiglu": True, "geglu": True,
+    # Norms and the head's log-probabilities are ours.
+    "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False,
 }  # fmt: skip
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
 """What Liger's gates compute, in the Gemma families and in all others; it does not look."""
@@ -62,15 +63,19 @@ def check_forgettable(config: Any, asked: str) -> None:
 def fuse(decoder: Any, asked: str, device: torch.device) -> str:
     """Fuse the layers of a transformers decoder in place as `model.kernels` asks for; what came of
     it, in words, or nothing where there is nothing to tell."""
+    if asked == "none" or not fused_on(device.type):
+        return ""
+    norms = "norms fused" if fuse_norms(decoder) else ""
     problem = not_fusible(decoder.config, asked, device)
     if problem:
-        return f"layers     not fused: {problem}" if INSTALL in problem else ""
+        more = f"rotary embedding and gates not: {problem}" if INSTALL in problem else ""
+        said = "; ".join(part for part in (norms, more) if part)
+        return f"layers     {said}" if said else ""
     _patch(decoder)
     if device.type == "meta":
         _without_values(decoder)
-    return (
-        f"layers     rotary embedding and gates fused by Liger {version('liger-kernel')}, norms too"
-    )
+    said = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
+    return f"layers     {said} fused, by Liger {version('liger-kernel')} and own kernels"
 
 
 def not_fusible(config: Any, asked: str, device: torch.device) -> str:
@@ -109,26 +114,6 @@ def _patch(decoder: Any) -> None:
     family.update(before)
     if rotary is not before.get(ROTARY) and rotary is not None:
         family[ROTARY] = Rotary(rotary, before[ROTARY])
-    _own_norms(decoder)
-
-
-def _own_norms(decoder: nn.Module) -> None:
-    """Our kernels in the place of Liger's for RMS norms, with what Liger knows of each: its
-    backward takes four times as long as its bytes need."""
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-
-    for module in decoder.modules():
-        forward = vars(module).get("forward")
-        if getattr(forward, "__func__", None) is LigerRMSNorm.forward:
-            assert module.casting_mode in ("llama", "gemma"), module.casting_mode
-            module.__dict__["forward"] = _norm.__get__(module)
-
-
-def _norm(norm: Any, hidden: Tensor) -> Tensor:
-    from rlhf.model.norms_triton import RMSNorm
-
-    whole = norm.casting_mode == "gemma"
-    return RMSNorm.apply(hidden, norm.weight, norm.variance_epsilon, norm.offset, whole)
 
 
 class Rotary:
@@ -162,45 +147,21 @@ def products_of(decoder: nn.Module) -> dict[int, Product]:
         LigerGEGLUMLP.forward: LigerGELUMulFunction.apply,
         LigerSwiGLUMLP.forward: LigerSiLUMulFunction.apply,
         LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
-        _unseen_gate: UnseenGate.apply,
+        unseen_gate: UnseenGate.apply,
     }
     return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
 
 
 def _without_values(decoder: nn.Module) -> None:
     """Stand-ins for the kernels on the meta device, which keep and give what these do."""
-    gates = {id(layer) for layer in gates_of(decoder)}
-    for module in decoder.modules():
-        forward = vars(module).get("forward")
-        if id(module) in gates and forward is not None:
-            module.__dict__["forward"] = _unseen_gate.__get__(module)
-        elif forward is not None and forward.__func__ is _norm:
-            module.__dict__["forward"] = _unseen_norm.__get__(module)
-        elif forward is not None:
-            del module.__dict__["forward"]
+    for layer in gates_of(decoder):
+        if "forward" in vars(layer):
+            layer.__dict__["forward"] = unseen_gate.__get__(layer)
 
 
-def _unseen_norm(norm: Any, hidden: Tensor) -> Tensor:
-    return UnseenNorm.apply(hidden, norm.weight)
-
-
-def _unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
+def unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
+    """A gated layer's forward on the meta device."""
     return layer.down_proj(UnseenGate.apply(*factors(layer, hidden)))
-
-
-class UnseenNorm(torch.autograd.Function):
-    """An RMS norm without values: it keeps its input and one float per row."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        scale = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(hidden, weight, scale)
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight, _ = ctx.saved_tensors
-        return torch.empty_like(hidden), torch.empty_like(weight)
 
 
 class UnseenGate(torch.autograd.Function):

@@ -13,7 +13,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.kernels import fused_on
-from rlhf.model.compiled import check_compilable, compiles, rehearse_fp8
+from rlhf.model.compiled import check_compilable, compiles, rehearse_compiled
 from rlhf.model.fused import check_forgettable, check_fusible, fuse, products_of
 from rlhf.model.gates import forget_products
 from rlhf.model.head import read_head
@@ -88,14 +88,12 @@ def empty_model(config: Config, task: Task = "causal") -> PackedModel:
     with torch.device("meta"):
         causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
     check_forgettable(architecture, config.model.recompute)
-    # A machine without an accelerator rehearses the model's own layers.
-    asked = config.model.kernels if fused_on("meta") else "none"
     if compiles(config.model):
-        # A compiled layer keeps what a fused one does.
-        asked = "none" if asked == "none" else "auto"
-    fuse(decoder(causal), asked, torch.device("meta"))
-    if config.model.fp8 is not None:
-        rehearse_fp8(decoder(causal))
+        rehearse_compiled(decoder(causal), config.model.fp8)
+    else:
+        # A machine without an accelerator rehearses the model's own layers.
+        asked = config.model.kernels if fused_on("meta") else "none"
+        fuse(decoder(causal), asked, torch.device("meta"))
     forget(causal, config)
     return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
 

@@ -35,7 +35,7 @@ class RMSNorm(torch.autograd.Function):
         scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         block, at_once = _tile(rows)
         _forward[(triton.cdiv(len(rows), at_once),)](
-            rows, weight, output, scale, len(rows), eps, offset,
+            rows, weight, output, scale, len(rows), EPS=eps, OFFSET=offset,
             WIDTH=rows.shape[1], WHOLE=whole, ROWS=at_once, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
         ctx.save_for_backward(rows, weight, scale)
@@ -51,7 +51,7 @@ class RMSNorm(torch.autograd.Function):
         parts = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=rows.device)
         _backward[(programs,)](
             rows, weight, scale, gradient.reshape(rows.shape).contiguous(), change, parts,
-            len(rows), programs, ctx.offset,
+            len(rows), programs, OFFSET=ctx.offset,
             WIDTH=rows.shape[1], ROWS=at_once, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
         of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -64,9 +64,10 @@ def _tile(rows: Tensor) -> tuple[int, int]:
     return block, max(1, ELEMENTS // block)
 
 
+# A compiler that calls a kernel gives it Python's floats in 64 bits, unless they are constants.
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    hidden, weight, output, scales, rows, eps, offset,
+    hidden, weight, output, scales, rows, EPS: tl.constexpr, OFFSET: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -74,22 +75,22 @@ def _forward(  # type: ignore[no-untyped-def]
     place = row[:, None] * WIDTH + column[None, :]
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    scale = 1 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
     tl.store(scales + row, scale, mask=row < rows)
     x = x * scale[:, None]
     if not WHOLE:
         x = x.to(hidden.dtype.element_ty).to(tl.float32)
-    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + OFFSET
     tl.store(output + place, (x * w[None, :]).to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    hidden, weight, scales, gradient, change, parts, rows, programs, offset,
+    hidden, weight, scales, gradient, change, parts, rows, programs, OFFSET: tl.constexpr,  # noqa: N803
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
-    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + OFFSET
     of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -19,52 +19,78 @@ class HostInputs:
     """A checkpoint function for all layers of one model, in the order of their forward."""
 
     def __init__(self) -> None:
-        self._last: Callable[[], Kept | None] = _nothing
+        self._layer: Layer | None = None
+        self._last: Callable[[], Layer | None] = _nothing
         self._stream: Any = None
 
     def __call__(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         """`layer(*inputs)`, computed again in backward from inputs that were on the host."""
+        last = self._last()
+        if last is not None:
+            last.leave()
+        self._layer = Layer(last)
         with saved_tensors_hooks(self.pack, self.unpack):
-            return checkpoint(layer, *inputs, use_reentrant=False)
+            output = checkpoint(layer, *inputs, use_reentrant=False)
+        self._last = weakref.ref(self._layer)
+        # What was kept of it holds the layer, as long as backward may come.
+        self._layer = None
+        return output
 
     def pack(self, hidden: Tensor) -> Any:
-        """What is kept of a layer's input, of any shape."""
+        """What is kept of an input of the layer that runs, of any shape."""
         if not hidden.numel():
             return hidden  # torch's checkpoint has a marker of its own among the inputs.
         if hidden.device.type == "meta":
             return hidden.shape, hidden.dtype
         if self._stream is None:
             self._stream = torch.get_device_module(hidden.device).Stream()
-        last = self._last()
-        kept = Kept(hidden.detach(), last, self._stream)
-        if last is not None:
-            last.leave()
-        self._last = weakref.ref(kept)
-        return kept
+        assert self._layer is not None
+        return Kept(hidden.detach(), self._layer, self._stream)
 
     def unpack(self, kept: Any) -> Tensor:
-        """The input again; the one that is wanted next is asked for."""
+        """The input again; those that are wanted next are asked for."""
         if isinstance(kept, Tensor):
             return kept
         if isinstance(kept, tuple):
             shape, dtype = kept
             return torch.empty(shape, dtype=dtype, device="meta")
         hidden = kept.take()
-        before = kept.before()
+        before = kept.layer.before()
         if before is not None:
             before.fetch()
         return hidden
 
 
-class Kept:
-    """One layer's input between its forward and its backward."""
+class Layer:
+    """The inputs that are kept of one layer's run."""
 
-    def __init__(self, hidden: Tensor, before: "Kept | None", stream: Any) -> None:
+    def __init__(self, before: "Layer | None") -> None:
+        self.before: Callable[[], Layer | None] = (
+            _nothing if before is None else weakref.ref(before)
+        )
+        """The layer that ran before this one, whose inputs are wanted after its."""
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def leave(self) -> None:
+        """Give up the device's memory."""
+        for kept in self.kept:
+            kept.leave()
+
+    def fetch(self) -> None:
+        """Ask for all inputs on the device."""
+        for kept in self.kept:
+            kept.fetch()
+
+
+class Kept:
+    """One input between its layer's forward and backward."""
+
+    def __init__(self, hidden: Tensor, layer: Layer, stream: Any) -> None:
         self.device = hidden.device
         self.streams = torch.get_device_module(hidden.device)
         self.stream = stream
-        self.before: Callable[[], Kept | None] = _nothing if before is None else weakref.ref(before)
-        """The input that was kept before this one."""
+        self.layer = layer
+        layer.kept.add(self)
         self.here: Tensor | None = hidden
         """The input on the device, where it is there or on its way."""
         pinned = hidden.device.type != "cpu"
@@ -80,6 +106,9 @@ class Kept:
         """Ask for it on the device."""
         if self.here is None:
             self.here = torch.empty_like(self.host, device=self.device, pin_memory=False)
+            if self.device.type != "cpu":
+                # Should nobody take it, its memory is not used again before the copy ends.
+                self.here.record_stream(self.stream)
             self._copy(self.here, self.host)
 
     def take(self) -> Tensor:

@@ -82,7 +82,7 @@ CAPABILITIES = (
         setting="model.kernels compile",
         stages=(0, 1, 2),
         optional_stage=True,
-        alternative="set model.kernels to auto",
+        alternative="use the preset zero2",
     ),
     Capability(
         feature="products in FP8",
@@ -90,7 +90,7 @@ CAPABILITIES = (
         stages=(0, 1, 2),
         precisions=("bf16",),
         optional_stage=True,
-        alternative="drop it or use the preset zero2",
+        alternative="use the preset zero2",
     ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),

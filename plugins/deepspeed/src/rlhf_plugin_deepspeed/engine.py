@@ -19,7 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
-from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers
+from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
@@ -184,9 +184,9 @@ def prepare_training(
     mesh: Mesh,
 ) -> TrainingEngine:
     """An engine that trains `model`. Collective."""
-    _unify(model, plan)
+    layers = _unify(model, plan)
     masters = _names(model, optimizer)
-    with rate_zero(optimizer):
+    with rate_zero(optimizer), reduced_by_parameter(layers):
         # DeepSpeed writes into the dictionary it is given; the plan stays as it was recorded.
         settings = copy.deepcopy(plan.settings)
         clip = settings["gradient_clipping"]
@@ -259,16 +259,17 @@ def _norm_of(group: Any, gradients: Iterable[Tensor], params: Any, norm_type: fl
     return torch.where(total.isfinite(), total.sqrt(), -1.0)
 
 
-def _unify(model: nn.Module, plan: Plan) -> None:
+def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """One dtype for what trains: adapters come in fp32, which ZeRO-3 would mix with weights of the
-    plan's."""
+    plan's. Returns the layers that ZeRO-3 gathers as one."""
     dtype = DTYPES[plan.precision]
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype).contiguous()
-    if plan.stage == 3:
-        mark_layers(model)
-        mark_experts(model)
+    if plan.stage < 3:
+        return []
+    mark_experts(model)
+    return mark_layers(model)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -1,22 +1,59 @@
 """What ZeRO-3 gathers as one: decoder layers, and blocks of experts, since ranks send their tokens
-to different experts."""
+to different experts.
 
+DeepSpeed reduces the gradients of such a leaf with every run of it, and fails where one runs twice
+before backward. Experts need that, for one that no token reaches has no gradient. Layers are run
+twice by losses with two passes, so theirs are reduced parameter by parameter, as in any module that
+is no leaf: after all runs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
+HOOKS = "create_reduce_and_remove_grad_hooks"
+"""What registers the reduction in DeepSpeed's optimizer, 0.19.0 to 0.19.8."""
+MARK = "ds_z3_leaf_module"
+"""What tells it that a parameter is a leaf's."""
 
-def mark_layers(model: nn.Module) -> None:
-    """Make the decoder's layers leaves for ZeRO-3, in a model that is only run.
+
+def mark_layers(model: nn.Module) -> list[nn.Module]:
+    """Make the decoder's layers leaves for ZeRO-3; returns them, none where layers hold experts.
 
     DeepSpeed then looks after one module a layer instead of a dozen, each with collectives and
-    bookkeeping of its own on the host. It reduces a leaf's gradients with every run of the leaf,
-    and fails where one runs twice before backward, so layers that are trained stay as they are.
+    bookkeeping of its own on the host.
     """
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
+    if expert_blocks(model) or not hasattr(DeepSpeedZeroOptimizer_Stage3, HOOKS):
+        return []
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for layer in max(lists, key=_size, default=nn.ModuleList()):
+    layers: nn.ModuleList = max(lists, key=_size, default=nn.ModuleList())
+    for layer in layers:
         set_z3_leaf_module(layer, True)
+    return list(layers)
+
+
+@contextmanager
+def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
+    """In here DeepSpeed's initialization has the gradients of these leaves reduced one by one."""
+    if not layers:
+        yield
+        return
+    own = getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
+
+    def register(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+        for layer in layers:
+            for parameter in layer.parameters():
+                delattr(parameter, MARK)
+        own(optimizer)
+
+    setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)
+    try:
+        yield
+    finally:
+        setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, own)
 
 
 def _size(module: nn.Module) -> int:

@@ -77,10 +77,11 @@ def estimate(
         quantized=config.model.quantize is not None,
     )  # fmt: skip
     if plan.stage == 3:
-        gathered = min(shape.parameters, MOST_LIVE) * size.weight
-        parts["weights"] = gathered
-        if "offload_param" not in zero:
-            parts["weights"] += shape.parameters * size.weight // world
+        apart = "offload_param" in zero
+        parts["weights"] = 0 if apart else shape.parameters * size.weight // world
+        # On one rank the shards are the weights.
+        if apart or world > 1:
+            parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
     if not trained:
         return {"weights": parts["weights"]}
     bucket = zero.get("reduce_bucket_size", 0) * size.weight

@@ -63,6 +63,18 @@ def test_what_comes_out_is_the_same_without_a_gradient_too() -> None:
         assert torch.equal(causal(torch.arange(8)[None]).logits, expected)
 
 
+def test_a_layer_whose_activation_is_not_known_takes_the_product_it_is_given() -> None:
+    layer = torch.nn.Module()
+    layer.gate_up_proj, layer.down_proj = torch.nn.Linear(4, 12), torch.nn.Linear(6, 4)
+    forget_products(torch.nn.ModuleList([layer]), {id(layer): torch.mul})
+    hidden = torch.randn(3, 4, requires_grad=True)
+    gate, up = layer.gate_up_proj(hidden).chunk(2, dim=-1)
+    output, expected = layer.forward(hidden), layer.down_proj(gate * up)
+    torch.testing.assert_close(output, expected)
+    found = torch.autograd.grad(output.sum(), hidden)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), hidden))
+
+
 def test_a_frozen_layer_under_an_adapter_has_its_gradient() -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -69,6 +69,14 @@ class Gated(LlamaRMSNorm):
         return super().forward(hidden if gate is None else hidden * gate)
 
 
+class Outside(LlamaRMSNorm):
+    """With its epsilon outside of the root."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        root = hidden.float().square().mean(-1, keepdim=True).sqrt()
+        return self.weight * (hidden.float() / (root + self.variance_epsilon)).to(hidden.dtype)
+
+
 @pytest.mark.parametrize(
     ("module", "formula"),
     [
@@ -81,6 +89,7 @@ class Gated(LlamaRMSNorm):
         (torch.nn.LayerNorm(48, bias=False), None),
         (torch.nn.Linear(48, 48, bias=False), None),
         (Gated(48), None),
+        (Outside(48), None),
     ],
 )
 def test_a_norm_is_found_by_what_it_computes(

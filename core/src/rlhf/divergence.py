@@ -273,7 +273,7 @@ def compare(
 def rows_at_once(weight: Tensor) -> int:
     """How many predictions of a student's head `weight` are compared at the same time."""
     fused = fused_on(weight.device.type)
-    return chunks.rows_at_once(weight) // 2 if fused else CHUNK
+    return chunks.rows_at_once(weight) if fused else CHUNK
 
 
 def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

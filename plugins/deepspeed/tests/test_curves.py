@@ -72,6 +72,14 @@ def test_one_rank_in_four_micro_batches_follows_the_plain_curve(single, plain, s
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_a_loss_may_run_the_model_twice_before_backward(pair, plain, settings):
+    case = Case(config=layout(**settings), micro_batches=2, passes=2)
+    for outcome, _ in pair.run(run, case):
+        assert outcome.losses == pytest.approx(plain.losses, **EXACT)
+        assert outcome.norms == pytest.approx(plain.norms, **EXACT)
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_without_clipping_the_norm_is_still_told(pair, settings):
     plain = follow(PlainBackend(), Case(config=configure(clip=0.0), steps=2))[0]
     case = Case(config=configure(DeepSpeedConfig(**settings), clip=0.0), steps=2)

@@ -1,6 +1,5 @@
 """What ZeRO-3 gathers as one, and how its gradients are reduced."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +43,18 @@ def test_of_a_mixture_the_experts_alone_are() -> None:
     assert [name for name, module in causal.named_modules() if z3_leaf_module(module)] == experts
 
 
+def test_a_model_that_is_only_run_gathers_layers_with_their_experts() -> None:
+    causal = decoder("MixtralConfig", num_local_experts=2, num_experts_per_tok=1)
+    causal.requires_grad_(False)
+    assert mark_layers(causal) == list(causal.model.layers)
+
+
+def test_layers_that_share_weights_are_no_leaves() -> None:
+    causal = decoder("LlamaConfig")
+    causal.model.layers[2].mlp = causal.model.layers[0].mlp
+    assert mark_layers(causal) == []
+
+
 def test_a_deepspeed_that_registers_elsewhere_has_no_such_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,18 +62,21 @@ def test_a_deepspeed_that_registers_elsewhere_has_no_such_leaves(
     assert mark_layers(decoder("LlamaConfig")) == []
 
 
-def test_gradients_of_layers_are_reduced_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_layers_are_reduced_as_those_of_no_leaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # That they are right is in test_curves.py.
     seen: list[bool] = []
     layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-
-    def register(optimizer: Any) -> None:
-        seen.extend(hasattr(item, MARK) for item in optimizer.parameters)
-
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)
     parameters = [*layer.parameters(), *other.parameters()]
     for parameter in parameters:
         setattr(parameter, MARK, layer)
-    with reduced_by_parameter([layer]):
-        getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)(SimpleNamespace(parameters=parameters))
+
+    def register(optimizer: Any) -> None:
+        seen.extend(hasattr(item, MARK) for item in parameters)
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)
+    with reduced_by_parameter([layer, layer]):
+        getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)(None)
     assert seen == [False, False, True, True]
     assert getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS) is register

@@ -16,7 +16,7 @@ PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 
 
 def gates_of(decoder: nn.Module) -> list[Any]:
-    """The gated feed-forward layers of a decoder of one of `rlhf.model.fused.FAMILIES`."""
+    """The gated feed-forward layers of a decoder, by the names of their parts."""
     return [
         module
         for module in decoder.modules()
@@ -28,9 +28,9 @@ def forget_products(decoder: nn.Module, products: dict[int, Product]) -> None:
     """Have all gated layers compute their product again in backward. `products` are the fused ones
     by the layers' ids; others take their own activation."""
     for layer in gates_of(decoder):
-        own = partial(OwnProduct.apply, _activation(layer))
-        forward = partial(_forward, product=products.get(id(layer), own))
-        layer.__dict__["forward"] = partial(forward, layer)
+        known = products.get(id(layer))
+        product = known or partial(OwnProduct.apply, _activation(layer))
+        layer.__dict__["forward"] = partial(_forward, layer, product=product)
 
 
 def _activation(layer: Any) -> Callable[[Tensor], Tensor]:

@@ -95,6 +95,8 @@ class Case:
 
     config: Config
     micro_batches: int = 1
+    passes: int = 1
+    """Forward passes before each backward."""
     steps: int = 4
     tied: bool = True
     frozen: tuple[str, ...] = ()
@@ -205,7 +207,8 @@ def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
         batch = _batch(step, chosen, engine.device)
         if case.poison == (step, mesh.rank) and micro == 0:
             batch["weight"][0] = float("nan")
-        loss = engine(batch, losses)["loss"].sum() / ROWS
+        parts = _parts(batch, case.passes)
+        loss = sum(engine(part, losses)["loss"].sum() for part in parts) / ROWS
         engine.backward(loss, last=micro == case.micro_batches - 1)
         total += loss.detach()
     return total
@@ -219,6 +222,12 @@ def _batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str, Te
         "targets": tokens[:, 1:],
         "weight": torch.ones(len(rows), device=device),
     }
+
+
+def _parts(batch: dict[str, Tensor], num: int) -> list[dict[str, Tensor]]:
+    """The batch's rows in `num` batches."""
+    each = {name: value.tensor_split(num) for name, value in batch.items()}
+    return [{name: parts[k] for name, parts in each.items()} for k in range(num)]
 
 
 def _groups(module: nn.Module, config: Config) -> list[dict[str, Any]]:

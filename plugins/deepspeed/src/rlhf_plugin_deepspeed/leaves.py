@@ -21,15 +21,19 @@ MARK = "ds_z3_leaf_module"
 
 
 def mark_layers(model: nn.Module) -> list[nn.Module]:
-    """Make the decoder's layers leaves for ZeRO-3; returns them, none where layers hold experts.
+    """Make the decoder's layers leaves for ZeRO-3; returns them. None are made where layers share
+    weights, and in a model that is trained none where they hold experts.
 
     DeepSpeed then looks after one module a layer instead of a dozen, each with collectives and
     bookkeeping of its own on the host.
     """
-    if expert_blocks(model) or not hasattr(DeepSpeedZeroOptimizer_Stage3, HOOKS):
-        return []
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    known = hasattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers: nn.ModuleList = max(lists, key=_size, default=nn.ModuleList())
+    shared = sum(_size(layer) for layer in layers) > _size(layers)
+    if shared or (trained and (expert_blocks(model) or not known)):
+        return []
     for layer in layers:
         set_z3_leaf_module(layer, True)
     return list(layers)
@@ -46,7 +50,7 @@ def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
     def register(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
         for layer in layers:
             for parameter in layer.parameters():
-                delattr(parameter, MARK)
+                vars(parameter).pop(MARK, None)
         own(optimizer)
 
     setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)

@@ -4,6 +4,7 @@ life."""
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, Packed, configure, initial_weights, losses, shape, start
+from rlhf.testing.problem import (
+    Case,
+    Packed,
+    configure,
+    follow,
+    initial_weights,
+    losses,
+    shape,
+    start,
+)
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.leaves import expert_blocks
@@ -194,6 +204,20 @@ def test_fp16_without_an_accelerator_that_has_it_is_refused(single):
         "model.dtype is fp16 but the accelerator here (cpu) does not train in it: set "
         "model.dtype to bf16 or fp32."
     ]
+
+
+def warnings_of_a_step():
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(stage=3, persistence_threshold=0))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, _, mesh = follow(backend, Case(config=config, steps=1))
+    backend.close_mesh(mesh)
+    return [str(item.message) for item in told if "torch.distributed" in str(item.message)]
+
+
+def test_what_torch_tells_deepspeed_is_not_told_to_the_user(pair):
+    assert pair.run(warnings_of_a_step) == [[], []]
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")

@@ -1,9 +1,8 @@
 """Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
 the Triton kernels of Liger (arXiv 2410.10989), an optional dependency.
 
-Liger knows how each family gates. Its patches of a family's Python module are taken
-back, so that they reach one model: others in the process, and those without values, stay as they
-are.
+Liger knows how each family gates. Its patches of a family's Python module are taken back, so that
+they reach one model: others in the process, and those without values, stay as they are.
 """
 
 import inspect
@@ -147,7 +146,7 @@ def products_of(decoder: nn.Module) -> dict[int, Product]:
         LigerGEGLUMLP.forward: LigerGELUMulFunction.apply,
         LigerSwiGLUMLP.forward: LigerSiLUMulFunction.apply,
         LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
-        unseen_gate: UnseenGate.apply,
+        _unseen_gate: UnseenGate.apply,
     }
     return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
 
@@ -156,11 +155,10 @@ def _without_values(decoder: nn.Module) -> None:
     """Stand-ins for the kernels on the meta device, which keep and give what these do."""
     for layer in gates_of(decoder):
         if "forward" in vars(layer):
-            layer.__dict__["forward"] = unseen_gate.__get__(layer)
+            layer.__dict__["forward"] = _unseen_gate.__get__(layer)
 
 
-def unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
-    """A gated layer's forward on the meta device."""
+def _unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
     return layer.down_proj(UnseenGate.apply(*factors(layer, hidden)))
 
 

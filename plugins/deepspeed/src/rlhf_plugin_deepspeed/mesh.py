@@ -2,7 +2,6 @@
 
 import os
 import random
-import warnings
 from datetime import timedelta
 
 import deepspeed
@@ -20,7 +19,6 @@ from rlhf.errors import RLHFError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 AXES = ("data", "sequence", "tensor")
-RENAMED = r"`torch\.distributed\.\w+` is deprecated"
 
 
 def join(config: Config, *, timeout: timedelta) -> Mesh:
@@ -28,8 +26,6 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     process."""
     accelerator = get_accelerator()
     _check_precision(config.model.dtype)
-    # From 2.13 on torch has other names for collectives that DeepSpeed calls.
-    warnings.filterwarnings("ignore", message=RENAMED, category=FutureWarning)
     backend = accelerator.communication_backend_name()
     given = [name for name in RENDEZVOUS if name in os.environ]
     if not distributed.is_initialized() and len(given) not in (0, len(RENDEZVOUS)):

@@ -26,6 +26,7 @@ from rlhf_plugin_deepspeed import quiet
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.leaves import expert_blocks
+from rlhf_plugin_deepspeed.mesh import expand_segments
 from rlhf_plugin_deepspeed.weights import gathered
 
 SHARDED = {"stage": 3, "persistence_threshold": 0}
@@ -215,6 +216,23 @@ def test_what_torch_tells_deepspeed_is_not_told_to_the_user():
         warnings.warn(words, FutureWarning, stacklevel=1)
         warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
     assert [str(item.message) for item in told] == ["something else is deprecated"]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cuda", {}, "expandable_segments:True"),
+        ("cpu", {}, None),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_allocator_grows_its_blocks_where_nobody_said_otherwise(
+    monkeypatch, device, given, expected
+):
+    monkeypatch.setattr(os, "environ", dict(given))
+    expand_segments(device)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")

@@ -19,6 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
+from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -96,6 +97,10 @@ class TrainingEngine(InferenceEngine):
         self._blind = early and self.precision != "fp16"
         if self.stage in (1, 2):
             _look_once(runner.optimizer, blind=early)
+        elif self.stage == 3:
+            gather_at_once(runner.optimizer)
+            group = runner.optimizer.dp_process_group
+            runner.optimizer.get_grad_norm_direct = partial(_norm_of, group)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -194,6 +199,8 @@ def prepare_training(
         if plan.stage == 0 and plain:
             # Its own takes a loop over all gradients, twice.
             settings["gradient_clipping"] = 0.0
+        if plan.stage == 3:
+            settings["zero_optimization"]["contiguous_gradients"] = _some_empty(model, mesh.world)
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if plan.stage == 0 and plain:
         # On one rank it would copy the gradients into buckets and back to add up nothing.
@@ -268,8 +275,20 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
             parameter.data = parameter.data.to(dtype).contiguous()
     if plan.stage < 3:
         return []
+    model.ds_inflight_param_registry = Inflight()
     mark_experts(model)
     return mark_layers(model)
+
+
+def _some_empty(model: nn.Module, ranks: int) -> bool:
+    """Whether a rank's shard of some parameter has no element.
+
+    Gradients are laid side by side for their reduction, so that a buffer for them is a copy too
+    many. Without it DeepSpeed gives the memory of a gradient that has an empty shard back while it
+    is still read on another stream.
+    """
+    sizes = [getattr(item, "ds_numel", item.numel()) for item in model.parameters()]
+    return any(-(-size // ranks) * (ranks - 1) >= size for size in sizes)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -19,12 +19,15 @@ from rlhf.errors import RLHFError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 AXES = ("data", "sequence", "tensor")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where users tell torch how to manage the accelerator's memory; the second is the older name."""
 
 
 def join(config: Config, *, timeout: timedelta) -> Mesh:
     """Join the launcher's process group, or one that is there already, or start one of one
     process."""
     accelerator = get_accelerator()
+    expand_segments(accelerator.device_name())
     _check_precision(config.model.dtype)
     backend = accelerator.communication_backend_name()
     given = [name for name in RENDEZVOUS if name in os.environ]
@@ -65,6 +68,16 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     # timeout.
     distributed.distributed_c10d._set_pg_timeout(timeout, groups._clone_world_group())
     return _mesh(local_rank)
+
+
+def expand_segments(device: str) -> None:
+    """Have torch's allocator let its blocks on `device` grow, where nobody said otherwise.
+
+    No two batches have the same length, and blocks of fixed sizes that held the one do not fit the
+    other.
+    """
+    if device == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def seed(value: int, *, deterministic: bool) -> None:

@@ -1,0 +1,177 @@
+"""What the host does for a gathering under ZeRO-3. That curves stay the same is in
+test_curves.py."""
+
+from collections import Counter
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rlhf.testing.problem import Case, configure, losses, shape, start
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.engine import _some_empty
+from rlhf_plugin_deepspeed.gathering import Inflight, ShardedLinear, linear, plain_linear
+
+
+def layer(*, trained=True):
+    """A linear layer in float64 whose weight looks like one of ZeRO-3's."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3, dtype=torch.float64)
+    module.weight.requires_grad_(trained)
+    module.weight.ds_id, module.weight.ds_status = 0, ZeroParamStatus.AVAILABLE
+    return module
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4)], ids=str)
+def test_a_linear_layer_gives_what_torchs_own_gives(shape):
+    module = layer()
+    hidden = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    inputs = (hidden, module.weight, module.bias)
+    output, expected = linear(*inputs), plain_linear(*inputs)
+    assert isinstance(output.grad_fn, ShardedLinear._backward_cls)
+    assert torch.equal(output, expected)
+    gradient = torch.randn_like(output)
+    for own, other in zip(
+        torch.autograd.grad(output, inputs, gradient),
+        torch.autograd.grad(expected, inputs, gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_layers_weight_leaves_no_memory_behind():
+    module = layer()
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    output = linear(hidden, module.weight, module.bias)
+    whole = module.weight.data.clone()
+    memory = StorageWeakRef(module.weight.untyped_storage())
+    module.weight.data = torch.empty(0, dtype=torch.float64)
+    assert memory.expired()
+    module.weight.data = whole
+    output.sum().backward()
+    torch.testing.assert_close(hidden.grad, whole.sum(0).expand(2, 5, 4))
+
+
+def test_a_frozen_layer_keeps_no_input():
+    module = layer(trained=False)
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert linear(hidden, module.weight, module.bias).grad_fn.saved_tensors[0] is None
+
+
+def test_without_a_gradient_and_with_autocast_it_is_not_ours():
+    module = layer().float()
+    module.weight.ds_id = 0
+    hidden = torch.randn(5, 4)
+    with torch.no_grad():
+        assert linear(hidden, module.weight, module.bias).grad_fn is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = linear(hidden, module.weight, module.bias)
+    assert output.dtype == torch.bfloat16
+    assert not isinstance(output.grad_fn, ShardedLinear._backward_cls)
+
+
+def gathered_at_once():
+    """Parameters of odd sizes before they are sharded and after they came back together."""
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(stage=3, persistence_threshold=0))
+    mesh = backend.setup_mesh(config)
+    plan = backend.configure_zero(config, mesh, shape())
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Linear(5, 3), nn.Linear(4, 2), nn.LayerNorm(1)])
+    before = [item.detach().clone() for item in module.parameters()]
+    with backend.model_context(plan, "policy"):
+        deepspeed.zero.Init(module=module, config_dict_or_path=plan.settings)
+    parameters = list(module.parameters())
+    handle = parameters[0].all_gather_coalesced(parameters)
+    handle.wait()
+    handle.wait()
+    after = [item.detach().clone() for item in parameters]
+    backend.close_mesh(mesh)
+    return before, after
+
+
+def test_what_comes_together_is_what_was_sharded(pair):
+    for before, after in pair.run(gathered_at_once):
+        assert len(before) == 6
+        for own, other in zip(before, after, strict=True):
+            assert torch.equal(own, other)
+
+
+def test_parameters_that_come_together_leave_together():
+    class Handle:
+        def __init__(self, params):
+            self.params = params
+
+    class Handles:
+        def __init__(self, *handles):
+            self.handles = handles
+
+    first, second, third, fourth = parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.ds_status = ZeroParamStatus.INFLIGHT
+    inflight = Inflight()
+    together = Handles(Handle([first]), Handle([second, third]))
+    for parameter in (first, second, third):
+        inflight[parameter] = together
+    inflight[fourth] = alone = Handle([fourth])
+    assert inflight.pop(second) is together
+    assert list(inflight) == [fourth]
+    assert inflight.pop(fourth) is alone
+    with pytest.raises(KeyError):
+        inflight.pop(first)
+
+
+def collectives_of_a_step():
+    """DeepSpeed's collectives of the third step by kind, before the optimizer's step and after it;
+    how many parameters stay whole."""
+    backend = DeepSpeedBackend()
+    # Norms and biases stay whole on every rank.
+    config = configure(DeepSpeedConfig(stage=3, persistence_threshold=40))
+    mesh, engine, _ = start(backend, Case(config=config))
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
+    seen, own = Counter(), {}
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        own[name] = getattr(deepspeed.comm.comm.cdb, name)
+
+        def counted(*args, _name=name, **more):
+            seen[_name] += 1
+            return own[_name](*args, **more)
+
+        setattr(deepspeed.comm.comm.cdb, name, counted)
+    counts = []
+    try:
+        for _ in range(3):
+            seen.clear()
+            loss = engine(batch, losses)["loss"].sum()
+            engine.backward(loss, last=True)
+            before = dict(seen)
+            engine.step()
+            counts.append((before, dict(seen)))
+    finally:
+        for name in own:
+            delattr(deepspeed.comm.comm.cdb, name)
+    whole = len(engine.deepspeed.optimizer.persistent_parameters)
+    backend.close_mesh(mesh)
+    return counts[-1], whole
+
+
+def test_what_stays_whole_takes_one_collective_a_step(pair):
+    for (before, after), whole in pair.run(collectives_of_a_step):
+        assert whole > 4
+        assert after["all_gather_into_tensor"] == before["all_gather_into_tensor"] + 1
+        # DeepSpeed's own norm takes one for each group of parameters; ours is not counted here.
+        assert "all_reduce" not in after
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "empty"), [(1, 1, False), (1, 2, True), (6, 4, True), (7, 4, False)]
+)
+def test_shards_without_an_element(size, ranks, empty):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(size))
+    assert _some_empty(module, ranks) is empty

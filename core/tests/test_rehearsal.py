@@ -14,6 +14,8 @@ from rlhf.gateway import build_gateways
 from rlhf.headroom import Headroom
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
 from rlhf.preparation import headroom, prepare_data
+from rlhf.rehearsal import largest, step_bytes
+from rlhf.sums import weighted_loss
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 
@@ -72,6 +74,43 @@ def test_gradients_are_not_there_yet_where_a_step_is_one_micro_batch() -> None:
     assert attrs.evolve(ESTIMATE, accumulates=False).peak == 69 * GIB
 
 
+def test_gradients_can_be_there_before_the_last_activations_are_gone() -> None:
+    found = attrs.evolve(ESTIMATE, accumulates=False, growing=50 * GIB)
+    assert found.peak == 74 * GIB
+    assert str(found) == (
+        "74.0 GiB at the peak: weights 3.0, optimizer 18.0, reference 3.0, gradients 3.0, "
+        "activations 47.0 (16,384 tokens at once)"
+    )
+    # With several micro-batches all are there from the start, which is what `resident` says.
+    assert attrs.evolve(found, accumulates=True).peak == ESTIMATE.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_grows_is_what_a_step_with_its_gradients_takes(
+    words: list[str], recompute: str, tmp_path: Path
+) -> None:
+    # So wide for so few tokens that gradients are most of it.
+    folder = tiny.make_model(tmp_path / "model")
+    sizes = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 2048}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    options = [*words, "--model.recompute", recompute, "--batch.size", "1"]
+    options += ["--model", str(folder), "--model.init", "random"]
+    backend, session, _ = tiny.in_plain_torch("sft", options, str(tmp_path))
+    session.engine.train()
+    batch = largest(session.train_order, session.num_steps)
+    weights = list(session.engine.module.parameters())
+    size = sum(weight.nbytes for weight in weights)
+    modules = [engine.module for engine in backend.engines]
+    found = step_bytes(session.trainer, batch, modules, gradients=size)
+    assert all(weight.grad is None for weight in weights)
+    with LiveBytes(known=weights) as counter:
+        loss = session.trainer.loss(batch)
+        weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
+        del loss
+    assert found.growing == counter.peak
+    assert found.growing > found.peak
+
+
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
     assert not question(words, GIB).estimate().accumulates
     assert question([*words, "--batch.tokens", "150"], GIB).estimate().accumulates
@@ -107,6 +146,16 @@ def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> No
     assert line.startswith(f"memory     {gib(peak)} GiB at the peak: weights ")
     assert line.endswith(" tokens at once), of 1.0 GiB")
     assert question(words, peak).line().endswith(" GiB; this will hardly fit")
+
+
+def test_compiled_layers_that_are_computed_again_keep_their_inputs_alone(words: list[str]) -> None:
+    def activations(**more: str) -> int:
+        options = [word for name, value in more.items() for word in (f"--model.{name}", value)]
+        return question([*words, *options], GIB).estimate().activations
+
+    again = activations(kernels="compile", recompute="full")
+    assert again <= activations(kernels="none", recompute="full")
+    assert again < activations(kernels="compile", recompute="none") / 2
 
 
 def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:

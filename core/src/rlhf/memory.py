@@ -30,6 +30,9 @@ class Estimate:
     """Tokens of that micro-batch."""
     accumulates: bool = True
     """Whether a step has several micro-batches, so that gradients are there beside activations."""
+    growing: int = 0
+    """Where it has one, the most that gradients so far and what backward still needs take
+    together."""
 
     @property
     def resident(self) -> int:
@@ -39,24 +42,30 @@ class Estimate:
     @property
     def peak(self) -> int:
         """The most that tensors take at one time."""
-        passing = self.activations + self.passing - self._not_yet
-        return self.resident + max(passing, self.updating)
+        return self.resident + max(self._beside, self.updating)
 
     @property
-    def _not_yet(self) -> int:
-        """Gradients that are not there while activations are."""
-        return 0 if self.accumulates else self.states["policy"].get("gradients", 0)
+    def _beside(self) -> int:
+        """What a pass takes beside what stays, of which gradients may not be there yet."""
+        passing = self.activations + self.passing
+        if self.accumulates:
+            return passing
+        return max(passing, self.growing) - self.states["policy"].get("gradients", 0)
 
     def __str__(self) -> str:
         """One line, in GiB."""
         policy = dict(self.states["policy"])
-        if self._not_yet and self.peak > self.resident + self.updating:
-            policy.pop("gradients")
+        parts = {"activations": self.activations, "head": self.passing}
+        if not self.accumulates and self._beside > self.updating:
+            gradients = policy.pop("gradients", 0)
+            if self.growing > self.activations + self.passing:
+                parts = {"gradients": gradients, "activations": self.growing - gradients}
         others = {
             role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
         }
-        parts = {**policy, **others, "activations": self.activations, "head": self.passing}
-        shown = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+        shown = ", ".join(
+            f"{name} {gib(size)}" for name, size in (policy | others | parts).items() if size
+        )
         return f"{gib(self.peak)} GiB at the peak: {shown} ({self.tokens:,} tokens at once)"
 
     def tokens_that_fit(self, total: int) -> int:
@@ -81,9 +90,15 @@ class LiveBytes(TorchDispatchMode):
         """Bytes alive now."""
         self.peak = 0
         """The most there were."""
+        self._lately = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
             tensor.untyped_storage() for tensor in known
         )
+
+    def lately(self) -> int:
+        """The most there were since this was last asked."""
+        most, self._lately = self._lately, self.live
+        return most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -100,6 +115,7 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._free, size).atexit = False
         self.live += size
         self.peak = max(self.peak, self.live)
+        self._lately = max(self._lately, self.live)
 
     def _free(self, size: int) -> None:
         self.live -= size

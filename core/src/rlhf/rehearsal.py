@@ -53,14 +53,15 @@ def rehearse(
     actor.setup(run)
     order = RunOrder.for_training(run.examples[0], config, mesh, actor)
     batch = run.without_values(largest(order, run.steps))
-    activations, peak = step_bytes(actor, batch, run.modules())
     policy = dict(run.states["policy"])
+    found = step_bytes(actor, batch, run.modules(), gradients=policy.get("gradients", 0))
     updating = policy.pop("updating", 0)
     estimate = Estimate(
         states={**run.states, "policy": policy},
         updating=updating,
-        activations=activations,
-        passing=peak - activations,
+        activations=found.activations,
+        passing=found.peak - found.activations,
+        growing=found.growing,
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
@@ -80,17 +81,39 @@ def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
     return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
 
 
-def step_bytes(
-    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module]
-) -> tuple[int, int]:
-    """Bytes alive when backward begins, and the most over the survey, the loss and backward.
+@frozen
+class StepBytes:
+    """What a step without values took."""
 
-    Gradients of weights are let go at once: they are the backend's, which knows where they are. A
-    survey that sees examples of its own is rehearsed on the loss's.
+    activations: int
+    """Bytes alive when backward begins."""
+    peak: int
+    """The most over the survey, the loss and backward."""
+    growing: int
+    """The most over backward with the gradients of weights so far."""
+
+
+def step_bytes(
+    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module], *, gradients: int
+) -> StepBytes:
+    """Bytes alive in a step on `batch`.
+
+    Gradients of weights are let go at once: they are the backend's, which knows where they are and
+    that all of them take `gradients` bytes. A survey that sees examples of its own is rehearsed on
+    the loss's.
     """
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
-    hooks = [weight.register_post_accumulate_grad_hook(_let_go) for weight in trained]
+    whole = sum(weight.numel() for weight in trained)
+    done = growing = 0
+
+    def let_go(weight: Tensor) -> None:
+        nonlocal done, growing
+        growing = max(growing, counter.lately() + gradients * done // whole)
+        done += weight.numel()
+        weight.grad = None
+
+    hooks = [weight.register_post_accumulate_grad_hook(let_go) for weight in trained]
     try:
         with LiveBytes(known=weights) as counter:
             if trainer.surveys():
@@ -102,11 +125,7 @@ def step_bytes(
     finally:
         for hook in hooks:
             hook.remove()
-    return activations, counter.peak
-
-
-def _let_go(weight: Tensor) -> None:
-    weight.grad = None
+    return StepBytes(activations, counter.peak, max(growing, counter.lately() + gradients))
 
 
 def _surveyed(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:

@@ -174,10 +174,12 @@ class UnseenProduct(torch.autograd.Function):
         return gradient.new_empty(ctx.shape), torch.empty_like(weight), None
 
 
-def rehearse_compiled(decoder: Any, recipe: str | None) -> None:
+def rehearse_compiled(decoder: Any, recipe: str | None, *, again: bool) -> None:
     """Stand-ins on the meta device for what a compiler makes of layers: like fused kernels, it
-    keeps the inputs of norms and the factors of gates and nothing between."""
-    forget_products(decoder, {id(layer): UnseenGate.apply for layer in gates_of(decoder)})
+    keeps the inputs of norms and the factors of gates and nothing between. Layers that are computed
+    `again` in backward keep those neither."""
+    if not again:
+        forget_products(decoder, {id(layer): UnseenGate.apply for layer in gates_of(decoder)})
     fuse_norms(decoder)
     if recipe is not None:
         rehearse_fp8(decoder)

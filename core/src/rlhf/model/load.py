@@ -89,7 +89,8 @@ def empty_model(config: Config, task: Task = "causal") -> PackedModel:
         causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
     check_forgettable(architecture, config.model.recompute)
     if compiles(config.model):
-        rehearse_compiled(decoder(causal), config.model.fp8)
+        again = config.model.recompute == "full"
+        rehearse_compiled(decoder(causal), config.model.fp8, again=again)
     else:
         # A machine without an accelerator rehearses the model's own layers.
         asked = config.model.kernels if fused_on("meta") else "none"

@@ -126,7 +126,8 @@ def step_memory(
     batch = largest(session.train_order, session.num_steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.activations, estimate.activations + estimate.passing)
-    return rehearsed, step_bytes(session.trainer, batch, modules)
+    found = step_bytes(session.trainer, batch, modules, gradients=0)
+    return rehearsed, (found.activations, found.peak)
 
 
 def in_plain_torch(

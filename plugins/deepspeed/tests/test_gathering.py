@@ -164,8 +164,9 @@ def test_what_stays_whole_takes_one_collective_a_step(pair):
     for (before, after), whole in pair.run(collectives_of_a_step):
         assert whole > 4
         assert after["all_gather_into_tensor"] == before["all_gather_into_tensor"] + 1
-        # DeepSpeed's own norm takes one for each group of parameters; ours is not counted here.
-        assert "all_reduce" not in after
+        # DeepSpeed's own norm takes one for each of two groups of parameters; ours is not counted
+        # here. Before 0.19.8 there is one for the look at the gradient.
+        assert after.get("all_reduce", 0) < 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rlhf.testing.problem import (
     Case,
     Packed,
     configure,
+    follow,
     initial_weights,
     losses,
     shape,
@@ -233,6 +235,25 @@ def test_the_allocator_grows_its_blocks_where_nobody_said_otherwise(
     monkeypatch.setattr(os, "environ", dict(given))
     expand_segments(device)
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+def threads_after_a_run(stage):
+    backend = DeepSpeedBackend()
+    case = Case(config=configure(DeepSpeedConfig(stage=stage)), steps=1)
+    _, _, mesh = follow(backend, case)
+    backend.close_mesh(mesh)
+    return len(list(THREADS.iterdir()))
+
+
+THREADS = Path("/proc/self/task")
+
+
+@pytest.mark.skipif(not THREADS.exists(), reason="counts threads as Linux shows them")
+def test_a_run_in_a_group_that_stays_leaves_no_threads_behind(pair):
+    pair.run(threads_after_a_run, 2)
+    for stage in (2, 3):
+        counts = [pair.run(threads_after_a_run, stage) for _ in range(2)]
+        assert counts[0] == counts[1]
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")

@@ -130,6 +130,8 @@ class DeepSpeedBackend:
         # A group that was there before belongs to whoever started it.
         if self._started_group:
             meshes.leave()
+        elif mesh.axes is not None:
+            meshes.dissolve(mesh.axes)
         return True
 
 

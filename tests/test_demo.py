@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config.reader import read_config
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.config import check, resolve
 
 
 def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
@@ -28,6 +30,14 @@ def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
     assert int(exact[2]) > 50
     assert done.stdout.count("\n> ") == 3
     assert (tmp_path / "runs" / "sft-1" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "rm", "kd", "kto", "prm"])
+@pytest.mark.parametrize("words", [["--deepspeed", "zero2"], ["--deepspeed.stage", "2"]], ids=str)
+def test_a_demo_runs_under_the_stage_that_is_given(trainer: str, words: list[str]) -> None:
+    config = read_config(trainer, overrides=words).config
+    check(config)
+    assert resolve(config.backend_section).stage == 2
 
 
 def test_the_embedded_model_is_small() -> None:

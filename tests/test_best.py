@@ -27,7 +27,7 @@ def kept(folder: Path) -> list[int]:
 
 STAGES = {
     "0": ("--deepspeed.stage", "0"),
-    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "100"),
 }
 
 

@@ -14,7 +14,8 @@ STAGES = {
     "0": ("--deepspeed.stage", "0"),
     "1": ("--deepspeed.stage", "1"),
     "2": ("--deepspeed.stage", "2"),
-    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+    # Norms stay whole on every rank.
+    "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "100"),
     "0 in bf16": ("--deepspeed.stage", "0", *ROUNDED),
     "1 in bf16": ("--deepspeed.stage", "1", *ROUNDED),
     "3 in bf16": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", *ROUNDED),

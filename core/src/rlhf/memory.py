@@ -31,8 +31,8 @@ class Estimate:
     accumulates: bool = True
     """Whether a step has several micro-batches, so that gradients are there beside activations."""
     growing: int = 0
-    """Where it has one, the most that gradients so far and what backward still needs take
-    together."""
+    """In a step of one micro-batch, the most that gradients so far and what backward still needs
+    take together."""
 
     @property
     def resident(self) -> int:
@@ -56,7 +56,9 @@ class Estimate:
         """One line, in GiB."""
         policy = dict(self.states["policy"])
         parts = {"activations": self.activations, "head": self.passing}
-        if not self.accumulates and self._beside > self.updating:
+        if self.updating > self._beside:
+            parts = {"optimizer's step": self.updating}
+        elif not self.accumulates:
             gradients = policy.pop("gradients", 0)
             if self.growing > self.activations + self.passing:
                 parts = {"gradients": gradients, "activations": self.growing - gradients}

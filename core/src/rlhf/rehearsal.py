@@ -90,7 +90,7 @@ class StepBytes:
     peak: int
     """The most over the survey, the loss and backward."""
     growing: int
-    """The most over backward with the gradients of weights so far."""
+    """The most at any time with the gradients of weights so far."""
 
 
 def step_bytes(
@@ -112,6 +112,7 @@ def step_bytes(
         growing = max(growing, counter.lately() + gradients * done // whole)
         done += weight.numel()
         weight.grad = None
+        counter.lately()  # From here on it is in `done`.
 
     hooks = [weight.register_post_accumulate_grad_hook(let_go) for weight in trained]
     try:

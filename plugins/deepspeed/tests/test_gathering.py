@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from rlhf.testing.problem import Case, configure, losses, shape, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
@@ -41,6 +42,34 @@ def test_a_linear_layer_gives_what_torchs_own_gives(shape):
         strict=True,
     ):
         torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4)], ids=str)
+def test_what_it_gives_can_be_changed_in_place(shape):
+    module = layer()
+    inputs = torch.randn(shape, dtype=torch.float64, requires_grad=True), module.weight, module.bias
+    twice = linear(*inputs)
+    twice *= 2
+    expected = torch.autograd.grad((2 * plain_linear(*inputs)).sum(), inputs)
+    for own, other in zip(torch.autograd.grad(twice.sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_layer_that_is_computed_again_gives_the_same_gradients():
+    module = layer()
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    inputs = (hidden, module.weight, module.bias)
+    again = checkpoint(lambda x: linear(x, module.weight, module.bias), hidden, use_reentrant=False)
+    found = torch.autograd.grad(again.square().sum(), inputs)
+    expected = torch.autograd.grad(plain_linear(*inputs).square().sum(), inputs)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_it_takes_torchs_names():
+    module = layer()
+    hidden = torch.randn(5, 4, dtype=torch.float64)
+    assert linear(input=hidden, weight=module.weight, bias=None).shape == (5, 3)
 
 
 def test_a_layers_weight_leaves_no_memory_behind():
@@ -86,17 +115,27 @@ def gathered_at_once():
     with backend.model_context(plan, "policy"):
         deepspeed.zero.Init(module=module, config_dict_or_path=plan.settings)
     parameters = list(module.parameters())
-    handle = parameters[0].all_gather_coalesced(parameters)
-    handle.wait()
-    handle.wait()
+    copies, own = [], torch.split_with_sizes_copy
+
+    def counted(*arguments, **more):
+        copies.append(arguments[1])
+        return own(*arguments, **more)
+
+    torch.split_with_sizes_copy = counted
+    try:
+        handle = parameters[0].all_gather_coalesced(parameters)
+        handle.wait()
+        handle.wait()
+    finally:
+        torch.split_with_sizes_copy = own
     after = [item.detach().clone() for item in parameters]
     backend.close_mesh(mesh)
-    return before, after
+    return before, after, copies
 
 
 def test_what_comes_together_is_what_was_sharded(pair):
-    for before, after in pair.run(gathered_at_once):
-        assert len(before) == 6
+    for before, after, copies in pair.run(gathered_at_once):
+        assert copies == [[8, 2, 4, 1, 1, 1]]
         for own, other in zip(before, after, strict=True):
             assert torch.equal(own, other)
 
@@ -123,6 +162,24 @@ def test_parameters_that_come_together_leave_together():
     assert inflight.pop(fourth) is alone
     with pytest.raises(KeyError):
         inflight.pop(first)
+
+
+def pieces_of_an_engine():
+    """Whether the registry is ours, what stays whole can be read, and gradients have a buffer."""
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(stage=3, persistence_threshold=40))
+    mesh, engine, _ = start(backend, Case(config=config))
+    optimizer = engine.deepspeed.optimizer
+    whole = optimizer.persistent_parameters[0]
+    with deepspeed.zero.GatheredParameters([whole]):
+        read = whole.detach().clone()
+    facts = type(engine.module.ds_inflight_param_registry) is Inflight, read.shape == whole.ds_shape
+    backend.close_mesh(mesh)
+    return *facts, optimizer.contiguous_gradients
+
+
+def test_an_engine_has_what_is_made_here(pair):
+    assert pair.run(pieces_of_an_engine) == [(True, True, False)] * 2
 
 
 def collectives_of_a_step():

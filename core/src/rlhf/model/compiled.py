@@ -177,7 +177,7 @@ class UnseenProduct(torch.autograd.Function):
 def rehearse_compiled(decoder: Any, recipe: str | None, *, again: bool) -> None:
     """Stand-ins on the meta device for what a compiler makes of layers: like fused kernels, it
     keeps the inputs of norms and the factors of gates and nothing between. Layers that are computed
-    `again` in backward keep those neither."""
+    `again` in backward do not keep those either."""
     if not again:
         forget_products(decoder, {id(layer): UnseenGate.apply for layer in gates_of(decoder)})
     fuse_norms(decoder)

@@ -139,6 +139,8 @@ class TrainingEngine(InferenceEngine):
             # Step k of N has the rate f(k / N), whatever became of step k - 1.
             self.schedule.step()
         if norm is None:
+            # The wait also keeps what ZeRO-3 gathers next, on a stream of its own, behind the
+            # update.
             norm = float(self.deepspeed.get_global_grad_norm())
             if not moved and math.isfinite(norm):
                 # Before 0.19.8 a step that is left out keeps the norm of the one before it.
@@ -285,7 +287,8 @@ def _some_empty(model: nn.Module, ranks: int) -> bool:
 
     Gradients are laid side by side for their reduction, so that a buffer for them is a copy too
     many. Without it DeepSpeed gives the memory of a gradient that has an empty shard back while it
-    is still read on another stream.
+    is still read on another stream. (And a gradient that fills a bucket alone is divided in place:
+    embeddings and heads, whose gradients are their own.)
     """
     sizes = [getattr(item, "ds_numel", item.numel()) for item in model.parameters()]
     return any(-(-size // ranks) * (ranks - 1) >= size for size in sizes)

@@ -23,34 +23,39 @@ deepspeed_linear = partition_parameters.zero3_linear_wrap
 
 
 class ShardedLinear(torch.autograd.Function):
-    """`hidden` [..., in] times the transpose of `weight` [out, in], plus `bias` [out].
+    """`input` [..., in] times the transpose of `weight` [out, in], plus `bias` [out].
 
     torch's own keeps a view of the weight for backward, and with it the memory that ZeRO-3 wants
     back after the layer; this keeps the parameter, whatever it holds then.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        to_hidden, to_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(hidden if to_weight else None, weight if to_hidden else None)
-        return plain_linear(hidden, weight, bias)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        to_input, to_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if to_weight else None, weight if to_input else None)
+        if bias is None or input.dim() == 2:
+            return plain_linear(input, weight, bias)
+        rows = plain_linear(input.reshape(-1, input.shape[-1]), weight, bias)
+        # A view could not be changed in place.
+        return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], len(weight)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        hidden, weight = ctx.saved_tensors
-        to_hidden, to_weight, to_bias = ctx.needs_input_grad
+        input, weight = ctx.saved_tensors
+        to_input, to_weight, to_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (
-            _times_weight(gradient, weight) if to_hidden else None,
-            rows.t() @ hidden.reshape(-1, hidden.shape[-1]) if to_weight else None,
+            _times_weight(gradient, weight) if to_input else None,
+            rows.t() @ input.reshape(-1, input.shape[-1]) if to_weight else None,
             rows.sum(0) if to_bias else None,
         )
 
 
 def _times_weight(gradient: Tensor, weight: Any) -> Tensor:
-    # A module whose output needs no gradient by itself is not gathered for backward.
-    absent = weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    # A module whose output needs no gradient by itself is not gathered for backward. What runs a
+    # layer again hands over a tensor that is no parameter, just gathered.
+    absent = getattr(weight, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
     if absent:
         weight.all_gather()
     try:
@@ -60,13 +65,13 @@ def _times_weight(gradient: Tensor, weight: Any) -> Tensor:
             weight.partition()
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What stands for torch.nn.functional.linear once a model's weights are sharded."""
     if not (hasattr(weight, "ds_id") and torch.is_grad_enabled()):
-        return plain_linear(hidden, weight, bias)
-    if torch.is_autocast_enabled(hidden.device.type):
-        return deepspeed_linear(hidden, weight, bias)
-    return ShardedLinear.apply(hidden, weight, bias)
+        return plain_linear(input, weight, bias)
+    if torch.is_autocast_enabled(input.device.type):
+        return deepspeed_linear(input, weight, bias)
+    return ShardedLinear.apply(input, weight, bias)
 
 
 class GatherHandle(AllGatherCoalescedHandle):
@@ -81,6 +86,7 @@ class GatherHandle(AllGatherCoalescedHandle):
         if self.complete or not handle_dependency or buffer is None or not self._is_even(buffer):
             super().wait(handle_dependency=handle_dependency)
             return
+        assert all(item.ds_status is ZeroParamStatus.INFLIGHT for item in self.params)
         self.allgather_handle.wait()
         sizes = [parameter.ds_tensor.ds_numel for parameter in self.params]
         wholes = [buffer.new_empty((self.world_size, size)) for size in sizes]
@@ -110,7 +116,11 @@ class GatherHandle(AllGatherCoalescedHandle):
 
 class Inflight(InflightParamRegistry):
     """Which parameters are on their way. All that come together leave with the first that is waited
-    for: one event for a layer instead of one for each of its parameters."""
+    for: one event for a layer instead of one for each of its parameters.
+
+    One that a pass fetched ahead and did not use is released by the optimizer's step, or used by
+    the next pass.
+    """
 
     def pop(self, parameter: nn.Parameter, *default: Any) -> Any:
         """What to wait for."""
@@ -133,10 +143,10 @@ def gather_at_once(optimizer: Any) -> None:
     first: Any = optimizer.persistent_parameters[0]
     own = first.all_gather
 
-    def all_gather(params: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        if params is not optimizer.persistent_parameters or async_op:
-            return own(params, async_op=async_op, hierarchy=hierarchy)
-        absent = [item for item in params if item.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+        if param_list is not optimizer.persistent_parameters or async_op:
+            return own(param_list, async_op=async_op, hierarchy=hierarchy)
+        absent = [item for item in param_list if item.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if absent:
             first.all_gather_coalesced(absent).wait()
         return None

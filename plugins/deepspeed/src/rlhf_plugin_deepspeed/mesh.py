@@ -19,8 +19,8 @@ from rlhf.errors import RLHFError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 AXES = ("data", "sequence", "tensor")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where users tell torch how to manage the accelerator's memory; the second is the older name."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where users tell torch how to manage the accelerator's memory; the first is today's name."""
 
 
 def join(config: Config, *, timeout: timedelta) -> Mesh:

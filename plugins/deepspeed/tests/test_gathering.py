@@ -2,6 +2,7 @@
 test_curves.py."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -15,7 +16,18 @@ from rlhf.testing.problem import Case, configure, losses, shape, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import _some_empty
-from rlhf_plugin_deepspeed.gathering import Inflight, ShardedLinear, linear, plain_linear
+from rlhf_plugin_deepspeed.gathering import (
+    Inflight,
+    ShardedLinear,
+    _keep_shards,
+    deepspeed_reduce_scatter,
+    linear,
+    parameters_of,
+    plain_linear,
+    print_forced,
+    reduce_scatter,
+    remember_parameters,
+)
 
 
 def layer(*, trained=True):
@@ -162,6 +174,81 @@ def test_parameters_that_come_together_leave_together():
     assert inflight.pop(fourth) is alone
     with pytest.raises(KeyError):
         inflight.pop(first)
+
+
+def shards_of_means(sizes):
+    """By our collective and by DeepSpeed's."""
+    backend = DeepSpeedBackend()
+    mesh = backend.setup_mesh(configure(DeepSpeedConfig(stage=3)))
+    torch.manual_seed(mesh.rank)
+    tensors = [torch.randn(size) for size in sizes]
+    found = [
+        [item.clone() for item in function([item.clone() for item in tensors], None)]
+        for function in (reduce_scatter, deepspeed_reduce_scatter)
+    ]
+    backend.close_mesh(mesh)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[(4, 3), (2,), (6,)], [(4, 3), (3,)], [(8,)]], ids=str)
+def test_shards_of_means_are_deepspeeds(pair, sizes):
+    for own, other in pair.run(shards_of_means, sizes):
+        assert len(own) == len(sizes)
+        for first, second in zip(own, other, strict=True):
+            assert torch.equal(first, second)
+
+
+def test_shards_add_up_over_micro_batches():
+    held = {0: torch.zeros(4), 1: torch.zeros(3), 2: torch.zeros(2)}
+    optimizer = SimpleNamespace(
+        _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition=held, micro_step_id=0
+    )
+    parameters = [nn.Parameter(torch.zeros(8)) for _ in held]
+    for number, parameter in enumerate(parameters):
+        parameter.ds_id = number
+    # The second is padded, and this rank has nothing of the third.
+    first = [torch.arange(4.0), torch.ones(2), torch.empty(0)]
+    for micro_step in range(2):
+        optimizer.micro_step_id = micro_step
+        for parameter in parameters:
+            parameter.grad = torch.ones(8)
+        _keep_shards(optimizer, parameters, first)
+        assert all(parameter.grad is None for parameter in parameters)
+    assert torch.equal(held[0], 2 * torch.arange(4.0))
+    assert held[1].tolist() == [2, 2, 0]
+    assert held[2].tolist() == [0, 0]
+
+
+def test_a_modules_parameters_are_looked_for_once():
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.own = nn.Parameter(torch.zeros(1))
+            self.elsewhere = []
+
+        def ds_external_parameters(self):
+            return self.elsewhere
+
+    module = Module()
+    by_search = [list(map(id, parameters_of(module, recurse))) for recurse in (False, True)]
+    remember_parameters(module)
+    for _ in range(2):
+        found = [list(map(id, parameters_of(module, recurse))) for recurse in (False, True)]
+        assert found == by_search
+    module.named_parameters = None
+    assert len(list(parameters_of(module, True))) == 3
+    # Those that it takes from elsewhere may come later.
+    other = nn.Parameter(torch.zeros(1))
+    module.elsewhere = [(0, other)]
+    assert list(parameters_of(module))[-1] is other
+
+
+def test_only_what_deepspeed_wants_to_say_is_composed(capsys, monkeypatch):
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+    print_forced("nothing")
+    print_forced("something", force=True)
+    assert capsys.readouterr().out == "something\n"
 
 
 def pieces_of_an_engine():

@@ -2,9 +2,9 @@
 does harm."""
 
 import copy
+import itertools
 import math
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
@@ -19,7 +19,13 @@ from rlhf.data.batch import PackedBatch
 from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
-from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once
+from rlhf_plugin_deepspeed.gathering import (
+    Inflight,
+    fence_of,
+    gather_at_once,
+    lighten_reductions,
+    remember_parameters,
+)
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -98,9 +104,12 @@ class TrainingEngine(InferenceEngine):
         if self.stage in (1, 2):
             _look_once(runner.optimizer, blind=early)
         elif self.stage == 3:
+            remember_parameters(module)
             gather_at_once(runner.optimizer)
-            group = runner.optimizer.dp_process_group
-            runner.optimizer.get_grad_norm_direct = partial(_norm_of, group)
+            lighten_reductions(runner.optimizer)
+            self._fence = fence_of(runner.optimizer)
+            if not runner.optimizer.offload_optimizer:
+                runner.optimizer._get_norm_groups = lambda: [_norm_of(runner.optimizer)]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -138,9 +147,9 @@ class TrainingEngine(InferenceEngine):
         if self.schedule is not None and (moved or by_scaler):
             # Step k of N has the rate f(k / N), whatever became of step k - 1.
             self.schedule.step()
+        if self.stage == 3:
+            self._fence()
         if norm is None:
-            # The wait also keeps what ZeRO-3 gathers next, on a stream of its own, behind the
-            # update.
             norm = float(self.deepspeed.get_global_grad_norm())
             if not moved and math.isfinite(norm):
                 # Before 0.19.8 a step that is left out keeps the norm of the one before it.
@@ -239,6 +248,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         settings["bf16"].pop("bf16_master_weights_and_grads", None)
         settings["bf16"].pop("bf16_optimizer_states", None)
         runner, *_ = deepspeed.initialize(model=model, config=settings)
+        remember_parameters(model)
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
@@ -252,20 +262,25 @@ def _look_once(optimizer: Any, *, blind: bool) -> None:
     optimizer.check_grad_overflow = True
     if not blind and not optimizer.cpu_offload:
         optimizer.check_overflow = lambda partition_gradients=True: None
-        optimizer.get_grad_norm_direct = partial(_norm_of, optimizer.dp_process_group)
+        optimizer.scaled_global_norm = lambda norm_type=2: _norm_of(optimizer)
 
 
-def _norm_of(group: Any, gradients: Iterable[Tensor], params: Any, norm_type: float = 2) -> Tensor:
-    """The norm of a group's gradients over all ranks, each rank giving its shards; -1 where it is
-    not finite. DeepSpeed's own takes a copy in float64 and three launches for each."""
-    assert norm_type == 2
-    kept = [item for item in gradients if not getattr(item, "_zero_padding", False)]
+def _norm_of(optimizer: Any) -> Tensor:
+    """The norm of the gradient over all ranks, each rank giving its shards; -1 where it is not
+    finite.
+
+    DeepSpeed's own takes a copy in float64 and three launches for each parameter. And it stays on
+    the device, so that the host waits for it after the update again; this one is on the host.
+    """
+    groups = optimizer.averaged_gradients.values()
+    every = itertools.chain.from_iterable(groups)
+    shards = [item for item in every if not getattr(item, "_zero_padding", False)]
     total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())
-    if kept:
-        norms = torch._foreach_norm(kept, 2, dtype=torch.float32)
+    if shards:
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float32)
         total += torch.stack(list(norms)).square().sum()
-    distributed.all_reduce(total, group=group)
-    return torch.where(total.isfinite(), total.sqrt(), -1.0)
+    distributed.all_reduce(total, group=optimizer.dp_process_group)
+    return torch.where(total.isfinite(), total.sqrt(), -1.0).cpu()
 
 
 def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:

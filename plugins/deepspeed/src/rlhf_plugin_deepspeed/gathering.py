@@ -2,24 +2,38 @@
 
 Each step gathers every layer twice, and DeepSpeed looks after every parameter of it by itself: a
 copy for each rank, an event to wait for, a range for a profiler. On several accelerators that made
-the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work. DeepSpeed's
-names are those of 0.19.0 to 0.19.8.
+the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, and where
+DeepSpeed has the host wait for one stream before it goes on with another, the streams wait for each
+other. DeepSpeed's names are those of 0.19.0 to 0.19.8.
 """
 
-from collections.abc import Iterable
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero import (
+    parameter_offload,
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+)
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import nvtx
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 plain_linear = torch._C._nn.linear
 """torch.nn.functional.linear, which DeepSpeed replaces for the whole process."""
 deepspeed_linear = partition_parameters.zero3_linear_wrap
+deepspeed_reduce_scatter = coalesced_collectives.reduce_scatter_coalesced
+deepspeed_print = partition_parameters.print_rank_0
+deepspeed_parameters = partitioned_param_coordinator.iter_params
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -94,11 +108,10 @@ class GatherHandle(AllGatherCoalescedHandle):
             rows = buffer.view(self.world_size, -1)
             torch.split_with_sizes_copy(rows, sizes, dim=1, out=wholes)
         for parameter, whole in zip(self.params, wholes, strict=True):
-            # Shards of one size may be padded at the end.
-            flat = whole.view(-1)
-            if parameter.ds_numel < flat.numel():
-                flat = flat[: parameter.ds_numel]
-            parameter.data = flat.view(parameter.ds_shape)
+            if parameter.ds_numel < whole.numel():
+                # Shards of one size are padded at the end.
+                whole = whole.view(-1)[: parameter.ds_numel]
+            parameter.data = whole.view(parameter.ds_shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         if not get_accelerator().is_synchronized_device():
             # It may have been made on another stream than the one that reads it here.
@@ -154,7 +167,110 @@ def gather_at_once(optimizer: Any) -> None:
     first.all_gather = all_gather
 
 
+class Ordered(torch.cuda.Stream):
+    """A stream whose results are read on other streams: to wait for it is to order those."""
+
+    def synchronize(self) -> None:
+        """Have the current stream wait, and the host go on."""
+        torch.cuda.current_stream().wait_stream(self)
+
+
+@torch.no_grad()
+def reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
+    """The shard of each tensor's mean over the ranks that is this rank's, 1-D, all by one
+    collective. DeepSpeed's own cuts every tensor for every rank."""
+    world, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    if len(tensors) == 1 or any(item.numel() % world for item in tensors):
+        return deepspeed_reduce_scatter(tensors, group)
+    rows = torch.cat([item.view(world, -1) for item in tensors], dim=1)
+    rows.div_(world)
+    coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), rows[rank], group=group)
+    return list(rows[rank].split([item.numel() // world for item in tensors]))
+
+
+def lighten_reductions(optimizer: Any) -> None:
+    """Let the host prepare the step while the last gradients are reduced, and keep all shards of a
+    collective at once. DeepSpeed waits after each backward and copies shard by shard, which
+    gradients on the host need and others do not."""
+    if optimizer.offload_optimizer or getattr(optimizer, "all2all_process_group", None):
+        return
+    optimizer.partition_grads = partial(_keep_shards, optimizer)
+    stream = optimizer.reduce_and_partition_stream
+    if isinstance(stream, torch.cuda.Stream) and stream != torch.cuda.default_stream():
+        optimizer.reduce_and_partition_stream = Ordered()
+
+
+def _keep_shards(
+    optimizer: Any, parameters: Iterable[nn.Parameter], shards: Iterable[Tensor]
+) -> None:
+    """Add the shards of these parameters' gradients to those of earlier micro-batches, and let the
+    whole gradients go."""
+    held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    stream = get_accelerator().current_stream()
+    waits = not get_accelerator().is_synchronized_device()
+    sums, parts = [], []
+    for parameter, shard in zip(parameters, shards, strict=True):
+        if shard.numel():
+            sums.append(held[parameter.ds_id][: shard.numel()])  # type: ignore[attr-defined]
+            parts.append(shard)
+        if waits and parameter.grad is not None:
+            parameter.grad.record_stream(stream)
+        parameter.grad = None
+    if not sums:
+        return
+    if optimizer.micro_step_id == 0:
+        torch._foreach_copy_(sums, parts)
+    else:
+        torch._foreach_add_(sums, parts)
+
+
+def fence_of(optimizer: Any) -> Callable[[], None]:
+    """What keeps gatherings, which run on a stream of their own, behind an update of the weights
+    that was launched."""
+    stream = getattr(optimizer.parameter_offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
+    if stream is None:
+        # An accelerator without streams.
+        return lambda: None
+    return lambda: stream.wait_stream(get_accelerator().current_stream())
+
+
+_known: WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, ...]]] = WeakKeyDictionary()
+
+
+def remember_parameters(model: nn.Module) -> None:
+    """Have DeepSpeed not search each module of `model` for its parameters, nor read the signatures
+    of its hooks, in every pass."""
+    for module in model.modules():
+        _known[module] = {}
+        for name in ("pre_bwd_fn", "post_bwd_fn"):
+            forward = getattr(vars(module).get(name), "forward", None)
+            if forward is not None:
+                forward.__signature__ = inspect.signature(forward)
+
+
+def parameters_of(module: Any, recurse: bool = False) -> Iterable[Any]:
+    """The parameters of a module and those that it takes from elsewhere."""
+    known = _known.get(module)
+    if known is None:
+        return deepspeed_parameters(module, recurse)
+    if recurse not in known:
+        known[recurse] = tuple(module.parameters(recurse))
+    external = (parameter for _, parameter in module.ds_external_parameters())
+    return itertools.chain(known[recurse], external)
+
+
+def print_forced(message: str, debug: bool = False, force: bool = False) -> None:
+    """DeepSpeed's own asks for the rank before it prints nothing, in every pass."""
+    if debug or force:
+        deepspeed_print(message, debug=debug, force=force)
+
+
 partition_parameters.zero3_linear_wrap = linear
 partition_parameters.AllGatherCoalescedHandle = GatherHandle
+partition_parameters.print_rank_0 = print_forced
+partitioned_param_coordinator.print_rank_0 = print_forced
+partitioned_param_coordinator.iter_params = parameters_of
+parameter_offload.iter_params = parameters_of
+stage3.reduce_scatter_coalesced = reduce_scatter
 # Around every call of DeepSpeed's, for NVIDIA's profiler alone.
 nvtx.enable_nvtx = False

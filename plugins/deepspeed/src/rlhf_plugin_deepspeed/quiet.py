@@ -1,5 +1,6 @@
-"""DeepSpeed's chatter on stdout off, down to its errors: imported before deepspeed, whose import
-already says the first of it. What matters is in the plan's summary."""
+"""DeepSpeed's chatter on stdout off, down to its errors, and torch's warnings about what DeepSpeed
+calls: imported before deepspeed, whose import already says the first of it. What matters is in the
+plan's summary."""
 
 import logging
 import warnings

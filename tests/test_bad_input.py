@@ -2,6 +2,8 @@
 command."""
 
 import gzip
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,22 @@ def test_settings_that_cannot_be(
     words = ["run", "sft", *tiny.words(inputs, tmp_path / "run"), *more]
     assert told(words, capsys) == SETTINGS[given].replace("TRAIN", str(inputs.train))
     assert not (tmp_path / "run").exists()
+
+
+def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
+    inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(inputs.model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
+    words = [*tiny.words(inputs, tmp_path / "run"), "--model", str(folder)]
+    line = told(["run", "sft", *words, "--model.init", "random"], capsys)
+    start = f"{inputs.train} line 1: {folder} has embeddings for 20 tokens and none for '"
+    assert line.startswith(start)
+    assert line.endswith(
+        "): choose the tokenizer that belongs to it (model.tokenizer), or give the model "
+        "embeddings for all of its tokens"
+    )
 
 
 def test_a_launcher_has_the_say_about_ranks(

@@ -216,6 +216,17 @@ def test_a_weight_above_one_takes_rows_again_and_sources_are_mixed(tmp_path: Pat
     assert examples.report.rows == 10
 
 
+def test_tokens_beyond_a_vocabulary_are_found_with_their_row(tmp_path: Path) -> None:
+    one = lines(tmp_path / "one.jsonl", ROWS[:4])
+    two = lines(tmp_path / "two.jsonl", ROWS[4:])
+    examples = made(DataEntry(path=one, weight=2.5), two)
+    # Row n is prompt n + 2, answer n + 2, n + 3, end.
+    assert examples.first_beyond(13) is None
+    assert examples.first_beyond(12) == (f"{two} line 6", 12)
+    assert examples.first_beyond(5) == (f"{one} line 3", 5)
+    assert examples.first_beyond(4) == (f"{one} line 2", 4)
+
+
 def long_rows(path: Path) -> str:
     long = " ".join(["w1"] * 20)
     rows = [ROWS[0], {"prompt": "w0", "completion": long}, {"prompt": long, "completion": "w0"}]

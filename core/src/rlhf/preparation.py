@@ -1,6 +1,7 @@
 """What a run needs before its first step: tokenised rows, models, orders of rows."""
 
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
@@ -11,12 +12,13 @@ from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
 from rlhf.headroom import Headroom, recomputing
 from rlhf.introduction import introduce
 from rlhf.journal import Journal
-from rlhf.model.load import load_tokenizer
+from rlhf.model.load import known_tokens, load_tokenizer
 from rlhf.registry import load_object
 from rlhf.run import Run
 from rlhf.session import RunRecord, Session
@@ -57,7 +59,8 @@ class Data:
 
 def prepare_data(request: Request) -> Data:
     """Tokenise what is not in the cache yet; without a collective, so that no rank waits at a
-    barrier."""
+    barrier. Raises RLHFError for rows that cannot be used, tokens without an embedding among
+    them."""
     config = request.config
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
@@ -66,7 +69,24 @@ def prepare_data(request: Request) -> Data:
         for which in ("train", "eval")
         if getattr(config.data, which)
     }
+    for examples in found.values():
+        _check_tokens(examples, config, tokenizer)
     return Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
+
+
+def _check_tokens(examples: Examples, config: Config, tokenizer: Any) -> None:
+    known = known_tokens(config)
+    if known is None or max(tokenizer.get_vocab().values()) < known:
+        return
+    beyond = examples.first_beyond(known)
+    if beyond is not None:
+        where, number = beyond
+        token = tokenizer.convert_ids_to_tokens(number)
+        raise RLHFError(
+            f"{where}: {config.model.path} has embeddings for {known:,} tokens and none for "
+            f"{token!r} ({number}): choose the tokenizer that belongs to it (model.tokenizer), or "
+            "give the model embeddings for all of its tokens"
+        )
 
 
 def set_up(

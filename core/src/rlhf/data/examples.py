@@ -175,6 +175,17 @@ class Examples(Sequence[Example]):
         more = len(found) - NAMED_ROWS
         return f"{shown} and {more} more" if more > 0 else shown
 
+    def first_beyond(self, vocabulary: int) -> tuple[str, int] | None:
+        """Where the first example that holds a token id of at least `vocabulary` came from, and
+        that id."""
+        for part, file in enumerate(self._files):
+            found = file.first_beyond(vocabulary)
+            if found is not None:
+                place, token = found
+                taken = (self._part == part) & (self._place == place)
+                return self.name(int(taken.argmax())), token
+        return None
+
     def value(self, name: str) -> NDArray[np.float32]:
         """A value per example [n]; of other kinds are values behind it in the alphabet alone."""
         return self._joined(lambda file: file.value(name))

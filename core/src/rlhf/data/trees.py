@@ -135,6 +135,20 @@ class TreeFile:
                 found.update(values[offsets[0] : offsets[-1]].tobytes())
         return found.hexdigest()
 
+    def first_beyond(self, vocabulary: int) -> tuple[int, int] | None:
+        """The first example that holds a token id of at least `vocabulary`, and that id."""
+        for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
+            found = []
+            for name in ("prompt", "tokens"):
+                offsets, values = chunk[name]
+                outside = np.flatnonzero(values >= vocabulary)
+                if len(outside):
+                    index = int(np.searchsorted(offsets, outside[0], side="right")) - 1
+                    found.append((start + index, int(values[outside[0]])))
+            if found:
+                return min(found)
+        return None
+
     def list_lengths(self, name: str) -> NDArray[np.int64]:
         """How many entries a column of lists has in each example [n]."""
         return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)

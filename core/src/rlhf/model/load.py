@@ -264,6 +264,19 @@ def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> Non
         setattr(module.get_submodule(owner), leaf, value.to(old.device, copy=True))
 
 
+def known_tokens(config: Config) -> int | None:
+    """How many tokens `model.path` has embeddings for; None where that cannot be read, of which
+    loading it tells more."""
+    model = config.model
+    try:
+        found = AutoConfig.from_pretrained(
+            resolved(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        return int(found.get_text_config().vocab_size)
+    except Exception:  # A damaged folder may raise anything.
+        return None
+
+
 def read_architecture(config: Config, task: Task = "causal") -> Any:
     """transformers' config of `model.path`, with the labels of `task`; an error where it is not
     that of a causal language model or its family has no class for the task."""

@@ -1,7 +1,6 @@
 """What a run needs before its first step: tokenised rows, models, orders of rows."""
 
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -70,13 +69,15 @@ def prepare_data(request: Request) -> Data:
         if getattr(config.data, which)
     }
     for examples in found.values():
-        _check_tokens(examples, config, tokenizer)
+        _check_tokens(examples, config, trainer)
     return Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
 
 
-def _check_tokens(examples: Examples, config: Config, tokenizer: Any) -> None:
-    known = known_tokens(config)
-    if known is None or max(tokenizer.get_vocab().values()) < known:
+def _check_tokens(examples: Examples, config: Config, trainer: Trainer) -> None:
+    known, tokenizer = known_tokens(config), trainer.tokenizer
+    # Only a trainer of raw rows can make up tokens that the tokenizer does not have.
+    made_up = trainer.rows is None
+    if known is None or (not made_up and max(tokenizer.get_vocab().values()) < known):
         return
     beyond = examples.first_beyond(known)
     if beyond is not None:

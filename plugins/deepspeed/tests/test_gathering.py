@@ -7,24 +7,28 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.testing.problem import Case, configure, losses, shape, start
+from rlhf_plugin_deepspeed import gathering
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import _some_empty
 from rlhf_plugin_deepspeed.gathering import (
     Inflight,
+    Ordered,
     ShardedLinear,
     _keep_shards,
     deepspeed_reduce_scatter,
+    fence_of,
+    lighten_reductions,
     linear,
     parameters_of,
     plain_linear,
-    print_forced,
     reduce_scatter,
     remember_parameters,
 )
@@ -244,11 +248,84 @@ def test_a_modules_parameters_are_looked_for_once():
     assert list(parameters_of(module))[-1] is other
 
 
-def test_only_what_deepspeed_wants_to_say_is_composed(capsys, monkeypatch):
-    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
-    print_forced("nothing")
-    print_forced("something", force=True)
+def test_the_rank_is_asked_for_only_where_something_is_said(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(partition_parameters.dist, "get_rank", lambda: asked.append(1) or 0)
+    partition_parameters.print_rank_0("nothing")
+    assert not asked
+    partition_parameters.print_rank_0("something", force=True)
     assert capsys.readouterr().out == "something\n"
+
+
+class Stream:
+    """A stream that notes what it waits for; `synchronize` is a wait of the host."""
+
+    def __init__(self, name, seen):
+        self.name, self.seen = name, seen
+
+    def wait_stream(self, other):
+        self.seen.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.seen.append(f"the host waits for {self.name}")
+
+
+@pytest.mark.parametrize(
+    ("offload", "seen"),
+    [
+        ("_DeepSpeedZeRoOffload__allgather_stream", "gathering waits for compute"),
+        ("_DeepSpeedZeRoOffload__of_a_later_name", "the host waits for compute"),
+    ],
+)
+def test_gathering_stays_behind_the_update(monkeypatch, offload, seen):
+    waits = []
+    accelerator = SimpleNamespace(
+        is_synchronized_device=lambda: False, current_stream=lambda: Stream("compute", waits)
+    )
+    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    fence_of(SimpleNamespace(**{offload: Stream("gathering", waits)}))()
+    assert waits == [seen]
+
+
+def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("compute", waits))
+    Ordered.synchronize(Stream("reduction", waits))
+    assert waits == ["compute waits for reduction"]
+
+
+@pytest.mark.parametrize(
+    "apart", [{"offload_optimizer": True}, {"all2all_process_group": object()}], ids=str
+)
+def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way(apart):
+    optimizer = SimpleNamespace(**{"offload_optimizer": False} | apart)
+    lighten_reductions(optimizer)
+    assert not hasattr(optimizer, "partition_grads")
+
+
+def fences_of_steps():
+    """How often gatherings were kept behind an update in two steps, and the stage."""
+    backend = DeepSpeedBackend()
+    mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=3))))
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
+    calls, update = [], engine.deepspeed.step
+
+    def step():
+        calls.append("update")
+        update()
+
+    engine.deepspeed.step = step
+    engine._fence = lambda: calls.append("fence")
+    for _ in range(2):
+        engine.backward(engine(batch, losses)["loss"].sum(), last=True)
+        engine.step()
+    backend.close_mesh(mesh)
+    return calls
+
+
+def test_each_update_is_followed_by_a_fence(pair):
+    assert pair.run(fences_of_steps) == [["update", "fence"] * 2] * 2
 
 
 def pieces_of_an_engine():

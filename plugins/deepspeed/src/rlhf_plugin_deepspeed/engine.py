@@ -107,7 +107,7 @@ class TrainingEngine(InferenceEngine):
             remember_parameters(module)
             gather_at_once(runner.optimizer)
             lighten_reductions(runner.optimizer)
-            self._fence = fence_of(runner.optimizer)
+            self._fence = fence_of(runner.optimizer.parameter_offload)
             if not runner.optimizer.offload_optimizer:
                 runner.optimizer._get_norm_groups = lambda: [_norm_of(runner.optimizer)]
 
@@ -211,7 +211,14 @@ def prepare_training(
             # Its own takes a loop over all gradients, twice.
             settings["gradient_clipping"] = 0.0
         if plan.stage == 3:
-            settings["zero_optimization"]["contiguous_gradients"] = _some_empty(model, mesh.world)
+            # Gradients are laid side by side for their reduction, so that a buffer for them is a
+            # copy too many. Without it DeepSpeed's own way of keeping shards, for an optimizer on
+            # the host, gives the memory of a gradient that has an empty shard back while it is
+            # still read on another stream. (And a gradient that fills a bucket alone is divided in
+            # place: embeddings and heads, whose gradients are their own.)
+            zero = settings["zero_optimization"]
+            apart = "offload_optimizer" in zero
+            zero["contiguous_gradients"] = apart and _some_empty(model, mesh.world)
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if plan.stage == 0 and plain:
         # On one rank it would copy the gradients into buckets and back to add up nothing.
@@ -298,13 +305,7 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def _some_empty(model: nn.Module, ranks: int) -> bool:
-    """Whether a rank's shard of some parameter has no element.
-
-    Gradients are laid side by side for their reduction, so that a buffer for them is a copy too
-    many. Without it DeepSpeed gives the memory of a gradient that has an empty shard back while it
-    is still read on another stream. (And a gradient that fills a bucket alone is divided in place:
-    embeddings and heads, whose gradients are their own.)
-    """
+    """Whether a rank's shard of some parameter has no element."""
     sizes = [getattr(item, "ds_numel", item.numel()) for item in model.parameters()]
     return any(-(-size // ranks) * (ranks - 1) >= size for size in sizes)
 

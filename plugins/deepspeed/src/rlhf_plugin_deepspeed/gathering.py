@@ -2,9 +2,9 @@
 
 Each step gathers every layer twice, and DeepSpeed looks after every parameter of it by itself: a
 copy for each rank, an event to wait for, a range for a profiler. On several accelerators that made
-the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, and where
-DeepSpeed has the host wait for one stream before it goes on with another, the streams wait for each
-other. DeepSpeed's names are those of 0.19.0 to 0.19.8.
+the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, and after a
+backward and after an update the streams wait for each other where DeepSpeed has the host wait for
+them. DeepSpeed's names are those of 0.19.0 to 0.19.8.
 """
 
 import inspect
@@ -224,14 +224,17 @@ def _keep_shards(
         torch._foreach_add_(sums, parts)
 
 
-def fence_of(optimizer: Any) -> Callable[[], None]:
+def fence_of(offload: Any) -> Callable[[], None]:
     """What keeps gatherings, which run on a stream of their own, behind an update of the weights
-    that was launched."""
-    stream = getattr(optimizer.parameter_offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
-    if stream is None:
-        # An accelerator without streams.
+    that was launched. `offload` is DeepSpeed's for one engine."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
         return lambda: None
-    return lambda: stream.wait_stream(get_accelerator().current_stream())
+    stream = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
+    if stream is None:
+        # A later DeepSpeed may call it something else.
+        return lambda: accelerator.current_stream().synchronize()
+    return lambda: stream.wait_stream(accelerator.current_stream())
 
 
 _known: WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, ...]]] = WeakKeyDictionary()

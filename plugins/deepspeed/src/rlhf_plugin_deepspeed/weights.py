@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
 from rlhf.engine import Mesh, Plan
@@ -44,6 +45,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if weights is not None and mesh.rank == 0:
                 parameter.copy_(weights[source])
+    _settle()
     _load_buffers(module, weights, mesh)
     return tuple(
         aliases[0] for aliases, source in zip(names.values(), found, strict=True) if not source
@@ -85,6 +87,13 @@ def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> No
             # Of a sharded one rank 0's value is handed to all; a whole one every rank moves itself.
             if first or not sharded:
                 parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
+    _settle()
+
+
+def _settle() -> None:
+    """Wait for the last shard that was written: what is gathered next is read on a stream of its
+    own."""
+    get_accelerator().synchronize()
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -68,26 +68,28 @@ def prepare_data(request: Request) -> Data:
         for which in ("train", "eval")
         if getattr(config.data, which)
     }
-    for examples in found.values():
-        _check_tokens(examples, config, trainer)
-    return Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
+    data = Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
+    _check_tokens(data, config)
+    return data
 
 
-def _check_tokens(examples: Examples, config: Config, trainer: Trainer) -> None:
-    known, tokenizer = known_tokens(config), trainer.tokenizer
+def _check_tokens(data: Data, config: Config) -> None:
+    trainer, known = data.trainer, known_tokens(config)
+    tokenizer = trainer.tokenizer
     # Only a trainer of raw rows can make up tokens that the tokenizer does not have.
     made_up = trainer.rows is None
     if known is None or (not made_up and max(tokenizer.get_vocab().values()) < known):
         return
-    beyond = examples.first_beyond(known)
-    if beyond is not None:
-        where, number = beyond
-        token = tokenizer.convert_ids_to_tokens(number)
-        raise RLHFError(
-            f"{where}: {config.model.path} has embeddings for {known:,} tokens and none for "
-            f"{token!r} ({number}): choose the tokenizer that belongs to it (model.tokenizer), or "
-            "give the model embeddings for all of its tokens"
-        )
+    for part in data.parts:
+        beyond = part.first_beyond(known)
+        if beyond is not None:
+            where, number = beyond
+            token = tokenizer.convert_ids_to_tokens(number)
+            raise RLHFError(
+                f"{where}: {config.model.path} has embeddings for {known:,} tokens and none for "
+                f"{token!r} ({number}): choose the tokenizer that belongs to it (model.tokenizer), "
+                "or give the model embeddings for all of its tokens"
+            )
 
 
 def set_up(

@@ -304,7 +304,7 @@ def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way
 
 
 def fences_of_steps():
-    """How often gatherings were kept behind an update in two steps, and the stage."""
+    """The updates of two steps and what keeps gatherings behind them, in their order."""
     backend = DeepSpeedBackend()
     mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=3))))
     tokens = torch.arange(12).view(2, 6)

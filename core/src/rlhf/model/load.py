@@ -267,14 +267,17 @@ def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> Non
 def known_tokens(config: Config) -> int | None:
     """How many tokens `model.path` has embeddings for; None where that cannot be read, of which
     loading it tells more."""
-    model = config.model
     try:
-        found = AutoConfig.from_pretrained(
-            resolved(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-        return int(found.get_text_config().vocab_size)
+        return int(_written_config(config).get_text_config().vocab_size)
     except Exception:  # A damaged folder may raise anything.
         return None
+
+
+def _written_config(config: Config) -> Any:
+    model = config.model
+    return AutoConfig.from_pretrained(
+        resolved(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
 
 
 def read_architecture(config: Config, task: Task = "causal") -> Any:
@@ -282,9 +285,7 @@ def read_architecture(config: Config, task: Task = "causal") -> Any:
     that of a causal language model or its family has no class for the task."""
     path = resolved(config.model.path)
     try:
-        found = AutoConfig.from_pretrained(
-            path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
+        found = _written_config(config)
     except Exception as error:  # A damaged folder may raise anything.
         raise RLHFError(
             f"model.path {path} is neither a folder with a config.json nor a model of the hub that "

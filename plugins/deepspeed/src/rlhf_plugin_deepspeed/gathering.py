@@ -200,20 +200,18 @@ def lighten_reductions(optimizer: Any) -> None:
         optimizer.reduce_and_partition_stream = Ordered()
 
 
-def _keep_shards(
-    optimizer: Any, parameters: Iterable[nn.Parameter], shards: Iterable[Tensor]
-) -> None:
+def _keep_shards(optimizer: Any, parameters: Iterable[Any], shards: Iterable[Tensor]) -> None:
     """Add the shards of these parameters' gradients to those of earlier micro-batches, and let the
     whole gradients go."""
     held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
     stream = get_accelerator().current_stream()
-    waits = not get_accelerator().is_synchronized_device()
+    synchronized = get_accelerator().is_synchronized_device()
     sums, parts = [], []
     for parameter, shard in zip(parameters, shards, strict=True):
         if shard.numel():
-            sums.append(held[parameter.ds_id][: shard.numel()])  # type: ignore[attr-defined]
+            sums.append(held[parameter.ds_id][: shard.numel()])
             parts.append(shard)
-        if waits and parameter.grad is not None:
+        if parameter.grad is not None and not synchronized:
             parameter.grad.record_stream(stream)
         parameter.grad = None
     if not sums:

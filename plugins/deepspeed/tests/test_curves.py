@@ -130,6 +130,26 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_no_weight(pair, settings
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_update_in_bf16_clips_by_itself(pair, plain, settings, micro_batches):
+    config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
+    assert min(plain.norms) > config.optim.clip
+    outcome, _ = pair.run(run, Case(config=config, micro_batches=micro_batches))[0]
+    assert outcome.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert outcome.norms == pytest.approx(plain.norms, rel=3e-2)
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_an_update_in_bf16_leaves_out_what_is_no_number_by_itself(pair, settings):
+    config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
+    before = pair.run(run, Case(config=config, steps=1))[0][1]
+    for outcome, after in pair.run(run, Case(config=config, steps=2, poison=(1, 1))):
+        assert outcome.moved == [True, False]
+        if after["model.layers.0.up.bias"].numel():
+            assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_frozen_parameters_stay_and_do_not_count_in_the_norm(pair, settings):
     frozen = ("model.embed.weight", "model.layers.0.up.weight", "model.layers.1.norm.bias")
     plain = follow(PlainBackend(), Case(config=configure(), frozen=frozen))[0]

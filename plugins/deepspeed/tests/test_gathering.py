@@ -19,18 +19,26 @@ from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import _some_empty
 from rlhf_plugin_deepspeed.gathering import (
+    PRIVATE,
+    Backlog,
     Inflight,
-    Ordered,
     ShardedLinear,
-    _keep_shards,
-    deepspeed_reduce_scatter,
+    _group_of,
     fence_of,
-    lighten_reductions,
+    gather,
     linear,
     parameters_of,
     plain_linear,
-    reduce_scatter,
     remember_parameters,
+    run_ahead,
+    take_over,
+)
+from rlhf_plugin_deepspeed.reductions import (
+    Ordered,
+    _keep_shards,
+    deepspeed_reduce_scatter,
+    lighten_reductions,
+    reduce_scatter,
 )
 
 
@@ -139,9 +147,11 @@ def gathered_at_once():
 
     torch.split_with_sizes_copy = counted
     try:
-        handle = parameters[0].all_gather_coalesced(parameters)
-        handle.wait()
-        handle.wait()
+        (several,) = gather(reversed(parameters[1:]), parameters[0].ds_process_group)
+        (alone,) = gather(parameters[:1], parameters[0].ds_process_group)
+        for gathering in (several, alone):
+            gathering.wait()
+            gathering.wait()
     finally:
         torch.split_with_sizes_copy = own
     after = [item.detach().clone() for item in parameters]
@@ -151,9 +161,124 @@ def gathered_at_once():
 
 def test_what_comes_together_is_what_was_sharded(pair):
     for before, after, copies in pair.run(gathered_at_once):
-        assert copies == [[8, 2, 4, 1, 1, 1]]
+        # One that comes alone is in its place.
+        assert copies == [[2, 4, 1, 1, 1]]
         for own, other in zip(before, after, strict=True):
             assert torch.equal(own, other)
+
+
+def gathered_by_dtype():
+    """The dtypes of two parameters' gatherings, the parameters before and after."""
+    backend = DeepSpeedBackend()
+    mesh = backend.setup_mesh(configure(DeepSpeedConfig(stage=3)))
+    group, parameters = torch.distributed.group.WORLD, []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        parameter = nn.Parameter(torch.zeros(0, dtype=dtype))
+        parameter.ds_id, parameter.ds_numel, parameter.ds_shape = number, 4, torch.Size([2, 2])
+        parameter.ds_tensor = torch.full((2,), 10.0 * number + mesh.rank, dtype=dtype)
+        parameter.ds_tensor.ds_numel = 2
+        parameters.append(parameter)
+    handles = gather(parameters, group)
+    under_way = {parameter.ds_status for parameter in parameters}
+    for handle in handles:
+        handle.wait()
+    backend.close_mesh(mesh)
+    members = [[parameter.ds_id for parameter in handle.params] for handle in handles]
+    return members, under_way, [(item.dtype, item.tolist()) for item in parameters]
+
+
+def test_each_dtype_comes_by_itself(pair):
+    for members, under_way, values in pair.run(gathered_by_dtype):
+        assert members == [[0, 2], [1]]
+        assert under_way == {ZeroParamStatus.INFLIGHT}
+        assert values == [
+            (torch.float32, [[0, 0], [1, 1]]),
+            (torch.bfloat16, [[10, 10], [11, 11]]),
+            (torch.float32, [[20, 20], [21, 21]]),
+        ]
+
+
+class Group:
+    """Some ranks."""
+
+    def size(self):
+        return 2
+
+
+def sharded(group, **more):
+    """A parameter that looks like one of ZeRO-3's."""
+    shard = more.pop("shard", torch.zeros(1))
+    plain = {"ds_secondary_tensor": None, "nvme_swapper": None, "dtype": torch.float32}
+    return SimpleNamespace(**plain | more, ds_process_group=group, ds_tensor=shard)
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        {"ds_secondary_tensor": torch.zeros(1)},
+        {"nvme_swapper": object()},
+        {"shard": torch.zeros(1, dtype=torch.int8)},
+        {"group": Group()},
+    ],
+    ids=str,
+)
+def test_what_is_sharded_in_another_way_is_deepspeeds_to_gather(apart):
+    group = Group()
+    assert _group_of([sharded(group), sharded(group)]) is group
+    assert _group_of([sharded(group), sharded(**{"group": group} | apart)]) is None
+
+
+def test_a_deepspeed_of_other_names_gathers_by_itself(monkeypatch):
+    class Coordinator: ...
+
+    coordinator = Coordinator()
+    accelerator = SimpleNamespace(is_synchronized_device=lambda: False)
+    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    module = SimpleNamespace(parameters=lambda: [sharded(Group())])
+    offload = SimpleNamespace(get_param_coordinator=lambda: coordinator, module=module)
+    take_over(offload)
+    run_ahead(offload, layer=100)
+    assert not vars(coordinator)
+
+
+def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
+    class Coordinator:
+        def __init__(self):
+            self.calls = []
+            for name in PRIVATE:
+                setattr(self, f"_Coordinator__{name}", None)
+            self._Coordinator__max_n_available_params = 1000
+            self._Coordinator__n_available_params = 0
+
+        def fetch_sub_module(self, module, forward):
+            self.calls.append(f"fetch {module}")
+            self._Coordinator__n_available_params += 700
+
+        def release_sub_module(self, module, forward=False):
+            self._Coordinator__n_available_params -= 700
+
+    coordinator = Coordinator()
+
+    class Event:
+        """Of work that the device has not done."""
+
+        def record(self): ...
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            coordinator.calls.append("wait")
+
+    accelerator = SimpleNamespace(is_synchronized_device=lambda: False, Event=Event)
+    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    run_ahead(SimpleNamespace(get_param_coordinator=lambda: coordinator), layer=50)
+    assert coordinator._Coordinator__max_ongoing_fetch_events == 5
+    for layer in range(4):
+        coordinator.fetch_sub_module(layer, forward=True)
+        coordinator.release_sub_module(layer, forward=True)
+    # Beside 1500 elements that the device has still to read nothing more is gathered.
+    assert coordinator.calls == ["fetch 0", "fetch 1", "fetch 2", "wait", "fetch 3"]
 
 
 def test_parameters_that_come_together_leave_together():
@@ -246,6 +371,47 @@ def test_a_modules_parameters_are_looked_for_once():
     other = nn.Parameter(torch.zeros(1))
     module.elsewhere = [(0, other)]
     assert list(parameters_of(module))[-1] is other
+
+
+def test_the_host_waits_for_the_device_where_memory_ends(monkeypatch):
+    waited = []
+
+    class Event:
+        """Of work that the device has done or not."""
+
+        count = 0
+
+        def __init__(self):
+            self.number = Event.count
+            Event.count += 1
+
+        def record(self): ...
+
+        def query(self):
+            return self.number in done
+
+        def synchronize(self):
+            waited.append(self.number)
+            done.add(self.number)
+
+    done: set[int] = set()
+    accelerator = SimpleNamespace(Event=Event)
+    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    backlog = Backlog(100)
+    for elements in (30, 30, 30):
+        backlog.released(elements)
+    backlog.make_room(10)
+    assert waited == []
+    # Room for the first is enough.
+    backlog.make_room(20)
+    assert waited == [0]
+    done.add(1)
+    backlog.make_room(60)
+    assert waited == [0]
+    # What is gathered may fill everything by itself.
+    backlog.make_room(200)
+    backlog.make_room(200)
+    assert waited == [0, 2]
 
 
 def test_the_rank_is_asked_for_only_where_something_is_said(capsys, monkeypatch):
@@ -347,25 +513,30 @@ def test_an_engine_has_what_is_made_here(pair):
 
 
 def collectives_of_a_step():
-    """DeepSpeed's collectives of the third step by kind, before the optimizer's step and after it;
-    how many parameters stay whole."""
+    """Collectives of the third step by kind and by who calls them, before the optimizer's step and
+    after it; how many parameters stay whole."""
     backend = DeepSpeedBackend()
     # Norms and biases stay whole on every rank.
     config = configure(DeepSpeedConfig(stage=3, persistence_threshold=40))
     mesh, engine, _ = start(backend, Case(config=config))
     tokens = torch.arange(12).view(2, 6)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
-    seen, own = Counter(), {}
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        own[name] = getattr(deepspeed.comm.comm.cdb, name)
+    seen = Counter()
 
-        def counted(*args, _name=name, **more):
-            seen[_name] += 1
-            return own[_name](*args, **more)
+    def counted(function, label):
+        def call(*args, **more):
+            seen[label] += 1
+            return function(*args, **more)
 
-        setattr(deepspeed.comm.comm.cdb, name, counted)
-    counts = []
+        return call
+
+    theirs = deepspeed.comm.comm.cdb
+    counts, undo = [], pytest.MonkeyPatch()
     try:
+        for name in ("all_gather_into_tensor", "all_reduce"):
+            undo.setattr(theirs, name, counted(getattr(theirs, name), f"deepspeed's {name}"))
+        ours = torch.distributed.all_gather_into_tensor
+        undo.setattr(torch.distributed, "all_gather_into_tensor", counted(ours, "gather"))
         for _ in range(3):
             seen.clear()
             loss = engine(batch, losses)["loss"].sum()
@@ -374,8 +545,7 @@ def collectives_of_a_step():
             engine.step()
             counts.append((before, dict(seen)))
     finally:
-        for name in own:
-            delattr(deepspeed.comm.comm.cdb, name)
+        undo.undo()
     whole = len(engine.deepspeed.optimizer.persistent_parameters)
     backend.close_mesh(mesh)
     return counts[-1], whole
@@ -384,10 +554,13 @@ def collectives_of_a_step():
 def test_what_stays_whole_takes_one_collective_a_step(pair):
     for (before, after), whole in pair.run(collectives_of_a_step):
         assert whole > 4
-        assert after["all_gather_into_tensor"] == before["all_gather_into_tensor"] + 1
+        # Two layers, embeddings and the head for each of two passes at most.
+        assert 0 < before["gather"] <= 8
+        assert after["gather"] == before["gather"] + 1
+        assert "deepspeed's all_gather_into_tensor" not in after
         # DeepSpeed's own norm takes one for each of two groups of parameters; ours is not counted
         # here. Before 0.19.8 there is one for the look at the gradient.
-        assert after.get("all_reduce", 0) < 2
+        assert after.get("deepspeed's all_reduce", 0) < 2
 
 
 @pytest.mark.parametrize(

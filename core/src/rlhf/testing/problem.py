@@ -82,10 +82,14 @@ class BackendConfig(Config):
 
 
 def configure(
-    section: Any = None, *, dtype: Literal["fp32", "bf16", "fp16"] = "fp32", clip: float = 0.5
+    section: Any = None,
+    *,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    states: Literal["fp32", "bf16"] = "fp32",
+    clip: float = 0.5,
 ) -> BackendConfig:
     """A configuration whose clipping is active and whose decay shows."""
-    optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1)
+    optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states)
     return BackendConfig(model=ModelConfig(dtype=dtype), optim=optim, section=section)
 
 
@@ -188,7 +192,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
         engine.train()
         loss = _step_loss(engine, mesh, case, step)
         seen["rates"].append(engine.schedule.get_last_lr()[0])
-        outcome = engine.step()
+        outcome = engine.step().read()
         seen["losses"].append(float(mesh.sum(loss)))
         seen["norms"].append(outcome.grad_norm)
         seen["moved"].append(outcome.moved)

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,11 +24,13 @@ from rlhf_plugin_deepspeed.gathering import (
     Inflight,
     fence_of,
     gather_at_once,
-    lighten_reductions,
     remember_parameters,
+    run_ahead,
+    take_over,
 )
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
+from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,17 +102,22 @@ class TrainingEngine(InferenceEngine):
         self.schedule = schedule
         self.masters = masters
         """Names of the trained parameters in the optimizer's groups, in its order."""
+        base = runner.basic_optimizer
+        self.rounded = base if isinstance(base, RoundedAdamW) else None
+        """What leaves a step out by itself where the norm is not finite."""
         early = older(installed_version(), LOOKS)
         self._blind = early and self.precision != "fp16"
-        if self.stage in (1, 2):
-            _look_once(runner.optimizer, blind=early)
-        elif self.stage == 3:
-            remember_parameters(module)
+        if self.stage == 3:
             gather_at_once(runner.optimizer)
             lighten_reductions(runner.optimizer)
+            _lighten_gathering(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
-            if not runner.optimizer.offload_optimizer:
-                runner.optimizer._get_norm_groups = lambda: [_norm_of(runner.optimizer)]
+        if self.rounded is not None and self.stage > 0:
+            _look_nowhere(runner.optimizer)
+        elif self.stage in (1, 2):
+            _look_once(runner.optimizer, blind=early)
+        elif self.stage == 3 and not runner.optimizer.offload_optimizer:
+            runner.optimizer._get_norm_groups = lambda: [_told_norm(runner.optimizer)]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -127,8 +135,8 @@ class TrainingEngine(InferenceEngine):
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
         scale = self._loss_scale()
-        if isinstance(self.deepspeed.optimizer, RoundedAdamW):
-            return self._rounded_step()
+        if self.rounded is not None:
+            return self._rounded_step(self.rounded)
         norm = float(self._whole_norm()) / scale if self.stage == 0 else None
         if self.plain and norm is not None:
             if not math.isfinite(norm):
@@ -159,12 +167,14 @@ class TrainingEngine(InferenceEngine):
             norm *= self._loss_scale() / scale
         return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=by_scaler)
 
-    def _rounded_step(self) -> LaterOutcome:
+    def _rounded_step(self, optimizer: RoundedAdamW) -> LaterOutcome:
         """Norm, clipping and update without waiting for the device."""
-        norm = self._whole_norm()
+        norm = self._whole_norm() if self.stage == 0 else _sharded_norm(self.deepspeed.optimizer)
         factor = ((self.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
-        self.deepspeed.optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
+        optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
         self.deepspeed.step()
+        if self.stage == 3:
+            self._fence()
         if self.schedule is not None:
             self.schedule.step()
         return LaterOutcome(Deferred(norm[None]))
@@ -255,7 +265,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         settings["bf16"].pop("bf16_master_weights_and_grads", None)
         settings["bf16"].pop("bf16_optimizer_states", None)
         runner, *_ = deepspeed.initialize(model=model, config=settings)
-        remember_parameters(model)
+        _lighten_gathering(runner.optimizer, model)
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
@@ -269,16 +279,28 @@ def _look_once(optimizer: Any, *, blind: bool) -> None:
     optimizer.check_grad_overflow = True
     if not blind and not optimizer.cpu_offload:
         optimizer.check_overflow = lambda partition_gradients=True: None
-        optimizer.scaled_global_norm = lambda norm_type=2: _norm_of(optimizer)
+        optimizer.scaled_global_norm = lambda norm_type=2: _told_norm(optimizer)
 
 
-def _norm_of(optimizer: Any) -> Tensor:
-    """The norm of the gradient over all ranks, each rank giving its shards; -1 where it is not
-    finite.
+def _look_nowhere(optimizer: Any) -> None:
+    """Have DeepSpeed take every step as it is: the update under it scales the gradient, and leaves
+    out what is not finite."""
+    optimizer.check_grad_overflow = False
+    optimizer.scaled_global_norm = lambda norm_type=2: torch.ones(())
+    optimizer._get_norm_groups = lambda: [torch.ones(())]
+    optimizer.unscale_and_clip_grads = lambda *arguments: None
 
-    DeepSpeed's own takes a copy in float64 and three launches for each parameter. And it stays on
-    the device, so that the host waits for it after the update again; this one is on the host.
-    """
+
+def _told_norm(optimizer: Any) -> Tensor:
+    """The norm as DeepSpeed wants to look at it, -1 where it is not finite. Its own stays on the
+    device, so that the host waits for it after the update again; this one is on the host."""
+    norm = _sharded_norm(optimizer)
+    return torch.where(norm.isfinite(), norm, -1.0).cpu()
+
+
+def _sharded_norm(optimizer: Any) -> Tensor:
+    """The norm of the gradient over all ranks, each rank giving its shards. DeepSpeed's own takes a
+    copy in float64 and three launches for each parameter. Collective."""
     groups = optimizer.averaged_gradients.values()
     every = itertools.chain.from_iterable(groups)
     shards = [item for item in every if not getattr(item, "_zero_padding", False)]
@@ -287,7 +309,7 @@ def _norm_of(optimizer: Any) -> Tensor:
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)
         total += torch.stack(list(norms)).square().sum()
     distributed.all_reduce(total, group=optimizer.dp_process_group)
-    return torch.where(total.isfinite(), total.sqrt(), -1.0).cpu()
+    return total.sqrt()
 
 
 def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -302,6 +324,14 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
     model.ds_inflight_param_registry = Inflight()
     mark_experts(model)
     return mark_layers(model)
+
+
+def _lighten_gathering(offload: Any, model: nn.Module) -> None:
+    remember_parameters(model)
+    take_over(offload)
+    leaves: list[Any] = [module for module in model.modules() if z3_leaf_module(module)]
+    sizes = [sum(item.ds_numel for item in module.parameters()) for module in leaves]
+    run_ahead(offload, layer=max(sizes, default=0))
 
 
 def _some_empty(model: nn.Module, ranks: int) -> bool:

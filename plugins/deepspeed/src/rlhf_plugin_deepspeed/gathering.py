@@ -2,28 +2,26 @@
 
 Each step gathers every layer twice, and DeepSpeed looks after every parameter of it by itself: a
 copy for each rank, an event to wait for, a range for a profiler. On several accelerators that made
-the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, and after a
-backward and after an update the streams wait for each other where DeepSpeed has the host wait for
-them. DeepSpeed's names are those of 0.19.0 to 0.19.8.
+the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, the host goes
+ahead as far as memory allows, and after an update the streams wait for each other where DeepSpeed
+has the host wait for them. DeepSpeed's names are those of 0.19.0 to 0.19.8.
 """
 
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.zero import (
     parameter_offload,
     partition_parameters,
     partitioned_param_coordinator,
-    stage3,
 )
-from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from deepspeed.utils import nvtx
 from torch import Tensor, distributed, nn
@@ -31,9 +29,18 @@ from torch import Tensor, distributed, nn
 plain_linear = torch._C._nn.linear
 """torch.nn.functional.linear, which DeepSpeed replaces for the whole process."""
 deepspeed_linear = partition_parameters.zero3_linear_wrap
-deepspeed_reduce_scatter = coalesced_collectives.reduce_scatter_coalesced
 deepspeed_print = partition_parameters.print_rank_0
 deepspeed_parameters = partitioned_param_coordinator.iter_params
+PRIVATE = (
+    "all_gather_params",
+    "release_param",
+    "allgather_stream",
+    "inflight_param_registry",
+    "n_available_params",
+    "max_n_available_params",
+    "max_ongoing_fetch_events",
+)
+"""Names of DeepSpeed's coordinator that are read or set here."""
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -88,43 +95,128 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return ShardedLinear.apply(input, weight, bias)
 
 
-class GatherHandle(AllGatherCoalescedHandle):
-    """Parameters on their way from all ranks in one buffer, [ranks, elements of all shards]."""
+class Gathering:
+    """Parameters on their way from all ranks in one buffer, [ranks, elements of their shards];
+    `work` is the collective."""
 
-    complete: bool
+    def __init__(self, params: list[Any], buffer: Tensor, work: Any) -> None:
+        self.params = params
+        self._buffer = buffer
+        self._work = work
 
+    @torch.no_grad()
     def wait(self, handle_dependency: bool = True) -> None:
-        """Have the current stream wait for them and copy each to a place of its own."""
-        # A view of the buffer for each rank; where weights are quantized they come later.
-        buffer = self.partitions[0]._base if self.partitions else None
-        if self.complete or not handle_dependency or buffer is None or not self._is_even(buffer):
-            super().wait(handle_dependency=handle_dependency)
+        """Have the current stream wait for them and copy each to a place of its own.
+        `handle_dependency` is DeepSpeed's, for what is not used here."""
+        if self._work is None:
             return
-        assert all(item.ds_status is ZeroParamStatus.INFLIGHT for item in self.params)
-        self.allgather_handle.wait()
-        sizes = [parameter.ds_tensor.ds_numel for parameter in self.params]
-        wholes = [buffer.new_empty((self.world_size, size)) for size in sizes]
-        with torch.no_grad():
-            rows = buffer.view(self.world_size, -1)
-            torch.split_with_sizes_copy(rows, sizes, dim=1, out=wholes)
-        for parameter, whole in zip(self.params, wholes, strict=True):
+        self._work.wait()
+        self._work = None
+        for parameter, whole in zip(self.params, self._apart(), strict=True):
             if parameter.ds_numel < whole.numel():
                 # Shards of one size are padded at the end.
                 whole = whole.view(-1)[: parameter.ds_numel]
             parameter.data = whole.view(parameter.ds_shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE
+        del self._buffer
+
+    def _apart(self) -> list[Tensor]:
+        buffer = self._buffer
+        if len(self.params) == 1:
+            return [buffer]
+        sizes = [parameter.ds_tensor.ds_numel for parameter in self.params]
+        wholes = [buffer.new_empty((len(buffer), size)) for size in sizes]
+        torch.split_with_sizes_copy(buffer, sizes, dim=1, out=wholes)
         if not get_accelerator().is_synchronized_device():
             # It may have been made on another stream than the one that reads it here.
             buffer.record_stream(get_accelerator().current_stream())
-        self.complete = True
+        return wholes
 
-    def _is_even(self, buffer: Tensor) -> bool:
-        """Whether every shard is in the buffer as the parameter wants it."""
-        return (
-            self.quantization is None
-            and not self.use_secondary_tensor
-            and all(parameter.ds_tensor.dtype == buffer.dtype for parameter in self.params)
-        )
+
+@torch.no_grad()
+def gather(params: Iterable[Any], group: distributed.ProcessGroup) -> list[Gathering]:
+    """Start to gather parameters that are sharded over `group`, by one collective for each dtype.
+    Collective: every rank gives the same ones."""
+    kinds: dict[torch.dtype, list[Any]] = {}
+    for parameter in sorted(params, key=lambda item: item.ds_id):
+        kinds.setdefault(parameter.ds_tensor.dtype, []).append(parameter)
+        parameter.ds_status = ZeroParamStatus.INFLIGHT
+    return [_gather_alike(members, group) for members in kinds.values()]
+
+
+def _gather_alike(params: list[Any], group: distributed.ProcessGroup) -> Gathering:
+    device = get_accelerator().current_device_name()
+    # Shards may be kept on the host.
+    shards = [parameter.ds_tensor.to(device) for parameter in params]
+    elements = sum(parameter.ds_tensor.ds_numel for parameter in params)
+    buffer = shards[0].new_empty((group.size(), elements))
+    own = buffer[group.rank()]
+    torch.cat(shards, out=own)
+    work = distributed.all_gather_into_tensor(buffer.view(-1), own, group=group, async_op=True)
+    return Gathering(params, buffer, work)
+
+
+def take_over(offload: Any) -> None:
+    """Have modules' parameters gathered and released here. `offload` is DeepSpeed's for one engine.
+
+    DeepSpeed asks each parameter for its group, its place, its dtype and its neighbours every time.
+    """
+    coordinator, name = _coordinator(offload)
+    group = _group_of(list(offload.module.parameters()))
+    if group is None or name is None:
+        return
+    accelerator = get_accelerator()
+    stream = getattr(coordinator, f"{name}allgather_stream")
+    inflight = getattr(coordinator, f"{name}inflight_param_registry")
+
+    def count(elements: int) -> None:
+        counted = f"{name}n_available_params"
+        setattr(coordinator, counted, getattr(coordinator, counted) + elements)
+
+    def all_gather_params(params: Iterable[Any], forward: bool) -> None:
+        absent = [item for item in params if item.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        with accelerator.stream(stream):
+            gatherings = gather(absent, group)
+        for gathering in gatherings:
+            for parameter in gathering.params:
+                inflight[parameter] = gathering
+                count(parameter.ds_numel)
+
+    def release_param(parameter: Any, free_data: bool = True) -> None:
+        if parameter.ds_status is not ZeroParamStatus.AVAILABLE or parameter.ds_active_sub_modules:
+            return
+        if not accelerator.is_synchronized_device():
+            parameter.data.record_stream(accelerator.current_stream())
+        parameter.data = parameter.data.new_empty(0)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        count(-parameter.ds_numel)
+
+    setattr(coordinator, f"{name}all_gather_params", all_gather_params)
+    setattr(coordinator, f"{name}release_param", release_param)
+
+
+def _coordinator(offload: Any) -> tuple[Any, str | None]:
+    """What fetches and releases, and what its private names begin with; None where a later
+    DeepSpeed has others."""
+    coordinator = offload.get_param_coordinator()
+    name = f"_{type(coordinator).__name__}__"
+    known = all(hasattr(coordinator, name + item) for item in PRIVATE)
+    return coordinator, name if known else None
+
+
+def _group_of(parameters: list[Any]) -> distributed.ProcessGroup | None:
+    """The ranks over which all of these are sharded; None where that is one, or where not each has
+    one shard on every rank, in its own dtype and in memory."""
+    groups = {item.ds_process_group for item in parameters}
+    plain = all(
+        item.ds_secondary_tensor is None
+        and item.nvme_swapper is None
+        and not hasattr(item.ds_tensor, "ds_quant_scale")
+        and item.ds_tensor.dtype == item.dtype
+        for item in parameters
+    )
+    group = groups.pop()
+    return group if plain and not groups and group.size() > 1 else None
 
 
 class Inflight(InflightParamRegistry):
@@ -155,71 +247,19 @@ def gather_at_once(optimizer: Any) -> None:
         return
     first: Any = optimizer.persistent_parameters[0]
     own = first.all_gather
+    group = _group_of(optimizer.persistent_parameters)
 
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         if param_list is not optimizer.persistent_parameters or async_op:
             return own(param_list, async_op=async_op, hierarchy=hierarchy)
         absent = [item for item in param_list if item.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if absent:
-            first.all_gather_coalesced(absent).wait()
+            gatherings = gather(absent, group) if group else [first.all_gather_coalesced(absent)]
+            for gathering in gatherings:
+                gathering.wait()
         return None
 
     first.all_gather = all_gather
-
-
-class Ordered(torch.cuda.Stream):
-    """A stream whose results are read on other streams: to wait for it is to order those."""
-
-    def synchronize(self) -> None:
-        """Have the current stream wait, and the host go on."""
-        torch.cuda.current_stream().wait_stream(self)
-
-
-@torch.no_grad()
-def reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
-    """The shard of each tensor's mean over the ranks that is this rank's, 1-D, all by one
-    collective. DeepSpeed's own cuts every tensor for every rank."""
-    world, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    if len(tensors) == 1 or any(item.numel() % world for item in tensors):
-        return deepspeed_reduce_scatter(tensors, group)
-    rows = torch.cat([item.view(world, -1) for item in tensors], dim=1)
-    rows.div_(world)
-    coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), rows[rank], group=group)
-    return list(rows[rank].split([item.numel() // world for item in tensors]))
-
-
-def lighten_reductions(optimizer: Any) -> None:
-    """Let the host prepare the step while the last gradients are reduced, and keep all shards of a
-    collective at once. DeepSpeed waits after each backward and copies shard by shard, which
-    gradients on the host need and others do not."""
-    if optimizer.offload_optimizer or getattr(optimizer, "all2all_process_group", None):
-        return
-    optimizer.partition_grads = partial(_keep_shards, optimizer)
-    stream = optimizer.reduce_and_partition_stream
-    if isinstance(stream, torch.cuda.Stream) and stream != torch.cuda.default_stream():
-        optimizer.reduce_and_partition_stream = Ordered()
-
-
-def _keep_shards(optimizer: Any, parameters: Iterable[Any], shards: Iterable[Tensor]) -> None:
-    """Add the shards of these parameters' gradients to those of earlier micro-batches, and let the
-    whole gradients go."""
-    held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-    stream = get_accelerator().current_stream()
-    synchronized = get_accelerator().is_synchronized_device()
-    sums, parts = [], []
-    for parameter, shard in zip(parameters, shards, strict=True):
-        if shard.numel():
-            sums.append(held[parameter.ds_id][: shard.numel()])
-            parts.append(shard)
-        if parameter.grad is not None and not synchronized:
-            parameter.grad.record_stream(stream)
-        parameter.grad = None
-    if not sums:
-        return
-    if optimizer.micro_step_id == 0:
-        torch._foreach_copy_(sums, parts)
-    else:
-        torch._foreach_add_(sums, parts)
 
 
 def fence_of(offload: Any) -> Callable[[], None]:
@@ -233,6 +273,69 @@ def fence_of(offload: Any) -> Callable[[], None]:
         # A later DeepSpeed may call it something else.
         return lambda: accelerator.current_stream().synchronize()
     return lambda: stream.wait_stream(accelerator.current_stream())
+
+
+class Backlog:
+    """Keeps the host from gathering too far ahead of the device.
+
+    What is released on the host is memory until the device has read it for the last time. DeepSpeed
+    counts it as gone, and bounds the number of gatherings that are under way instead. Here more is
+    gathered when what is gathered and what is not yet read are at most `limit` elements together,
+    however far ahead the host is.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._read: deque[tuple[Any, int]] = deque()
+        """Events after the last use of what was released, with its elements; the oldest first."""
+        self._elements = 0
+
+    def released(self, elements: int) -> None:
+        """So many elements are given up by the host; the current stream may still read them."""
+        event = get_accelerator().Event()
+        event.record()
+        self._read.append((event, elements))
+        self._elements += elements
+
+    def make_room(self, gathered: int) -> None:
+        """Wait until there is room beside so many elements that are gathered."""
+        while self._read:
+            event, elements = self._read[0]
+            if not event.query():
+                if gathered + self._elements <= self.limit:
+                    return
+                event.synchronize()
+            self._read.popleft()
+            self._elements -= elements
+
+
+def run_ahead(offload: Any, layer: int) -> None:
+    """Let the host gather ahead as far as memory allows, and not two gatherings; `layer` is the
+    elements of the largest layer. `offload` is DeepSpeed's for one engine."""
+    coordinator, name = _coordinator(offload)
+    if get_accelerator().is_synchronized_device() or not layer or name is None:
+        return
+    gathered = f"{name}n_available_params"
+    # In backward what is fetched ahead takes the room of layers that the device still reads.
+    backlog = Backlog(getattr(coordinator, f"{name}max_n_available_params") * 3 // 2)
+    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+
+    def fetch_sub_module(module: nn.Module, forward: bool) -> None:
+        backlog.make_room(getattr(coordinator, gathered))
+        fetch(module, forward)
+
+    def release_sub_module(module: nn.Module, forward: bool = False) -> None:
+        before = getattr(coordinator, gathered)
+        release(module, forward)
+        gone = before - getattr(coordinator, gathered)
+        if gone:
+            backlog.released(gone)
+
+    coordinator.fetch_sub_module = fetch_sub_module
+    coordinator.release_sub_module = release_sub_module
+    # One under way takes its elements twice, until they are copied to their places.
+    under_way = max(2, backlog.limit // (6 * layer))
+    setattr(coordinator, f"{name}max_ongoing_fetch_events", under_way)
 
 
 _known: WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, ...]]] = WeakKeyDictionary()
@@ -267,11 +370,9 @@ def print_forced(message: str, debug: bool = False, force: bool = False) -> None
 
 
 partition_parameters.zero3_linear_wrap = linear
-partition_parameters.AllGatherCoalescedHandle = GatherHandle
 partition_parameters.print_rank_0 = print_forced
 partitioned_param_coordinator.print_rank_0 = print_forced
 partitioned_param_coordinator.iter_params = parameters_of
 parameter_offload.iter_params = parameters_of
-stage3.reduce_scatter_coalesced = reduce_scatter
 # Around every call of DeepSpeed's, for NVIDIA's profiler alone.
 nvtx.enable_nvtx = False

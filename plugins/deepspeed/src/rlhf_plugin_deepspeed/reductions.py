@@ -1,0 +1,72 @@
+"""Gradients of ZeRO-3 reduced in fewer pieces, without a wait of the host. DeepSpeed's names are
+those of 0.19.0 to 0.19.8."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero import stage3
+from torch import Tensor, distributed
+
+deepspeed_reduce_scatter = coalesced_collectives.reduce_scatter_coalesced
+
+
+class Ordered(torch.cuda.Stream):
+    """A stream whose results are read on other streams: to wait for it is to order those."""
+
+    def synchronize(self) -> None:
+        """Have the current stream wait, and the host go on."""
+        torch.cuda.current_stream().wait_stream(self)
+
+
+@torch.no_grad()
+def reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
+    """The shard of each tensor's mean over the ranks that is this rank's, 1-D, all by one
+    collective. DeepSpeed's own cuts every tensor for every rank."""
+    world, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    if len(tensors) == 1 or any(item.numel() % world for item in tensors):
+        return deepspeed_reduce_scatter(tensors, group)
+    rows = torch.cat([item.view(world, -1) for item in tensors], dim=1)
+    rows.div_(world)
+    coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), rows[rank], group=group)
+    return list(rows[rank].split([item.numel() // world for item in tensors]))
+
+
+def lighten_reductions(optimizer: Any) -> None:
+    """Let the host prepare the step while the last gradients are reduced, and keep all shards of a
+    collective at once. DeepSpeed waits after each backward and copies shard by shard, which
+    gradients on the host need and others do not."""
+    if optimizer.offload_optimizer or getattr(optimizer, "all2all_process_group", None):
+        return
+    optimizer.partition_grads = partial(_keep_shards, optimizer)
+    stream = optimizer.reduce_and_partition_stream
+    if isinstance(stream, torch.cuda.Stream) and stream != torch.cuda.default_stream():
+        optimizer.reduce_and_partition_stream = Ordered()
+
+
+def _keep_shards(optimizer: Any, parameters: Iterable[Any], shards: Iterable[Tensor]) -> None:
+    """Add the shards of these parameters' gradients to those of earlier micro-batches, and let the
+    whole gradients go."""
+    held = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    stream = get_accelerator().current_stream()
+    synchronized = get_accelerator().is_synchronized_device()
+    sums, parts = [], []
+    for parameter, shard in zip(parameters, shards, strict=True):
+        if shard.numel():
+            sums.append(held[parameter.ds_id][: shard.numel()])
+            parts.append(shard)
+        if parameter.grad is not None and not synchronized:
+            parameter.grad.record_stream(stream)
+        parameter.grad = None
+    if not sums:
+        return
+    if optimizer.micro_step_id == 0:
+        torch._foreach_copy_(sums, parts)
+    else:
+        torch._foreach_add_(sums, parts)
+
+
+stage3.reduce_scatter_coalesced = reduce_scatter

@@ -15,6 +15,7 @@ from rlhf.errors import RLHFError
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import capabilities, zero
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, check, resolve
+from rlhf_plugin_deepspeed.memory import estimate
 
 DOCS = Path(__file__).parents[3] / "docs" / "backends.md"
 GIB = 2**30
@@ -193,6 +194,14 @@ def test_the_summary_says_why():
 
 def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
     assert plan(1, 140 * GIB, offload_optimizer=True).stage == 1
+
+
+def test_at_stage_3_gradients_wait_where_the_optimizer_is():
+    buffers = [
+        estimate(config(), plan(8, 80 * GIB, **settings), SHAPE, world=8, trained=True)["buffers"]
+        for settings in ({"stage": 3}, {"stage": 3, "offload_optimizer": True})
+    ]
+    assert buffers[0] - buffers[1] == 2 * SHAPE.trainable // 8
 
 
 def test_buckets_are_even_as_deepspeed_demands():

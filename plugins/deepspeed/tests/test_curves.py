@@ -9,6 +9,8 @@ from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.engine import TrainingEngine
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.weights import gathered
 
 LAYOUTS = (
@@ -129,14 +131,50 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_no_weight(pair, settings
             assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def run_rounded(case):
+    """The outcome; of each update, what it scales its gradient by and the sum of squares of this
+    rank's part of it."""
+    backend, undo = DeepSpeedBackend(), pytest.MonkeyPatch()
+    updates, squares = [], []
+    update, step = RoundedAdamW.step, TrainingEngine.step
+
+    def updated(optimizer, *arguments):
+        # DeepSpeed may update one group at a time.
+        for group in optimizer.param_groups:
+            gradients = [item.grad.float() for item in group["params"] if item.grad is not None]
+            squares.extend(float(gradient.square().sum()) for gradient in gradients)
+        return update(optimizer, *arguments)
+
+    def stepped(engine):
+        outcome = step(engine)
+        updates.append((float(engine.rounded.factor), sum(squares)))
+        squares.clear()
+        return outcome
+
+    undo.setattr(RoundedAdamW, "step", updated)
+    undo.setattr(TrainingEngine, "step", stepped)
+    try:
+        outcome, _, mesh = follow(backend, case)
+    finally:
+        undo.undo()
+    backend.close_mesh(mesh)
+    return outcome, updates
+
+
 @pytest.mark.parametrize("settings", STAGES, ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_an_update_in_bf16_clips_by_itself(pair, plain, settings, micro_batches):
     config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
+    case = Case(config=config, micro_batches=micro_batches)
     assert min(plain.norms) > config.optim.clip
-    outcome, _ = pair.run(run, Case(config=config, micro_batches=micro_batches))[0]
+    (outcome, updates), (_, others) = pair.run(run_rounded, case)
     assert outcome.losses == pytest.approx(plain.losses, rel=1e-2)
     assert outcome.norms == pytest.approx(plain.norms, rel=3e-2)
+    for norm, (factor, squares), (other, more) in zip(outcome.norms, updates, others, strict=True):
+        assert factor == other == pytest.approx(config.optim.clip / norm, rel=1e-4)
+        # Nobody has scaled it before.
+        whole = squares if config.section.stage == 0 else squares + more
+        assert whole**0.5 == pytest.approx(norm, rel=1e-2)
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)

@@ -13,24 +13,23 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.testing.problem import Case, configure, losses, shape, start
-from rlhf_plugin_deepspeed import gathering
+from rlhf.testing.problem import Case, Packed, configure, losses, shape, start
+from rlhf_plugin_deepspeed import ahead
+from rlhf_plugin_deepspeed import engine as engines
+from rlhf_plugin_deepspeed.ahead import Backlog, fence_of, run_ahead
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.bookkeeping import parameters_of, remember_parameters
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import _some_empty
 from rlhf_plugin_deepspeed.gathering import (
     PRIVATE,
-    Backlog,
     Inflight,
     ShardedLinear,
     _group_of,
-    fence_of,
+    coordinator_of,
     gather,
     linear,
-    parameters_of,
     plain_linear,
-    remember_parameters,
-    run_ahead,
     take_over,
 )
 from rlhf_plugin_deepspeed.reductions import (
@@ -233,7 +232,7 @@ def test_a_deepspeed_of_other_names_gathers_by_itself(monkeypatch):
 
     coordinator = Coordinator()
     accelerator = SimpleNamespace(is_synchronized_device=lambda: False)
-    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
     module = SimpleNamespace(parameters=lambda: [sharded(Group())])
     offload = SimpleNamespace(get_param_coordinator=lambda: coordinator, module=module)
     take_over(offload)
@@ -247,7 +246,6 @@ def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
             self.calls = []
             for name in PRIVATE:
                 setattr(self, f"_Coordinator__{name}", None)
-            self._Coordinator__max_n_available_params = 1000
             self._Coordinator__n_available_params = 0
 
         def fetch_sub_module(self, module, forward):
@@ -271,7 +269,8 @@ def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
             coordinator.calls.append("wait")
 
     accelerator = SimpleNamespace(is_synchronized_device=lambda: False, Event=Event)
-    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ahead, "MOST_LIVE", 1500)
     run_ahead(SimpleNamespace(get_param_coordinator=lambda: coordinator), layer=50)
     assert coordinator._Coordinator__max_ongoing_fetch_events == 5
     for layer in range(4):
@@ -396,7 +395,7 @@ def test_the_host_waits_for_the_device_where_memory_ends(monkeypatch):
 
     done: set[int] = set()
     accelerator = SimpleNamespace(Event=Event)
-    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
     backlog = Backlog(100)
     for elements in (30, 30, 30):
         backlog.released(elements)
@@ -448,7 +447,7 @@ def test_gathering_stays_behind_the_update(monkeypatch, offload, seen):
     accelerator = SimpleNamespace(
         is_synchronized_device=lambda: False, current_stream=lambda: Stream("compute", waits)
     )
-    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
     fence_of(SimpleNamespace(**{offload: Stream("gathering", waits)}))()
     assert waits == [seen]
 
@@ -469,10 +468,11 @@ def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way
     assert not hasattr(optimizer, "partition_grads")
 
 
-def fences_of_steps():
+def fences_of_steps(precision):
     """The updates of two steps and what keeps gatherings behind them, in their order."""
     backend = DeepSpeedBackend()
-    mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=3))))
+    config = configure(DeepSpeedConfig(stage=3), dtype=precision, states=precision)
+    mesh, engine, _ = start(backend, Case(config=config))
     tokens = torch.arange(12).view(2, 6)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
     calls, update = [], engine.deepspeed.step
@@ -490,8 +490,9 @@ def fences_of_steps():
     return calls
 
 
-def test_each_update_is_followed_by_a_fence(pair):
-    assert pair.run(fences_of_steps) == [["update", "fence"] * 2] * 2
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_update_is_followed_by_a_fence(pair, precision):
+    assert pair.run(fences_of_steps, precision) == [["update", "fence"] * 2] * 2
 
 
 def pieces_of_an_engine():
@@ -510,6 +511,35 @@ def pieces_of_an_engine():
 
 def test_an_engine_has_what_is_made_here(pair):
     assert pair.run(pieces_of_an_engine) == [(True, True, False)] * 2
+
+
+def engines_that_run_ahead():
+    """Of a policy and a reference: whether DeepSpeed's names are known, the elements of a layer
+    that are told, and those that its largest layer has."""
+    backend, told, undo = DeepSpeedBackend(), [], pytest.MonkeyPatch()
+    undo.setattr(engines, "run_ahead", lambda offload, layer: told.append((offload, layer)))
+    config = configure(DeepSpeedConfig(stage=3))
+    try:
+        mesh, policy, _ = start(backend, Case(config=config))
+        plan = backend.configure_zero(config, mesh, shape())
+        with backend.model_context(plan, "reference"):
+            module = Packed().requires_grad_(False)
+        backend.prepare(module, None, None, "reference", plan, mesh)
+    finally:
+        undo.undo()
+    layers = policy.module.model.layers
+    largest = max(sum(item.ds_numel for item in layer.parameters()) for layer in layers)
+    facts = [(coordinator_of(offload)[1] is not None, layer, largest) for offload, layer in told]
+    backend.close_mesh(mesh)
+    return facts
+
+
+def test_every_engine_of_stage_3_may_be_ahead(pair):
+    for policy, reference in pair.run(engines_that_run_ahead):
+        assert policy == reference
+        known, layer, largest = policy
+        assert known
+        assert layer == largest > 0
 
 
 def collectives_of_a_step():

@@ -19,15 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.data.batch import PackedBatch
 from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
+from rlhf_plugin_deepspeed.ahead import fence_of, run_ahead
+from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
-from rlhf_plugin_deepspeed.gathering import (
-    Inflight,
-    fence_of,
-    gather_at_once,
-    remember_parameters,
-    run_ahead,
-    take_over,
-)
+from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
@@ -110,7 +105,7 @@ class TrainingEngine(InferenceEngine):
         if self.stage == 3:
             gather_at_once(runner.optimizer)
             lighten_reductions(runner.optimizer)
-            _lighten_gathering(runner.optimizer.parameter_offload, module)
+            _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
         if self.rounded is not None and self.stage > 0:
             _look_nowhere(runner.optimizer)
@@ -265,7 +260,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         settings["bf16"].pop("bf16_master_weights_and_grads", None)
         settings["bf16"].pop("bf16_optimizer_states", None)
         runner, *_ = deepspeed.initialize(model=model, config=settings)
-        _lighten_gathering(runner.optimizer, model)
+        _pass_sooner(runner.optimizer, model)
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
@@ -284,7 +279,7 @@ def _look_once(optimizer: Any, *, blind: bool) -> None:
 
 def _look_nowhere(optimizer: Any) -> None:
     """Have DeepSpeed take every step as it is: the update under it scales the gradient, and leaves
-    out what is not finite."""
+    out what is not finite. The norm that DeepSpeed knows is then 1."""
     optimizer.check_grad_overflow = False
     optimizer.scaled_global_norm = lambda norm_type=2: torch.ones(())
     optimizer._get_norm_groups = lambda: [torch.ones(())]
@@ -326,7 +321,9 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return mark_layers(model)
 
 
-def _lighten_gathering(offload: Any, model: nn.Module) -> None:
+def _pass_sooner(offload: Any, model: nn.Module) -> None:
+    """Have the passes of `model` at stage 3 take less of the host, and let it be ahead of the
+    device."""
     remember_parameters(model)
     take_over(offload)
     leaves: list[Any] = [module for module in model.modules() if z3_leaf_module(module)]

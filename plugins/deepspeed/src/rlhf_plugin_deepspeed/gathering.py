@@ -1,46 +1,33 @@
-"""ZeRO-3 with less for the host to do.
+"""Parameters of ZeRO-3 gathered with less for the host to do.
 
 Each step gathers every layer twice, and DeepSpeed looks after every parameter of it by itself: a
-copy for each rank, an event to wait for, a range for a profiler. On several accelerators that made
-the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece of work, the host goes
-ahead as far as memory allows, and after an update the streams wait for each other where DeepSpeed
-has the host wait for them. DeepSpeed's names are those of 0.19.0 to 0.19.8.
+copy for each rank, an event to wait for, questions about its group, place and dtype. On several
+accelerators that made the host the slower side (benchmarks/NOTES.md). Here a gathering is one piece
+of work. DeepSpeed's names are those of 0.19.0 to 0.19.8.
 """
 
-import inspect
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import (
-    parameter_offload,
-    partition_parameters,
-    partitioned_param_coordinator,
-)
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
-from deepspeed.utils import nvtx
 from torch import Tensor, distributed, nn
 
 plain_linear = torch._C._nn.linear
 """torch.nn.functional.linear, which DeepSpeed replaces for the whole process."""
 deepspeed_linear = partition_parameters.zero3_linear_wrap
-deepspeed_print = partition_parameters.print_rank_0
-deepspeed_parameters = partitioned_param_coordinator.iter_params
 PRIVATE = (
     "all_gather_params",
     "release_param",
     "allgather_stream",
     "inflight_param_registry",
     "n_available_params",
-    "max_n_available_params",
     "max_ongoing_fetch_events",
 )
-"""Names of DeepSpeed's coordinator that are read or set here."""
+"""Names of DeepSpeed's coordinator that the backend reads or sets."""
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -107,7 +94,7 @@ class Gathering:
     @torch.no_grad()
     def wait(self, handle_dependency: bool = True) -> None:
         """Have the current stream wait for them and copy each to a place of its own.
-        `handle_dependency` is DeepSpeed's, for what is not used here."""
+        `handle_dependency` is DeepSpeed's word for its fast sharding of leaves, which is off."""
         if self._work is None:
             return
         self._work.wait()
@@ -161,7 +148,7 @@ def take_over(offload: Any) -> None:
 
     DeepSpeed asks each parameter for its group, its place, its dtype and its neighbours every time.
     """
-    coordinator, name = _coordinator(offload)
+    coordinator, name = coordinator_of(offload)
     group = _group_of(list(offload.module.parameters()))
     if group is None or name is None:
         return
@@ -195,7 +182,7 @@ def take_over(offload: Any) -> None:
     setattr(coordinator, f"{name}release_param", release_param)
 
 
-def _coordinator(offload: Any) -> tuple[Any, str | None]:
+def coordinator_of(offload: Any) -> tuple[Any, str | None]:
     """What fetches and releases, and what its private names begin with; None where a later
     DeepSpeed has others."""
     coordinator = offload.get_param_coordinator()
@@ -262,117 +249,4 @@ def gather_at_once(optimizer: Any) -> None:
     first.all_gather = all_gather
 
 
-def fence_of(offload: Any) -> Callable[[], None]:
-    """What keeps gatherings, which run on a stream of their own, behind an update of the weights
-    that was launched. `offload` is DeepSpeed's for one engine."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return lambda: None
-    stream = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
-    if stream is None:
-        # A later DeepSpeed may call it something else.
-        return lambda: accelerator.current_stream().synchronize()
-    return lambda: stream.wait_stream(accelerator.current_stream())
-
-
-class Backlog:
-    """Keeps the host from gathering too far ahead of the device.
-
-    What is released on the host is memory until the device has read it for the last time. DeepSpeed
-    counts it as gone, and bounds the number of gatherings that are under way instead. Here more is
-    gathered when what is gathered and what is not yet read are at most `limit` elements together,
-    however far ahead the host is.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._read: deque[tuple[Any, int]] = deque()
-        """Events after the last use of what was released, with its elements; the oldest first."""
-        self._elements = 0
-
-    def released(self, elements: int) -> None:
-        """So many elements are given up by the host; the current stream may still read them."""
-        event = get_accelerator().Event()
-        event.record()
-        self._read.append((event, elements))
-        self._elements += elements
-
-    def make_room(self, gathered: int) -> None:
-        """Wait until there is room beside so many elements that are gathered."""
-        while self._read:
-            event, elements = self._read[0]
-            if not event.query():
-                if gathered + self._elements <= self.limit:
-                    return
-                event.synchronize()
-            self._read.popleft()
-            self._elements -= elements
-
-
-def run_ahead(offload: Any, layer: int) -> None:
-    """Let the host gather ahead as far as memory allows, and not two gatherings; `layer` is the
-    elements of the largest layer. `offload` is DeepSpeed's for one engine."""
-    coordinator, name = _coordinator(offload)
-    if get_accelerator().is_synchronized_device() or not layer or name is None:
-        return
-    gathered = f"{name}n_available_params"
-    # In backward what is fetched ahead takes the room of layers that the device still reads.
-    backlog = Backlog(getattr(coordinator, f"{name}max_n_available_params") * 3 // 2)
-    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
-
-    def fetch_sub_module(module: nn.Module, forward: bool) -> None:
-        backlog.make_room(getattr(coordinator, gathered))
-        fetch(module, forward)
-
-    def release_sub_module(module: nn.Module, forward: bool = False) -> None:
-        before = getattr(coordinator, gathered)
-        release(module, forward)
-        gone = before - getattr(coordinator, gathered)
-        if gone:
-            backlog.released(gone)
-
-    coordinator.fetch_sub_module = fetch_sub_module
-    coordinator.release_sub_module = release_sub_module
-    # One under way takes its elements twice, until they are copied to their places.
-    under_way = max(2, backlog.limit // (6 * layer))
-    setattr(coordinator, f"{name}max_ongoing_fetch_events", under_way)
-
-
-_known: WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, ...]]] = WeakKeyDictionary()
-
-
-def remember_parameters(model: nn.Module) -> None:
-    """Have DeepSpeed not search each module of `model` for its parameters, nor read the signatures
-    of its hooks, in every pass."""
-    for module in model.modules():
-        _known[module] = {}
-        for name in ("pre_bwd_fn", "post_bwd_fn"):
-            forward = getattr(vars(module).get(name), "forward", None)
-            if forward is not None:
-                forward.__signature__ = inspect.signature(forward)
-
-
-def parameters_of(module: Any, recurse: bool = False) -> Iterable[Any]:
-    """The parameters of a module and those that it takes from elsewhere."""
-    known = _known.get(module)
-    if known is None:
-        return deepspeed_parameters(module, recurse)
-    if recurse not in known:
-        known[recurse] = tuple(module.parameters(recurse))
-    external = (parameter for _, parameter in module.ds_external_parameters())
-    return itertools.chain(known[recurse], external)
-
-
-def print_forced(message: str, debug: bool = False, force: bool = False) -> None:
-    """DeepSpeed's own asks for the rank before it prints nothing, in every pass."""
-    if debug or force:
-        deepspeed_print(message, debug=debug, force=force)
-
-
 partition_parameters.zero3_linear_wrap = linear
-partition_parameters.print_rank_0 = print_forced
-partitioned_param_coordinator.print_rank_0 = print_forced
-partitioned_param_coordinator.iter_params = parameters_of
-parameter_offload.iter_params = parameters_of
-# Around every call of DeepSpeed's, for NVIDIA's profiler alone.
-nvtx.enable_nvtx = False

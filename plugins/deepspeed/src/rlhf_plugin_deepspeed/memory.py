@@ -11,8 +11,9 @@ from rlhf.engine import ModelShape, Plan
 from rlhf.kernels import fused_on
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
-MOST_LIVE = 1_000_000_000
-"""Elements that stage 3 keeps gathered for their next use (`stage3_max_live_parameters`)."""
+MOST_LIVE = 1_500_000_000
+"""Elements up to which stage 3 gathers more: those that are kept gathered for their next use
+(DeepSpeed's `stage3_max_live_parameters`, 1e9) and those that the device has still to read."""
 BUCKET = 500_000_000
 """Elements that stage 0 adds up over the ranks at a time."""
 NF4 = 0.53
@@ -88,8 +89,9 @@ def estimate(
     parts["buffers"] = bucket
     if plan.stage == 3:
         # It reduces one bucket while it fills the next, and has room for its share of the gradients
-        # from the start.
-        parts["buffers"] += bucket + parts.pop("gradients")
+        # from the start, beside the optimizer.
+        gradients = parts.pop("gradients")
+        parts["buffers"] += bucket + (0 if offloaded else gradients)
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))

@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
+from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -34,6 +36,9 @@ CLIP_EPS = 1e-6
 LOOKS = "0.19.8"
 """The first DeepSpeed that looks at the gradient's norm before a sharded step in every precision.
 """
+
+# What DeepSpeed puts in the place of torch's, for the whole process.
+partition_parameters.zero3_linear_wrap = linear
 
 
 class InferenceEngine:
@@ -89,7 +94,7 @@ class TrainingEngine(InferenceEngine):
         super().__init__(module, runner=runner, role=role, plan=plan, mesh=mesh)
         self.deepspeed = runner
         self.clip = clip
-        """Largest norm of the gradient, or 0; where `plain`, clipping is ours."""
+        """Largest norm of the gradient, or 0; where `plain` or `rounded`, clipping is ours."""
         self.plain = runner.optimizer is runner.basic_optimizer
         """Whether torch's optimizer itself takes the step (stage 0 without masters): nothing in
         DeepSpeed then looks at the gradient."""

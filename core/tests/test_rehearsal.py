@@ -135,6 +135,35 @@ def test_what_grows_is_what_a_step_with_its_gradients_takes(
     assert found.growing == counter.peak
 
 
+@pytest.mark.parametrize("room", [0, 20_000, 10_000_000])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("embedding", "depth"), [(5000, 2), (8, 6)])
+def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
+    embedding: int, depth: int, again: bool, room: int
+) -> None:
+    chain: Any = Chain(embedding, 64, depth, again=again)
+    modules = [chain.embedding, chain.layers]
+    weights = [weight for module in modules for weight in module.parameters()]
+    found = step_bytes(chain, cast(Any, None), modules, gradients=0, reducing=room)
+    waiting = torch.empty(0)
+    whole = 0
+
+    def reduce(weight: torch.Tensor) -> None:
+        nonlocal waiting, whole
+        whole += weight.nbytes
+        weight.grad = None
+        waiting = torch.empty(0)  # The old goes before the new is there.
+        waiting = torch.empty(min(whole, room), dtype=torch.uint8)
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(reduce)
+    with LiveBytes(known=weights) as counter:
+        loss = chain.loss(None)
+        total = weighted_loss(loss, {"tokens": 1.0})
+        total.backward()
+    assert found.peak == counter.peak
+
+
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
     assert not question(words, GIB).estimate().accumulates
     assert question([*words, "--batch.tokens", "150"], GIB).estimate().accumulates

@@ -42,9 +42,9 @@ class BackendHooks:
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
         """Bytes that a model takes on each accelerator through a step, activations left out:
-        `weights`, and where it is `trained` `gradients`, `optimizer`, `buffers` and `updating`, the
-        last for what the optimizer's step takes for a moment. Without a collective, before any
-        weight is read."""
+        `weights`, and where it is `trained` `gradients`, `optimizer`, `buffers`, `updating` (what
+        the optimizer's step takes for a moment) and `reducing` (the most of whole gradients that
+        wait in backward for their reduction). Without a collective, before any weight is read."""
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:

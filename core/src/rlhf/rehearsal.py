@@ -54,8 +54,10 @@ def rehearse(
     order = RunOrder.for_training(run.examples[0], config, mesh, actor)
     batch = run.without_values(largest(order, run.steps))
     policy = dict(run.states["policy"])
-    found = step_bytes(actor, batch, run.modules(), gradients=policy.get("gradients", 0))
-    updating = policy.pop("updating", 0)
+    updating, reducing = policy.pop("updating", 0), policy.pop("reducing", 0)
+    found = step_bytes(
+        actor, batch, run.modules(), gradients=policy.get("gradients", 0), reducing=reducing
+    )
     estimate = Estimate(
         states={**run.states, "policy": policy},
         updating=updating,
@@ -88,29 +90,42 @@ class StepBytes:
     activations: int
     """Bytes alive when backward begins."""
     peak: int
-    """The most over the survey, the loss and backward."""
+    """The most over the survey, the loss and backward, with gradients that wait for their
+    reduction."""
     growing: int
     """The most at any time with the gradients of weights so far."""
 
 
 def step_bytes(
-    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module], *, gradients: int
+    trainer: Trainer,
+    batch: PackedBatch,
+    modules: Iterable[torch.nn.Module],
+    *,
+    gradients: int,
+    reducing: int = 0,
 ) -> StepBytes:
     """Bytes alive in a step on `batch`.
 
-    Gradients of weights are let go at once: they are the backend's, which knows where they are and
-    that all of them take `gradients` bytes. A survey that sees examples of its own is rehearsed on
-    the loss's.
+    Gradients of weights are let go at once: they are the backend's, which knows where they are,
+    that all of them take `gradients` bytes, and that up to `reducing` bytes of them are whole until
+    they are reduced. A survey that sees examples of its own is rehearsed on the loss's.
     """
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
     whole = sum(weight.numel() for weight in trained)
-    done = growing = 0
+    done = passed = growing = peak = 0
+
+    def look() -> None:
+        nonlocal growing, peak
+        lately = counter.lately()
+        growing = max(growing, lately + gradients * done // whole)
+        peak = max(peak, lately + min(passed, reducing))
 
     def let_go(weight: Tensor) -> None:
-        nonlocal done, growing
-        growing = max(growing, counter.lately() + gradients * done // whole)
+        nonlocal done, passed
+        look()
         done += weight.numel()
+        passed += weight.nbytes
         weight.grad = None
         counter.lately()  # From here on it is in `done`.
 
@@ -123,10 +138,11 @@ def step_bytes(
             total = weighted_loss(loss, {term.per: 1.0 for term in loss.terms})
             activations = counter.live
             total.backward()
+            look()
     finally:
         for hook in hooks:
             hook.remove()
-    return StepBytes(activations, counter.peak, max(growing, counter.lately() + gradients))
+    return StepBytes(activations, peak, growing)
 
 
 def _surveyed(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:

@@ -197,11 +197,13 @@ def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
 
 
 def test_at_stage_3_gradients_wait_where_the_optimizer_is():
-    buffers = [
-        estimate(config(), plan(8, 80 * GIB, **settings), SHAPE, world=8, trained=True)["buffers"]
+    there, away = (
+        estimate(config(), plan(8, 80 * GIB, **settings), SHAPE, world=8, trained=True)
         for settings in ({"stage": 3}, {"stage": 3, "offload_optimizer": True})
-    ]
-    assert buffers[0] - buffers[1] == 2 * SHAPE.trainable // 8
+    )
+    assert (there["buffers"], away["buffers"]) == (2 * SHAPE.trainable // 8, 0)
+    # In backward whole ones fill a bucket while another is reduced.
+    assert there["reducing"] == away["reducing"] == 2 * 2 * 200_000_000
 
 
 def test_buckets_are_even_as_deepspeed_demands():

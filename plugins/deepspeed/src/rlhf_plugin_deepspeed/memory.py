@@ -68,7 +68,7 @@ def estimate(
     config: Config, plan: Plan, shape: ModelShape, *, world: int, trained: bool
 ) -> Mapping[str, int]:
     """What stays on each accelerator through a step; `updating` is what the optimizer's step takes
-    for a moment."""
+    for a moment, `reducing` what whole gradients take in backward."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)
@@ -86,12 +86,14 @@ def estimate(
     if not trained:
         return {"weights": parts["weights"]}
     bucket = zero.get("reduce_bucket_size", 0) * size.weight
-    parts["buffers"] = bucket
     if plan.stage == 3:
         # It reduces one bucket while it fills the next, and has room for its share of the gradients
         # from the start, beside the optimizer.
         gradients = parts.pop("gradients")
-        parts["buffers"] += bucket + (0 if offloaded else gradients)
+        parts["buffers"] = 0 if offloaded else gradients
+        parts["reducing"] = 2 * bucket
+    else:
+        parts["buffers"] = bucket
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))

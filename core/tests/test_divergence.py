@@ -20,11 +20,20 @@ from rlhf.divergence import (
     divergence,
     forward_kl,
 )
+from rlhf.model import logits
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
 from rlhf.readouts import token_logprobs
 
 NUM, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 7, 6, 5, 11
+
+
+@pytest.fixture(params=[1, 4], ids=["as they are", "in blocks"], autouse=True)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a product with a head as many as there are, or filled as on an accelerator."""
+    monkeypatch.setattr(
+        logits, "whole_blocks", lambda rows, _: -(-rows // request.param) * request.param
+    )
 
 
 def lopsided(student: Tensor, teacher: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.model import logits
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
 from rlhf.readouts import (
@@ -19,6 +20,14 @@ from rlhf.readouts import (
 )
 
 HIDDEN, VOCABULARY = 6, 11
+
+
+@pytest.fixture(params=[1, 4], ids=["as they are", "in blocks"], autouse=True)
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a product with the head as many as there are, or filled as on an accelerator."""
+    monkeypatch.setattr(
+        logits, "whole_blocks", lambda rows, _: -(-rows // request.param) * request.param
+    )
 
 
 def packed(num_predictions: int = 7) -> PackedBatch:

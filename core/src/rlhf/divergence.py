@@ -45,7 +45,8 @@ class Teacher(Protocol):
         """How a student is compared with it: a function of tensors alone, so that it compiles."""
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
-        """What `against` needs of the predictions `rows`."""
+        """What `against` needs of the predictions `rows`, of which the last may be after N: what
+        is said of those is not read."""
 
 
 @frozen
@@ -63,7 +64,8 @@ class WholeTeacher:
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: raw logits [n, V]."""
-        return (torch.nn.functional.linear(self.hidden[rows], self.head.weight, self.head.bias),)
+        hidden = chunks.filled(self.hidden[rows], rows.stop - rows.start)
+        return (torch.nn.functional.linear(hidden, self.head.weight, self.head.bias),)
 
 
 def _against_whole(
@@ -98,7 +100,8 @@ class TopTeacher:
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: tokens [n, k], log-probabilities [n, k + 1]."""
-        return self.tokens[rows], self.logprobs[rows]
+        parts = self.tokens[rows], self.logprobs[rows]
+        return tuple(chunks.filled(part, rows.stop - rows.start) for part in parts)
 
 
 def _against_top(
@@ -196,7 +199,9 @@ class ChunkedDivergence(torch.autograd.Function):
         wanted: bool,
     ) -> tuple[Tensor, ...]:
         chunk = mixture.chunk or rows_at_once(weight)
-        read = hidden.new_empty(len(READ), len(hidden), dtype=torch.float32)
+        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
+        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
+        read = hidden.new_empty(len(READ), whole, dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         against_teacher = fused_compare if fused_on(hidden.device.type) else compare
@@ -208,11 +213,13 @@ class ChunkedDivergence(torch.autograd.Function):
                 scale=head.scale, softcap=head.softcap, wanted=any(needed),
             )  # fmt: skip
             if any(needed):
+                change[max(count - rows.start, 0) :] = 0
                 gradients.add(rows, change)
 
         chunks.each_chunk(look, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total())
+        ctx.save_for_backward(*gradients.total(count))
         ctx.dtype = hidden.dtype
+        read = read[:, :count]
         parts = read.unbind()
         ctx.mark_non_differentiable(*parts)
         return _total(read, mixture), *parts

@@ -127,7 +127,9 @@ class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 
     module: Any
-    """The `rlhf.model.packed.PackedModel` that was prepared, unwrapped."""
+    """The `rlhf.model.packed.PackedModel` that was prepared, unwrapped. Who reads weights outside
+    of a forward asks for it after each step anew: some may still be on their way from other
+    ranks."""
     role: str
     stage: int
     precision: str

@@ -43,12 +43,15 @@ class Journal:
     _rate: float = 0.0
     _since: float = field(factory=time.perf_counter)
     _plans: list[StepPlan] = field(factory=list)
+    _in_one_row: bool = False
     _useful: int = 0
     _computed: int = 0
     """Tokens of this rank's rows since the last logged step, without and with padding."""
 
     def start(self, first_step: int) -> None:
         """The first step is next."""
+        # Other paths lay the tokens out in rows of their own.
+        self._in_one_row = self.session.engine.module.path == "tree"
         if self._leads:
             self._progress = Progress(first_step, self.session.num_steps)
             self.session.observers.on_start(run=self.session.record)
@@ -122,8 +125,7 @@ class Journal:
         }
         if memory is not None:
             host["peak_memory_gib"] = memory
-        if self.session.engine.module.path == "tree":
-            # Other paths lay the tokens out in rows of their own.
+        if self._in_one_row:
             host["padding"] = 1 - self._useful / self._computed
         self._useful = self._computed = 0
         if self.session.engine.precision == "fp16":

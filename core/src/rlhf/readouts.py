@@ -115,14 +115,17 @@ class ChunkedLogprobs(torch.autograd.Function):
         softcap: float | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
+        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
+        found = hidden.new_empty(4, whole, dtype=torch.float32)
 
         def read(rows: slice, logits: Tensor) -> None:
             parts = chunks.read(logits, targets[rows], scale=scale, softcap=softcap)
             found[:, rows] = torch.stack(parts)
 
         chunks.each_chunk(read, hidden, weight, bias, chunk)
-        normaliser, logprobs, entropy, correct = found
+        normaliser, *_ = found
+        _, logprobs, entropy, correct = found[:, :count]
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.mark_non_differentiable(entropy, correct)
@@ -131,6 +134,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
+        count, gradient = len(gradient), chunks.filled(gradient, len(hidden))
         needed = list(ctx.needs_input_grad[:3])
         gradients = Gradients(hidden, weight, bias, needed, ctx.chunk)
 
@@ -142,7 +146,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             gradients.add(rows, change)
 
         chunks.each_chunk(pull, hidden, weight, bias, ctx.chunk)
-        return *gradients.total(), None, None, None, None
+        return *gradients.total(count), None, None, None, None
 
 
 class SummedLogprobs(torch.autograd.Function):
@@ -158,25 +162,27 @@ class SummedLogprobs(torch.autograd.Function):
         head: Head,
         wanted: bool,
     ) -> tuple[Tensor, ...]:
-        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
+        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
+        found = hidden.new_empty(4, whole, dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         chunk = chunks.rows_at_once(weight)
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         bent: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
+        counted = chunks.filled(found.new_ones(count), whole)
 
         def read(rows: slice, logits: Tensor) -> None:
             again = any(needed) and chunks.overwrites(logits)
             parts = chunks.read(logits.clone() if again else logits, targets[rows], **bent)
             found[:, rows] = torch.stack(parts)
             if any(needed):
-                ones = torch.ones_like(parts.normaliser)
-                change = chunks.pull(logits, targets[rows], parts.normaliser, ones, **bent)
+                change = chunks.pull(logits, targets[rows], parts.normaliser, counted[rows], **bent)
                 gradients.add(rows, change)
 
         chunks.each_chunk(read, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total())
+        ctx.save_for_backward(*gradients.total(count))
         ctx.dtype = hidden.dtype
-        _, *parts = found
+        _, *parts = found[:, :count]
         ctx.mark_non_differentiable(*parts)
         return parts[0].sum(), *parts
 
@@ -232,17 +238,18 @@ class Gradients:
         else:
             self._for_weight += part
 
-    def total(self) -> tuple[Tensor | None, ...]:
-        """The three gradients, None where none is needed; in the weight's dtype, or in float32
-        where they are unscaled ones of fp16."""
+    def total(self, count: int) -> tuple[Tensor | None, ...]:
+        """The three gradients, that of the first `count` hidden states, None where none is needed;
+        in the weight's dtype, or in float32 where they are unscaled ones of fp16."""
+        states = None if self._for_hidden is None else self._for_hidden[:count]
         weight, bias = self._for_weight, self._for_bias
         if self._needs_weight and weight is None:
             weight = torch.zeros_like(self._weight)
         if self._wide:
-            return self._for_hidden, weight, bias
+            return states, weight, bias
         dtype = self._weight.dtype
         narrow = [None if item is None else item.to(dtype) for item in (weight, bias)]
-        return self._for_hidden, *narrow
+        return states, *narrow
 
 
 def scaled_by(

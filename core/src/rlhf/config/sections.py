@@ -133,7 +133,7 @@ class OptimConfig:
     eps: float = field(default=1e-8, validator=positive)
     """Adam's epsilon."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the master weights and of Adam's moments. bf16 takes 6 bytes per parameter
+    """Precision of the master weights and of Adam's moments. bf16 takes 4 or 6 bytes per parameter
     instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost;
     with model.dtype bf16."""
 

@@ -43,6 +43,24 @@ def rows_at_once(weight: Tensor) -> int:
     return max(BLOCK, rows // BLOCK * BLOCK)
 
 
+def whole_blocks(rows: int, device: torch.device) -> int:
+    """`rows` rounded up to what products with the head are computed in on `device`.
+
+    For a shape of its own a library may take a kernel of its own, which is loaded when the device
+    has done all that was launched before: with as many rows as there are predictions that was in
+    most steps of a run's first hundred.
+    """
+    return -(-rows // BLOCK) * BLOCK if fused_on(device.type) else rows
+
+
+def filled(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` [n, ...] and zeros behind it: [rows, ...]."""
+    missing = rows - len(tensor)
+    if not missing:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
 def each_chunk(
     act: Callable[[slice, Tensor], None],
     hidden: Tensor,
@@ -53,7 +71,7 @@ def each_chunk(
     """`act(rows, logits)` for every `chunk` rows of hidden states [N, H] and their raw logits
     [n, V]. They are held by `act` alone, so that one chunk is gone before the next is made."""
     for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
+        rows = slice(start, min(start + chunk, len(hidden)))
         act(rows, torch.nn.functional.linear(hidden[rows], weight, bias))
 
 

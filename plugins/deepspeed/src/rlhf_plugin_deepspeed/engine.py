@@ -4,6 +4,7 @@ does harm."""
 import copy
 import itertools
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
-from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
+from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
+from rlhf_plugin_deepspeed.overlap import reduce_beside_backward, renew_late
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
@@ -47,7 +49,7 @@ class InferenceEngine:
     def __init__(
         self, module: nn.Module, *, runner: nn.Module, role: str, plan: Plan, mesh: Mesh
     ) -> None:
-        self.module = module
+        self._module = module
         self.runner = runner
         """What is called: DeepSpeed's engine at stage 3, else the module itself."""
         self.role = role
@@ -55,6 +57,11 @@ class InferenceEngine:
         self.precision = plan.precision
         self.device = mesh.device
         self.mesh = mesh
+
+    @property
+    def module(self) -> Any:
+        """What was prepared, unwrapped."""
+        return self._module
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
         """Run the wrapped forward; collective at stage 3."""
@@ -68,11 +75,11 @@ class InferenceEngine:
 
     def train(self) -> None:
         """Dropout and recomputation on."""
-        self.module.train()
+        self._module.train()
 
     def eval(self) -> None:
         """Dropout and recomputation off."""
-        self.module.eval()
+        self._module.eval()
 
 
 class TrainingEngine(InferenceEngine):
@@ -112,12 +119,24 @@ class TrainingEngine(InferenceEngine):
             lighten_reductions(runner.optimizer)
             _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
+        self._renewal = None
+        if self.stage in (1, 2) and runner.optimizer.overlap_comm:
+            reduce_beside_backward(runner.optimizer)
+            # A broadcast is fast where all ranks are linked alike, on one host.
+            if int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world)) == mesh.world:
+                self._renewal = renew_late(runner.optimizer, module)
         if self.rounded is not None and self.stage > 0:
             _look_nowhere(runner.optimizer)
         elif self.stage in (1, 2):
             _look_once(runner.optimizer, blind=early)
         elif self.stage == 3 and not runner.optimizer.offload_optimizer:
             runner.optimizer._get_norm_groups = lambda: [_told_norm(runner.optimizer)]
+
+    @property
+    def module(self) -> Any:
+        """What was prepared, unwrapped, with the weights of the last step."""
+        self._settle()
+        return self._module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -134,6 +153,7 @@ class TrainingEngine(InferenceEngine):
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
+        self._settle()
         scale = self._loss_scale()
         if self.rounded is not None:
             return self._rounded_step(self.rounded)
@@ -179,6 +199,12 @@ class TrainingEngine(InferenceEngine):
             self.schedule.step()
         return LaterOutcome(Deferred(norm[None]))
 
+    def _settle(self) -> None:
+        """What is about to read or change weights outside of a forward pass comes after the last of
+        them is there."""
+        if self._renewal is not None:
+            self._renewal.settle()
+
     def _whole_norm(self) -> Tensor:
         """The norm at stage 0, where every rank holds the whole gradient: DeepSpeed tells none
         without masters and, with torch's optimizer, a scaled one in fp16."""
@@ -188,7 +214,7 @@ class TrainingEngine(InferenceEngine):
     def _gradients(self) -> list[Tensor]:
         """Those of all trained parameters; zeros where this step gave none, as DeepSpeed has it
         where it adds them up over ranks."""
-        trained = [item for item in self.module.parameters() if item.requires_grad]
+        trained = [item for item in self._module.parameters() if item.requires_grad]
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -235,6 +261,8 @@ def prepare_training(
         runner.enable_backward_allreduce = mesh.world > 1
     elif plan.stage == 0:
         forget_first_step(optimizer)
+    elif plan.stage in (1, 2) and isinstance(optimizer, RoundedAdamW):
+        without_masters(runner.optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None:
         # At its floor it would raise an Exception of no type; the loop says it with step and rows.

@@ -29,14 +29,20 @@ def mark_layers(model: nn.Module) -> list[nn.Module]:
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     known = hasattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers: nn.ModuleList = max(lists, key=_size, default=nn.ModuleList())
-    shared = sum(_size(layer) for layer in layers) > _size(layers)
-    if shared or (trained and (expert_blocks(model) or not known)):
+    layers = decoder_layers(model)
+    if trained and (expert_blocks(model) or not known):
         return []
     for layer in layers:
         set_z3_leaf_module(layer, True)
-    return list(layers)
+    return layers
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of the largest list in `model`; none where they share weights."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers: nn.ModuleList = max(lists, key=_size, default=nn.ModuleList())
+    shared = sum(_size(layer) for layer in layers) > _size(layers)
+    return [] if shared else list(layers)
 
 
 @contextmanager

@@ -34,8 +34,8 @@ def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) ->
     only a sharded optimizer has masters apart."""
     if precision == "fp32":
         return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    # Stage 0 rounds the weights themselves; shards are copies.
-    in_bf16 = 4 if stage == 0 else 6
+    # What is rounded are the weights themselves, at stage 3 a copy.
+    in_bf16 = 6 if stage == 3 else 4
     return Bytes(weight=2, gradient=2, optimizer=in_bf16 if rounded else 12)
 
 
@@ -93,7 +93,8 @@ def estimate(
         parts["buffers"] = 0 if offloaded else gradients
         parts["reducing"] = 2 * bucket
     else:
-        parts["buffers"] = bucket
+        # One is filled while another is reduced.
+        parts["buffers"] = bucket * (2 if zero.get("overlap_comm") else 1)
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))

@@ -52,9 +52,7 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         "zero_force_ds_cpu_optimizer": False,
         # It knows AdamW's own classes alone; ours over bf16 states is another.
         "zero_allow_untested_optimizer": config.optim.states == "bf16",
-        "zero_optimization": _zero(
-            stage, section, resolved, shape, pinned=mesh.device.type != "cpu"
-        ),
+        "zero_optimization": _zero(stage, section, resolved, shape, mesh),
         **_precision(precision, stage=stage, rounded=config.optim.states == "bf16"),
     }
     return Plan(
@@ -137,7 +135,7 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
 
 
 def _zero(
-    stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, *, pinned: bool
+    stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
     bucket = section.bucket_size or min(BUCKET, max(shape.trainable, 1))
     bucket += bucket % 2  # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
@@ -148,7 +146,9 @@ def _zero(
         zero |= {"stage3_prefetch_bucket_size": min(50_000_000, bucket)}
         if section.persistence_threshold is not None:
             zero["stage3_param_persistence_threshold"] = section.persistence_threshold
-    host = {"device": "cpu", "pin_memory": pinned}
+    host = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
+    if stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer:
+        zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)
     if resolved.offload_param:

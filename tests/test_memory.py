@@ -76,9 +76,12 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     trainer.policy = model
     model.train()
     batch = pack([Example([], [Answer([0] * tokens)])], [0]).to(META)
-    found = step_bytes(trainer, batch, [model], gradients=policy.get("gradients", 0))
+    updating, reducing = policy.pop("updating"), policy.pop("reducing", 0)
+    found = step_bytes(
+        trainer, batch, [model], gradients=policy.get("gradients", 0), reducing=reducing
+    )
     estimate = Estimate(
-        states={"policy": policy}, updating=policy.pop("updating"), activations=found.activations,
+        states={"policy": policy}, updating=updating, activations=found.activations,
         passing=found.peak - found.activations, growing=found.growing, tokens=tokens,
         accumulates=False,
     )  # fmt: skip

@@ -18,6 +18,7 @@ STAGES = {
     "3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "100"),
     "0 in bf16": ("--deepspeed.stage", "0", *ROUNDED),
     "1 in bf16": ("--deepspeed.stage", "1", *ROUNDED),
+    "2 in bf16": ("--deepspeed.stage", "2", *ROUNDED),
     "3 in bf16": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0", *ROUNDED),
     "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
 }

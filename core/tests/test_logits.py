@@ -38,6 +38,22 @@ def test_what_is_read_and_pulled_is_what_autograd_finds(
     torch.testing.assert_close(pulled, expected.float(), rtol=1e-4, atol=1e-6)
 
 
+def test_where_kernels_are_fused_products_have_whole_blocks_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, sizes = torch.device("meta"), (0, 1, 256, 257)
+    for fused, expected in ((True, [0, 256, 256, 512]), (False, list(sizes))):
+        monkeypatch.setattr(chunks, "fused_on", lambda kind, fused=fused: fused)
+        assert [chunks.round_up(rows, device) for rows in sizes] == expected
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3)])
+def test_rows_are_padded_with_zeros(shape: tuple[int, ...]) -> None:
+    padded = chunks.pad_rows(torch.ones(shape), 4)
+    assert padded.shape == (4, *shape[1:])
+    assert torch.equal(padded.reshape(4, -1).sum(1) > 0, torch.tensor([True, True, False, False]))
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("triton")

@@ -22,11 +22,11 @@ from rlhf.readouts import (
 HIDDEN, VOCABULARY = 6, 11
 
 
-@pytest.fixture(params=[1, 4], ids=["as they are", "in blocks"], autouse=True)
+@pytest.fixture(params=[1, 16], ids=["as they are", "in blocks"], autouse=True)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a product with the head as many as there are, or filled as on an accelerator."""
     monkeypatch.setattr(
-        logits, "whole_blocks", lambda rows, _: -(-rows // request.param) * request.param
+        logits, "round_up", lambda rows, _: -(-rows // request.param) * request.param
     )
 
 
@@ -184,7 +184,7 @@ def test_a_sum_of_many_predictions_in_fp16_has_the_gradient_of_its_mean() -> Non
     hidden = torch.full((num, HIDDEN), 20.0).half().requires_grad_()
     weight = (0.01 * torch.randn(VOCABULARY, HIDDEN)).half().requires_grad_()
     targets = torch.zeros(num, dtype=torch.long)
-    total, *_ = SummedLogprobs.apply(hidden, weight, None, targets, Head(weight=weight), True)
+    total, *_ = SummedLogprobs.apply(hidden, weight, None, targets, Head(weight=weight), num, True)
     found = torch.autograd.grad(-total / num, (hidden, weight))
     exact = [item.detach().float().requires_grad_() for item in (hidden, weight)]
     logprobs = (exact[0] @ exact[1].T).log_softmax(-1)[:, 0]

@@ -1,6 +1,7 @@
 """What a step would take of an accelerator, counted without weights."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -10,14 +11,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rlhf import rehearsal
 from rlhf.config.reader import read_config
-from rlhf.engine import Mesh
+from rlhf.config.sections import Config
+from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.execute import ran_out
 from rlhf.gateway import build_gateways
 from rlhf.headroom import Headroom
+from rlhf.hookspecs import hookimpl
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
 from rlhf.preparation import headroom, prepare_data
-from rlhf.rehearsal import step_bytes
+from rlhf.rehearsal import StepBytes, step_bytes
 from rlhf.sums import weighted_loss
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
@@ -186,10 +190,35 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]  # fmt: skip
 
 
-def question(words: list[str], memory: int) -> Headroom:
+class Reducing(PlainBackend):
+    """A backend that keeps no gradients; some bytes of them wait for their reduction."""
+
+    @hookimpl
+    def estimate_memory(
+        self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+    ) -> Mapping[str, int]:
+        return {"weights": 1000, "updating": 0, "reducing": 300}
+
+
+def test_gradients_that_wait_for_their_reduction_come_and_go(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+
+    def counted(*arguments: Any, **options: Any) -> StepBytes:
+        given.update(options)
+        return step_bytes(*arguments, **options)
+
+    monkeypatch.setattr(rehearsal, "step_bytes", counted)
+    estimate = question(words, GIB, Reducing()).estimate()
+    assert given == {"gradients": 0, "reducing": 300}
+    assert estimate.states == {"policy": {"weights": 1000}}
+
+
+def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> Headroom:
     """Headroom on a device of so many bytes."""
     request = read_config("sft", overrides=words)
-    hooks, _ = build_gateways(PlainBackend())
+    hooks, _ = build_gateways(backend or PlainBackend())
     return headroom(request.config, prepare_data(request), Mesh(memory=memory), hooks)
 
 
@@ -265,7 +294,7 @@ def test_the_host_never_needs_recomputation(words: list[str]) -> None:
 
 
 def test_what_is_recomputed_already_is_no_advice(words: list[str]) -> None:
-    least = peak_with("full", words)
+    least = peak_with("offload", words)
     told = str(on_accelerator(words, least).error(torch.OutOfMemoryError("no more")))
     assert f"a step was estimated at {gib(least)} GiB: " in told
     assert "model.recompute" not in told

@@ -19,7 +19,7 @@ from rlhf.engine import Engine
 from rlhf.kernels import fused_on
 from rlhf.model import logits as chunks
 from rlhf.model.head import Head
-from rlhf.readouts import Gradients, scaled_by
+from rlhf.readouts import Gradients, predictions, scaled_by
 
 CHUNK = 1024
 """Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
@@ -64,7 +64,7 @@ class WholeTeacher:
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: raw logits [n, V]."""
-        hidden = chunks.filled(self.hidden[rows], rows.stop - rows.start)
+        hidden = chunks.pad_rows(self.hidden[rows], rows.stop - rows.start)
         return (torch.nn.functional.linear(hidden, self.head.weight, self.head.bias),)
 
 
@@ -101,7 +101,7 @@ class TopTeacher:
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: tokens [n, k], log-probabilities [n, k + 1]."""
         parts = self.tokens[rows], self.logprobs[rows]
-        return tuple(chunks.filled(part, rows.stop - rows.start) for part in parts)
+        return tuple(chunks.pad_rows(part, rows.stop - rows.start) for part in parts)
 
 
 def _against_top(
@@ -166,14 +166,16 @@ def divergence(
     `mixture` says, differentiable in hidden states, weight and bias. Without gradient, in float32
     [N]: `divergence` and `kl` (nats, at the temperature), `logprobs`, `entropy` and `correct` as in
     `token_logprobs`, and `agreement` (1 where both models' likeliest token is the same)."""
+    states, targets = predictions(hidden, batch)
     loss, *rest = ChunkedDivergence.apply(
-        hidden.index_select(0, batch.predict_from),
+        states,
         head.weight,
         head.bias,
-        batch.predict,
+        targets,
         head,
         teacher,
         mixture,
+        len(batch.predict),
         torch.is_grad_enabled(),
     )
     return {"loss": loss, **dict(zip(READ, rest, strict=True))}
@@ -184,7 +186,7 @@ READ = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 
 
 class ChunkedDivergence(torch.autograd.Function):
-    """The sum over predictions, and its gradient in the same pass."""
+    """The sum over the first `count` predictions, and its gradient in the same pass."""
 
     @staticmethod
     def forward(
@@ -196,12 +198,11 @@ class ChunkedDivergence(torch.autograd.Function):
         head: Head,
         teacher: Teacher,
         mixture: Mixture,
+        count: int,
         wanted: bool,
     ) -> tuple[Tensor, ...]:
         chunk = mixture.chunk or rows_at_once(weight)
-        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
-        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
-        read = hidden.new_empty(len(READ), whole, dtype=torch.float32)
+        read = hidden.new_empty(len(READ), len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         against_teacher = fused_compare if fused_on(hidden.device.type) else compare
@@ -217,7 +218,7 @@ class ChunkedDivergence(torch.autograd.Function):
                 gradients.add(rows, change)
 
         chunks.each_chunk(look, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total(count))
+        ctx.save_for_backward(*gradients.total())
         ctx.dtype = hidden.dtype
         read = read[:, :count]
         parts = read.unbind()
@@ -226,7 +227,8 @@ class ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None, None, None
+        unneeded = (None,) * 6
+        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), *unneeded
 
 
 def compare(

@@ -27,16 +27,26 @@ def token_logprobs(
     states, weight and bias) and, without gradient, `entropy` (nats) and `correct` (1 where the
     likeliest token is the right one). Logits exist for `chunk` predictions at a time (default: a
     few thousand, by vocabulary and device) and are computed again in backward."""
-    logprobs, entropy, correct = ChunkedLogprobs.apply(
-        hidden.index_select(0, batch.predict_from),
+    states, targets = predictions(hidden, batch)
+    found = ChunkedLogprobs.apply(
+        states,
         head.weight,
         head.bias,
-        batch.predict,
+        targets,
         head.scale / temperature,
         None if head.softcap is None else head.softcap / temperature,
         chunk or chunks.rows_at_once(head.weight),
     )
-    return {"logprobs": logprobs, "entropy": entropy, "correct": correct}
+    names = ("logprobs", "entropy", "correct")
+    return {name: value[: len(batch.predict)] for name, value in zip(names, found, strict=True)}
+
+
+def predictions(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Hidden states [M, H] and targets [M] of the batch's N predictions, and behind them, where
+    products are computed for more rows than N, any others."""
+    rows = chunks.round_up(len(batch.predict), hidden.device)
+    places, targets = (chunks.pad_rows(item, rows) for item in (batch.predict_from, batch.predict))
+    return hidden.index_select(0, places), targets
 
 
 def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
@@ -46,12 +56,14 @@ def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str,
     The gradient is computed with the value, chunk by chunk, and only scaled in backward: each
     chunk's logits are needed once.
     """
+    states, targets = predictions(hidden, batch)
     total, *rest = SummedLogprobs.apply(
-        hidden.index_select(0, batch.predict_from),
+        states,
         head.weight,
         head.bias,
-        batch.predict,
+        targets,
         head,
+        len(batch.predict),
         torch.is_grad_enabled(),
     )
     return {"sum": total, **dict(zip(("logprobs", "entropy", "correct"), rest, strict=True))}
@@ -115,17 +127,14 @@ class ChunkedLogprobs(torch.autograd.Function):
         softcap: float | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
-        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
-        found = hidden.new_empty(4, whole, dtype=torch.float32)
+        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
 
         def read(rows: slice, logits: Tensor) -> None:
             parts = chunks.read(logits, targets[rows], scale=scale, softcap=softcap)
             found[:, rows] = torch.stack(parts)
 
         chunks.each_chunk(read, hidden, weight, bias, chunk)
-        normaliser, *_ = found
-        _, logprobs, entropy, correct = found[:, :count]
+        normaliser, logprobs, entropy, correct = found
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.scale, ctx.softcap, ctx.chunk = scale, softcap, chunk
         ctx.mark_non_differentiable(entropy, correct)
@@ -134,7 +143,6 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        count, gradient = len(gradient), chunks.filled(gradient, len(hidden))
         needed = list(ctx.needs_input_grad[:3])
         gradients = Gradients(hidden, weight, bias, needed, ctx.chunk)
 
@@ -146,11 +154,11 @@ class ChunkedLogprobs(torch.autograd.Function):
             gradients.add(rows, change)
 
         chunks.each_chunk(pull, hidden, weight, bias, ctx.chunk)
-        return *gradients.total(count), None, None, None, None
+        return *gradients.total(), None, None, None, None
 
 
 class SummedLogprobs(torch.autograd.Function):
-    """The sum of `ChunkedLogprobs`, and its gradient in the same pass."""
+    """The sum of the first `count` of `ChunkedLogprobs`, and its gradient in the same pass."""
 
     @staticmethod
     def forward(
@@ -160,16 +168,15 @@ class SummedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         head: Head,
+        count: int,
         wanted: bool,
     ) -> tuple[Tensor, ...]:
-        count, whole = len(hidden), chunks.whole_blocks(len(hidden), hidden.device)
-        hidden, targets = chunks.filled(hidden, whole), chunks.filled(targets, whole)
-        found = hidden.new_empty(4, whole, dtype=torch.float32)
+        found = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         needed = [wanted and needs for needs in ctx.needs_input_grad[:3]]
         chunk = chunks.rows_at_once(weight)
         gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
         bent: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
-        counted = chunks.filled(found.new_ones(count), whole)
+        counted = chunks.pad_rows(found.new_ones(count), len(hidden))
 
         def read(rows: slice, logits: Tensor) -> None:
             again = any(needed) and chunks.overwrites(logits)
@@ -180,7 +187,7 @@ class SummedLogprobs(torch.autograd.Function):
                 gradients.add(rows, change)
 
         chunks.each_chunk(read, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total(count))
+        ctx.save_for_backward(*gradients.total())
         ctx.dtype = hidden.dtype
         _, *parts = found[:, :count]
         ctx.mark_non_differentiable(*parts)
@@ -188,7 +195,7 @@ class SummedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None
+        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None, None
 
 
 class Gradients:
@@ -238,18 +245,17 @@ class Gradients:
         else:
             self._for_weight += part
 
-    def total(self, count: int) -> tuple[Tensor | None, ...]:
-        """The three gradients, that of the first `count` hidden states, None where none is needed;
-        in the weight's dtype, or in float32 where they are unscaled ones of fp16."""
-        states = None if self._for_hidden is None else self._for_hidden[:count]
+    def total(self) -> tuple[Tensor | None, ...]:
+        """The three gradients, None where none is needed; in the weight's dtype, or in float32
+        where they are unscaled ones of fp16."""
         weight, bias = self._for_weight, self._for_bias
         if self._needs_weight and weight is None:
             weight = torch.zeros_like(self._weight)
         if self._wide:
-            return states, weight, bias
+            return self._for_hidden, weight, bias
         dtype = self._weight.dtype
         narrow = [None if item is None else item.to(dtype) for item in (weight, bias)]
-        return states, *narrow
+        return self._for_hidden, *narrow
 
 
 def scaled_by(

@@ -206,6 +206,13 @@ def test_at_stage_3_gradients_wait_where_the_optimizer_is():
     assert there["reducing"] == away["reducing"] == 2 * 2 * 200_000_000
 
 
+@pytest.mark.parametrize(("stage", "bytes_each"), [(1, 4), (2, 4), (3, 6)])
+def test_states_in_bf16_need_masters_at_stage_3_alone(stage, bytes_each):
+    run = evolve(config(), optim=OptimConfig(states="bf16"))
+    parts = estimate(run, plan(8, 80 * GIB, stage=stage), SHAPE, world=8, trained=True)
+    assert parts["optimizer"] == bytes_each * SHAPE.trainable // 8
+
+
 def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
     alone, together = (
         estimate(config(), plan(world, 80 * GIB, stage=2), SHAPE, world=world, trained=True)

@@ -4,68 +4,24 @@ for."""
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import distributed, nn
 
-from rlhf.testing.problem import Case, configure, follow, losses, start
-from rlhf.testing.problem import _batch as batch_of
+from rlhf.testing.problem import ROWS, Case, configure, follow, losses, make_batch, start
 from rlhf_plugin_deepspeed import engine as engines
 from rlhf_plugin_deepspeed import overlap
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.overlap import reading_order, reduce_beside_backward
+from rlhf_plugin_deepspeed.overlap import reading_order
 
 A_LAYER = 600
-"""Elements, fewer than a layer of the tiny model has and more than all its norms and biases."""
-
-
-def test_after_backward_streams_wait_for_the_last_reduction_and_the_host_does_not(monkeypatch):
-    seen = []
-    compute = SimpleNamespace(wait_stream=lambda other: seen.append(f"wait for the {other}"))
-    accelerator = SimpleNamespace(current_stream=lambda: compute)
-    monkeypatch.setattr(overlap, "get_accelerator", lambda: accelerator)
-
-    class Optimizer:
-        """With what DeepSpeed does at the end of a backward."""
-
-        overlap_comm = True
-        reduction_stream = "reduction"
-        extra_large_param_to_reduce: ClassVar[dict] = {}
-
-        def average_tensor(self, tensor, dtype):
-            seen.append(f"average {tensor.name} in {dtype}")
-
-        def reduce_ipg_grads(self):
-            seen.append("reduce")
-
-        def independent_gradient_partition_epilogue(self):
-            self.reduce_ipg_grads()
-            seen.append("the host waits" if self.overlap_comm else "keep shards")
-
-    optimizer = Optimizer()
-    reduce_beside_backward(optimizer)
-    for _ in range(2):
-        seen.clear()
-        optimizer.independent_gradient_partition_epilogue()
-        assert seen == ["reduce", "wait for the reduction", "keep shards"]
-        assert optimizer.overlap_comm
-
-    def keep(stream):
-        seen.append(f"keep for the {stream}")
-
-    for name, large in (("a bucket", {}), ("a gradient", {"fp32": "its weight"})):
-        seen.clear()
-        optimizer.extra_large_param_to_reduce = large
-        optimizer.average_tensor(SimpleNamespace(name=name, record_stream=keep), "fp32")
-        # A bucket is there until the step; a gradient that is larger than one goes by itself.
-        assert seen == [*(["keep for the reduction"] if large else []), f"average {name} in fp32"]
+"""Elements: fewer than a layer of the tiny model has, and more than all its norms and biases."""
 
 
 def overlaps(settings):
-    """Whether reductions run beside backward, whether its end is ours, and the gathering."""
+    """Whether reductions run beside backward, whether its end is ours, and how weights are sent."""
     backend = DeepSpeedBackend()
     mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(**settings))))
     optimizer = engine.deepspeed.optimizer
@@ -75,23 +31,61 @@ def overlaps(settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"stage": 1}, {"stage": 2}, {"preset": "zero2_offload"}], ids=str
+    ("settings", "reductions", "weights"),
+    [
+        ({"stage": 1}, False, True),
+        ({"stage": 2}, True, True),
+        ({"preset": "zero2_offload"}, False, False),
+    ],
+    ids=str,
 )
-def test_what_is_sent_overlaps_where_gradients_stay_on_the_device(pair, settings):
-    on = "stage" in settings
-    assert pair.run(overlaps, settings) == [(on, on, on)] * 2
+def test_what_is_sent_beside_computation(pair, settings, reductions, weights):
+    assert pair.run(overlaps, settings) == [(reductions, reductions, weights)] * 2
 
 
-def hosts(count):
-    """Whether updated weights are handed out by us on so many hosts."""
+def broadcasts(local):
+    """Whether weights are broadcast where so many of two ranks are said to be on this host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(2 // count))
+        if local is None:
+            patch.delenv("LOCAL_WORLD_SIZE")
+        else:
+            patch.setenv("LOCAL_WORLD_SIZE", local)
         return overlaps({"stage": 1})[2]
 
 
-def test_over_several_hosts_deepspeed_gathers_weights(pair):
-    assert pair.run(hosts, 1) == [True] * 2
-    assert pair.run(hosts, 2) == [False] * 2
+@pytest.mark.parametrize(("local", "ours"), [("2", True), ("1", False), (None, False)])
+def test_over_several_hosts_deepspeed_gathers_weights(pair, local, ours):
+    assert pair.run(broadcasts, local) == [ours] * 2
+
+
+def without_head(hidden, head, batch):
+    """A loss that leaves the head without a gradient."""
+    return {"loss": hidden.square().mean(dim=(1, 2)) * batch["weight"]}
+
+
+def head_in_one_batch(settings, first):
+    """The norm and the head's weights after two micro-batches, of which one has the head in its
+    loss."""
+    backend = DeepSpeedBackend()
+    case = Case(config=configure(DeepSpeedConfig(**settings)), tied=False)
+    mesh, engine, _ = start(backend, case)
+    for number, readout in enumerate((losses, without_head) if first else (without_head, losses)):
+        rows = [4 * number + mesh.rank, 4 * number + 2 + mesh.rank]
+        loss = engine(make_batch(0, rows, engine.device), readout)["loss"].sum() / ROWS
+        engine.backward(loss, last=number == 1)
+    norm = engine.step().read().grad_norm
+    weights = engine.module.model.head.weight.detach().clone()
+    backend.close_mesh(mesh)
+    return norm, weights
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_counts_whichever_micro_batch_it_is_from(pair, stage, first):
+    (norm, weights), _ = pair.run(head_in_one_batch, {"stage": 0}, first)
+    for found, other in pair.run(head_in_one_batch, {"stage": stage}, first):
+        assert found == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(other, weights, rtol=1e-5, atol=1e-6)
 
 
 class Model(nn.Module):
@@ -123,8 +117,8 @@ def test_weights_have_their_place_in_a_forward_pass(tied):
 
 
 def train(case, least):
-    """The outcome and this rank's final weights, handed out in portions of `least` elements, and
-    what was broadcast."""
+    """The outcome and this rank's final weights, sent in buckets of `least` elements, and what was
+    broadcast."""
     calls = []
     broadcast = distributed.broadcast
 
@@ -134,7 +128,7 @@ def train(case, least):
 
     backend = DeepSpeedBackend()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "LEAST", least)
+        patch.setattr(overlap, "MIN_ELEMENTS", least)
         patch.setattr(overlap, "distributed", SimpleNamespace(**vars(distributed)))
         patch.setattr(overlap.distributed, "broadcast", counted)
         outcome, engine, mesh = follow(backend, case)
@@ -146,11 +140,8 @@ def train(case, least):
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_weights_that_are_handed_out_in_portions_are_those_that_were_updated(
-    pair, settings, tied, states
-):
-    dtype = {"fp32": "fp32", "bf16": "bf16"}[states]
-    config = configure(DeepSpeedConfig(**settings), dtype=dtype, states=states)
+def test_weights_that_are_broadcast_are_those_that_were_updated(pair, settings, tied, states):
+    config = configure(DeepSpeedConfig(**settings), dtype=states, states=states)
     case = Case(config=config, tied=tied, steps=3)
     (whole, weights, none), _ = pair.run(train, case, 10**9)
     assert none == []
@@ -162,28 +153,30 @@ def test_weights_that_are_handed_out_in_portions_are_those_that_were_updated(
 
 
 def covered():
-    """What the portions hold of each flat group, and their sizes."""
+    """Elements of each bucket, and whether each weight is in one of them, sent by its owner."""
     backend = DeepSpeedBackend()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "LEAST", A_LAYER)
+        patch.setattr(overlap, "MIN_ELEMENTS", A_LAYER)
         mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=1))))
     optimizer = engine.deepspeed.optimizer
     flat = max(optimizer.bit16_groups_flat, key=torch.numel)
     flat.zero_()
-    for portion in engine._renewal.portions:
-        for weights, owner, _ in portion.shares:
+    for bucket in engine._weights.buckets:
+        for weights, owner, _ in bucket.shards:
             each = flat.numel() // mesh.world
             begin = (weights.data_ptr() - flat.data_ptr()) // flat.element_size()
             assert begin // each == (begin + weights.numel() - 1) // each == owner
             weights.add_(1)
-    sizes = [sum(share[0].numel() for share in item.shares) for item in engine._renewal.portions]
+    sizes = [
+        sum(weights.numel() for weights, *_ in bucket.shards) for bucket in engine._weights.buckets
+    ]
     parameters = [item for group in optimizer.bit16_groups for item in group if item.ndim == 2]
     once = all(bool((item == 1).all()) for item in parameters)
     backend.close_mesh(mesh)
     return sizes, once
 
 
-def test_every_weight_is_handed_out_once_by_its_owner(pair):
+def test_every_weight_is_sent_once_by_its_owner(pair):
     # The embedding, which is the head too, two layers, and nothing that the head alone has.
     assert pair.run(covered) == [([512, 1024, 1024, 0], True)] * 2
 
@@ -196,7 +189,7 @@ class Stream:
         self.seen.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event):
-        self.seen.append(f"{self.name} waits for portion {event.number}")
+        self.seen.append(f"{self.name} waits for bucket {event.number}")
 
 
 class Streams:
@@ -221,7 +214,7 @@ class Streams:
         return SimpleNamespace(number=number, record=partial(self.record, number))
 
     def record(self, number):
-        self.seen.append(f"portion {number} on {self.current.name}")
+        self.seen.append(f"bucket {number} sent on {self.current.name}")
 
     @contextmanager
     def stream(self, stream):
@@ -230,41 +223,118 @@ class Streams:
         self.current = before
 
 
-def waits():
-    """Whom streams wait for in a step, the forward pass after it, and when weights are asked
-    for."""
+@contextmanager
+def streams():
+    """What streams do and wait for in here, in order."""
     accelerator = Streams()
-    backend = DeepSpeedBackend()
+
+    def tell(name, function):
+        def call(*arguments, **options):
+            accelerator.seen.append(f"{name} on {accelerator.current.name}")
+            return function(*arguments, **options)
+
+        return call
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "LEAST", A_LAYER)
+        patch.setattr(overlap, "MIN_ELEMENTS", A_LAYER)
         patch.setattr(overlap, "get_accelerator", lambda: accelerator)
+        patch.setattr(overlap, "deepspeed_gather", tell("gather", overlap.deepspeed_gather))
+        patch.setattr(overlap, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(overlap.distributed, "broadcast", tell("send", distributed.broadcast))
+        patch.setattr(
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, stream: accelerator.seen.append(f"{tensor.numel()} for {stream.name}"),
+        )
+        yield accelerator
+
+
+def seen_by(accelerator, *acts):
+    """What streams did in each of the acts."""
+    found = []
+    for act in acts:
+        accelerator.seen.clear()
+        act()
+        found.append(list(accelerator.seen))
+    return found
+
+
+def waits():
+    """In a step, the forward pass after it, and when weights are asked for."""
+    backend = DeepSpeedBackend()
+    with streams() as accelerator:
         mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=2))))
-        engine.backward(engine(batch_of(0, [0, 1], engine.device), losses)["loss"].sum(), last=True)
-        found = []
-        for act in (
+        engine.backward(
+            engine(make_batch(0, [0, 1], engine.device), losses)["loss"].sum(), last=True
+        )
+        found = seen_by(
+            accelerator,
             engine.step,
-            lambda: engine(batch_of(1, [0, 1], engine.device), losses),
+            lambda: engine(make_batch(1, [0, 1], engine.device), losses),
             lambda: engine.module,
             engine.eval,
-        ):
-            accelerator.seen.clear()
-            act()
-            found.append(list(accelerator.seen))
+        )
     backend.close_mesh(mesh)
     return found
 
 
 def test_a_layer_waits_for_its_own_weights_and_a_reader_outside_for_all(pair):
     step, forward, asked, mode = pair.run(waits)[0]
+    first, *others = (["send on weights"] * count for count in (1, 2, 1, 0))
     assert step == [
         "compute waits for weights",
         "weights waits for compute",
-        *(f"portion {number} on weights" for number in range(4)),
+        # Norms and biases, which layers read too.
+        "gather on weights",
+        *first,
+        "bucket 0 sent on weights",
+        *(
+            line
+            for number, sent in enumerate(others, 1)
+            for line in (*sent, f"bucket {number} sent on weights")
+        ),
     ]
     # The embedding, the first layer, and with the last one what the head reads.
-    assert forward == [f"compute waits for portion {number}" for number in (0, 1, 3)]
+    assert forward == [f"compute waits for bucket {number}" for number in (0, 1, 3)]
     assert asked == ["compute waits for weights"]
     assert mode == []
+
+
+def waits_without_layers():
+    """In a forward pass of a model whose layers share a weight."""
+    backend = DeepSpeedBackend()
+    with streams() as accelerator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "decoder_layers", lambda model: [])
+        mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=1))))
+        found = seen_by(accelerator, lambda: engine(make_batch(1, [0, 1], engine.device), losses))
+    backend.close_mesh(mesh)
+    return found[0], len(engine._weights.buckets)
+
+
+def test_without_layers_forward_waits_for_all(pair):
+    assert pair.run(waits_without_layers)[0] == (["compute waits for bucket 1"], 2)
+
+
+def reduced():
+    """In a backward pass whose reductions have a stream of their own, with buckets that hold a norm
+    and no layer's weight."""
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(stage=2, bucket_size=400))
+    with streams() as accelerator:
+        mesh, engine, _ = start(backend, Case(config=config))
+        optimizer = engine.deepspeed.optimizer
+        optimizer.reduction_stream = Stream("reduction", accelerator.seen)
+        loss = engine(make_batch(0, [0, 1], engine.device), losses)["loss"].sum()
+        (found,) = seen_by(accelerator, lambda: engine.backward(loss, last=True))
+    backend.close_mesh(mesh)
+    return found, optimizer.overlap_comm
+
+
+def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
+    # Four weights of layers and the embedding are larger than a bucket, what is in buckets stays
+    # until the step.
+    large = ["512 for reduction"] * 5
+    assert pair.run(reduced)[0] == ([*large, "compute waits for reduction"], True)
 
 
 def copies(states):
@@ -290,6 +360,23 @@ def copies(states):
 @pytest.mark.parametrize(("states", "copied"), [("fp32", True), ("bf16", False)])
 def test_states_in_bf16_are_over_the_weights_themselves(pair, states, copied):
     assert pair.run(copies, states) == [(copied, copied)] * 2
+
+
+def saved(folder, settings):
+    """Elements of what a checkpoint has of this rank's weights, and of what is stored for them."""
+    backend = DeepSpeedBackend()
+    config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
+    mesh, engine, _ = start(backend, Case(config=config))
+    groups = engine.deepspeed.optimizer.state_dict()["single_partition_of_fp32_groups"]
+    backend.close_mesh(mesh)
+    return [(item.numel(), item.untyped_storage().nbytes() // 2) for item in groups]
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}], ids=str)
+def test_a_checkpoint_has_each_weight_of_a_rank_once(pair, settings, tmp_path):
+    for groups in pair.run(saved, tmp_path, settings):
+        assert all(elements == stored for elements, stored in groups)
+        assert sum(elements for elements, _ in groups) < 2000
 
 
 def train_with_copies(case):

@@ -43,22 +43,19 @@ def rows_at_once(weight: Tensor) -> int:
     return max(BLOCK, rows // BLOCK * BLOCK)
 
 
-def whole_blocks(rows: int, device: torch.device) -> int:
-    """`rows` rounded up to what products with the head are computed in on `device`.
+def round_up(rows: int, device: torch.device) -> int:
+    """The number of rows for which products with a head are computed on `device`.
 
-    For a shape of its own a library may take a kernel of its own, which is loaded when the device
-    has done all that was launched before: with as many rows as there are predictions that was in
-    most steps of a run's first hundred.
+    For each new shape the library may load another kernel, for which the host waits until the
+    device is idle; with as many rows as predictions that happened in most of a run's first hundred
+    steps.
     """
     return -(-rows // BLOCK) * BLOCK if fused_on(device.type) else rows
 
 
-def filled(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` [n, ...] and zeros behind it: [rows, ...]."""
-    missing = rows - len(tensor)
-    if not missing:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` [n] or [n, m] with zeros behind it, up to so many `rows`."""
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, rows - len(tensor)))
 
 
 def each_chunk(

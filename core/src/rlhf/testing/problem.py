@@ -208,7 +208,7 @@ def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
     total = torch.zeros((), device=engine.device)
     for micro in range(case.micro_batches):
         chosen = rows[micro :: case.micro_batches]
-        batch = _batch(step, chosen, engine.device)
+        batch = make_batch(step, chosen, engine.device)
         if case.poison == (step, mesh.rank) and micro == 0:
             batch["weight"][0] = float("nan")
         parts = _parts(batch, case.passes)
@@ -218,7 +218,8 @@ def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
     return total
 
 
-def _batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+def make_batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """The `rows` of a step, of `ROWS`."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY, (ROWS, 6), generator=generator)[list(rows)].to(device)
     return {

@@ -23,6 +23,7 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 
 def save(engine: TrainingEngine, directory: Path, state: Mapping[str, Any]) -> None:
     """Write the engine, its schedule and `state` into `directory`. Collective."""
+    engine.wait_for_weights()
     schedule = engine.schedule.state_dict() if engine.schedule is not None else None
     engine.deepspeed.save_checkpoint(
         str(directory),
@@ -61,6 +62,7 @@ def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
                 f"the checkpoint {directory} was written with {name} {note[name]} but this run "
                 f"has {value}: resume it with {name} {note[name]}."
             )
+    engine.wait_for_weights()
     _, client = engine.deepspeed.load_checkpoint(
         str(directory),
         tag=TAG,

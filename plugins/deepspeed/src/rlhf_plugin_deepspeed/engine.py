@@ -28,7 +28,7 @@ from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
-from rlhf_plugin_deepspeed.overlap import reduce_beside_backward, renew_late
+from rlhf_plugin_deepspeed.overlap import broadcast_beside_forward, reduce_beside_backward
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
@@ -119,12 +119,14 @@ class TrainingEngine(InferenceEngine):
             lighten_reductions(runner.optimizer)
             _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
-        self._renewal = None
-        if self.stage in (1, 2) and runner.optimizer.overlap_comm:
+        if self.stage == 2 and runner.optimizer.overlap_comm:
             reduce_beside_backward(runner.optimizer)
-            # A broadcast is fast where all ranks are linked alike, on one host.
-            if int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world)) == mesh.world:
-                self._renewal = renew_late(runner.optimizer, module)
+        # A broadcast is fast where all ranks are linked alike, on one host.
+        on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world)
+        offloaded = runner.zero_offload_optimizer() is not None
+        self._weights = None
+        if self.stage in (1, 2) and mesh.world > 1 and on_one_host and not offloaded:
+            self._weights = broadcast_beside_forward(runner.optimizer, module)
         if self.rounded is not None and self.stage > 0:
             _look_nowhere(runner.optimizer)
         elif self.stage in (1, 2):
@@ -135,7 +137,7 @@ class TrainingEngine(InferenceEngine):
     @property
     def module(self) -> Any:
         """What was prepared, unwrapped, with the weights of the last step."""
-        self._settle()
+        self.wait_for_weights()
         return self._module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -153,7 +155,7 @@ class TrainingEngine(InferenceEngine):
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
-        self._settle()
+        self.wait_for_weights()
         scale = self._loss_scale()
         if self.rounded is not None:
             return self._rounded_step(self.rounded)
@@ -199,11 +201,11 @@ class TrainingEngine(InferenceEngine):
             self.schedule.step()
         return LaterOutcome(Deferred(norm[None]))
 
-    def _settle(self) -> None:
-        """What is about to read or change weights outside of a forward pass comes after the last of
-        them is there."""
-        if self._renewal is not None:
-            self._renewal.settle()
+    def wait_for_weights(self) -> None:
+        """Have what is launched from here on come after the last weight of the last step is there:
+        for whoever reads or changes weights outside of a forward pass."""
+        if self._weights is not None:
+            self._weights.wait()
 
     def _whole_norm(self) -> Tensor:
         """The norm at stage 0, where every rank holds the whole gradient: DeepSpeed tells none

@@ -79,6 +79,9 @@ def without_masters(optimizer: Any) -> None:
         masters[index].data = parts[rank].data
     # It has views of the copy.
     optimizer._link_all_hp_params()
+    own = optimizer._get_groups_without_padding
+    # A file would hold all of what a view is taken from.
+    optimizer._get_groups_without_padding = lambda groups: [item.clone() for item in own(groups)]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""What ZeRO 1 and 2 send, beside computation: gradients are reduced while backward goes on, updated
-weights are handed out while the next forward pass runs. DeepSpeed's names are those of 0.19.0 to
-0.19.8."""
+"""What ZeRO 1 and 2 send, beside computation: at stage 2 gradients are reduced while backward goes
+on, and updated weights are broadcast while the next forward pass runs. DeepSpeed's names are those
+of 0.19.0 to 0.19.8."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -13,8 +13,8 @@ from torch import Tensor, distributed, nn
 
 from rlhf_plugin_deepspeed.leaves import decoder_layers
 
-LEAST = 25_000_000
-"""Elements that are handed out at once, at least: each collective takes time of its own."""
+MIN_ELEMENTS = 25_000_000
+"""Elements of a bucket of weights, at least: each collective takes time of its own."""
 
 deepspeed_gather = stage_1_and_2.all_gather_dp_groups
 
@@ -25,17 +25,16 @@ def reduce_beside_backward(optimizer: Any) -> None:
     stream that computes while it is still being reduced."""
     own = optimizer.independent_gradient_partition_epilogue
     average = optimizer.average_tensor
-    stream = optimizer.reduction_stream
 
     def average_tensor(tensor: Tensor, *options: Any) -> None:
-        if stream is not None and optimizer.extra_large_param_to_reduce:
-            tensor.record_stream(stream)
+        if optimizer.reduction_stream is not None and optimizer.extra_large_param_to_reduce:
+            tensor.record_stream(optimizer.reduction_stream)
         average(tensor, *options)
 
     def epilogue() -> None:
         optimizer.reduce_ipg_grads()
-        if stream is not None:
-            get_accelerator().current_stream().wait_stream(stream)
+        if optimizer.reduction_stream is not None:
+            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
         # Nothing is left to reduce and nothing to wait for.
         optimizer.overlap_comm = False
         optimizer.reduce_ipg_grads = lambda: None
@@ -49,39 +48,39 @@ def reduce_beside_backward(optimizer: Any) -> None:
     optimizer.independent_gradient_partition_epilogue = epilogue
 
 
-def renew_late(optimizer: Any, model: nn.Module) -> "Renewal":
-    """Have `optimizer`, DeepSpeed's over `model`, hand out what it updates while `model` runs."""
-    renewal = Renewal(optimizer, model)
+def broadcast_beside_forward(optimizer: Any, model: nn.Module) -> "WeightBroadcast":
+    """Have `optimizer`, DeepSpeed's over `model`, send what it updates while `model` runs."""
+    weights = WeightBroadcast(optimizer, model)
     own = optimizer.step
 
     def step(*arguments: Any, **options: Any) -> None:
         # A function of DeepSpeed's module, called by name.
-        stage_1_and_2.all_gather_dp_groups = renewal.hand_out
+        stage_1_and_2.all_gather_dp_groups = weights.broadcast
         try:
             own(*arguments, **options)
         finally:
             stage_1_and_2.all_gather_dp_groups = deepspeed_gather
 
     optimizer.step = step
-    return renewal
+    return weights
 
 
 @frozen
-class Portion:
-    """Weights that are handed out together."""
+class Bucket:
+    """Weights that are sent together."""
 
-    shares: list[tuple[Tensor, int, Any]]
+    shards: list[tuple[Tensor, int, Any]]
     """Weights that lie side by side, the rank that has updated them, and its group."""
-    done: Any
+    sent: Any
     """An event behind the last of them, None where the host waits for each."""
 
 
-class Renewal:
-    """Hands out the weights that ranks have updated, in the order in which forward reads them.
+class WeightBroadcast:
+    """Sends the weights that ranks have updated, in the order in which forward reads them.
 
-    DeepSpeed gathers them before a step ends. All shares come side by side, so that the first layer
-    is whole when the last one is. Here what is outside of layers comes first, then layer after
-    layer, each from the rank that has it, and forward waits before each for what it reads there.
+    DeepSpeed gathers them before a step ends, all shards side by side, so that no layer is whole
+    before all are. Here what is outside of layers comes first, then layer after layer, each from
+    the rank that has it, and forward waits before each layer for its own weights.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -89,59 +88,58 @@ class Renewal:
         self._stream = None if accelerator.is_synchronized_device() else accelerator.Stream()
         layers = decoder_layers(model)
         sizes = [flat.numel() for flat in optimizer.bit16_groups_flat]
-        self._small = [index for index, size in enumerate(sizes) if size < LEAST]
-        """Groups of parameters that are gathered as a whole, before all others."""
-        spans = _spans(optimizer, reading_order(model, layers), leave_out=self._small)
-        self.portions: list[Portion] = []
+        self._gathered = [index for index, size in enumerate(sizes) if size < MIN_ELEMENTS]
+        """Groups of parameters that are gathered as a whole, before all buckets."""
+        spans = _spans(optimizer, reading_order(model, layers), leave_out=self._gathered)
+        self.buckets: list[Bucket] = []
         needed = []
         waiting: list[tuple[int, int, int]] = []
         last = len(layers) + 1
         for place in range(last + 1):
             waiting += spans.get(place, [])
-            needed.append(len(self.portions))
-            if place in (0, last) or sum(end - start for _, start, end in waiting) >= LEAST:
-                done = None if self._stream is None else accelerator.Event()
-                self.portions.append(Portion(_shares(optimizer, waiting), done))
+            needed.append(len(self.buckets))
+            if place in (0, last) or sum(end - start for _, start, end in waiting) >= MIN_ELEMENTS:
+                sent = None if self._stream is None else accelerator.Event()
+                self.buckets.append(Bucket(_shards(optimizer, waiting), sent))
                 waiting = []
-        model.register_forward_pre_hook(self._wait_for(needed[0] if layers else -1))
-        for place, layer in enumerate(layers, 1):
-            # The head is read by no forward of its own.
-            layer.register_forward_pre_hook(
-                self._wait_for(-1 if layer is layers[-1] else needed[place])
-            )
+        # A head's product is computed outside of its module: the last layer waits for all weights,
+        # and a model without layers at once.
+        needed[len(layers)] = len(self.buckets) - 1
+        for place, module in enumerate((model, *layers)):
+            module.register_forward_pre_hook(self._wait_for(needed[place]))
 
-    def hand_out(self, **groups: Any) -> None:
+    def broadcast(self, **groups: Any) -> None:
         """What takes the place of DeepSpeed's gathering in a step. Collective."""
         if self._stream is None:
-            self._hand_out(groups)
+            self._broadcast(groups)
             return
         accelerator = get_accelerator()
         self._stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._stream):
-            self._hand_out(groups)
+            self._broadcast(groups)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Have the current stream wait for all of it: for whoever reads weights outside of a
         forward pass."""
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
 
-    def _hand_out(self, groups: Mapping[str, Any]) -> None:
+    def _broadcast(self, groups: Mapping[str, Any]) -> None:
         by_group = ("groups_flat", "partitioned_param_groups", "dp_process_group")
-        small = {name: [groups[name][index] for index in self._small] for name in by_group}
-        deepspeed_gather(**{**groups, **small})
-        for portion in self.portions:
-            for weights, owner, group in portion.shares:
+        whole = {name: [groups[name][index] for index in self._gathered] for name in by_group}
+        deepspeed_gather(**{**groups, **whole})
+        for bucket in self.buckets:
+            for weights, owner, group in bucket.shards:
                 distributed.broadcast(weights, owner, group=group)
-            if portion.done is not None:
-                portion.done.record()
+            if bucket.sent is not None:
+                bucket.sent.record()
 
     def _wait_for(self, index: int) -> Any:
-        done = self.portions[index].done
+        sent = self.buckets[index].sent
 
         def wait(module: nn.Module, arguments: Any) -> None:
-            if done is not None:
-                get_accelerator().current_stream().wait_event(done)
+            if sent is not None:
+                get_accelerator().current_stream().wait_event(sent)
 
         return wait
 
@@ -179,7 +177,7 @@ def _spans(
     return spans
 
 
-def _shares(optimizer: Any, spans: list[tuple[int, int, int]]) -> list[tuple[Tensor, int, Any]]:
+def _shards(optimizer: Any, spans: list[tuple[int, int, int]]) -> list[tuple[Tensor, int, Any]]:
     """The weights of these spans, neighbours as one, cut where another rank's begin."""
     joined: list[tuple[int, int, int]] = []
     for index, start, end in sorted(spans):
@@ -187,12 +185,12 @@ def _shares(optimizer: Any, spans: list[tuple[int, int, int]]) -> list[tuple[Ten
             joined[-1] = (index, joined[-1][1], end)
         else:
             joined.append((index, start, end))
-    shares = []
+    shards = []
     for index, start, end in joined:
         flat, group = optimizer.bit16_groups_flat[index], optimizer.real_dp_process_group[index]
         each = flat.numel() // distributed.get_world_size(group)
         cuts = [start, *range((start // each + 1) * each, end, each), end]
         for begin, stop in pairwise(cuts):
             owner = distributed.get_global_rank(group, begin // each)
-            shares.append((flat.data[begin:stop], owner, group))
-    return shares
+            shards.append((flat.data[begin:stop], owner, group))
+    return shards

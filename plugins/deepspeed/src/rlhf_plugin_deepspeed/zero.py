@@ -147,7 +147,9 @@ def _zero(
         if section.persistence_threshold is not None:
             zero["stage3_param_persistence_threshold"] = section.persistence_threshold
     host = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
-    if stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer:
+    if stage == 2 and mesh.world > 1 and not resolved.offload_optimizer:
+        # At stage 1 DeepSpeed would reduce what the last micro-batch has a gradient for alone, and
+        # forget what only earlier ones had.
         zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)

@@ -45,8 +45,7 @@ class Teacher(Protocol):
         """How a student is compared with it: a function of tensors alone, so that it compiles."""
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
-        """What `against` needs of the predictions `rows`, of which the last may be after N: what
-        is said of those is not read."""
+        """What `against` needs of the predictions `rows`; for rows from N on anything will do."""
 
 
 @frozen

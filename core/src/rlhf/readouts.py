@@ -42,8 +42,8 @@ def token_logprobs(
 
 
 def predictions(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Hidden states [M, H] and targets [M] of the batch's N predictions, and behind them, where
-    products are computed for more rows than N, any others."""
+    """Hidden states [M, H] and targets [M] of the batch's N predictions; what is behind them, where
+    products are computed for M > N rows, nobody reads."""
     rows = chunks.round_up(len(batch.predict), hidden.device)
     places, targets = (chunks.pad_rows(item, rows) for item in (batch.predict_from, batch.predict))
     return hidden.index_select(0, places), targets

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from rlhf.config.reader import read_config
 from rlhf.execute import run_rank
+from rlhf.model import probe
 from rlhf.testing.ranks import RankFailure, Ranks
 
 
@@ -37,6 +38,25 @@ def test_a_loss_with_a_survey_does_not_depend_on_the_split(
         assert tiny.steps(split, name) == pytest.approx(tiny.steps(whole, name), rel=1e-4), name
     for name in ("eval/loss", "eval/spread"):
         assert split[-1][name] == pytest.approx(whole[-1][name], rel=1e-4), name
+
+
+def run_padded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
+    """A run of a model for which padded rows are the best way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "candidates_of", lambda *_: (("padded",), "asked for"))
+        return run_odd("SurveyTrainer", words, cache)
+
+
+def test_padding_is_a_share_of_one_row_and_is_told_of_no_other(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "row", "--train.steps", "2")
+    ((_, in_one_row),) = one.run(run_odd, "SurveyTrainer", words, str(inputs.cache))
+    words = tiny.words(inputs, tmp_path / "rows", "--train.steps", "2")
+    ((_, padded),) = one.run(run_padded, words, str(inputs.cache))
+    assert tiny.steps(in_one_row, "padding") == [0.0, 0.0]
+    assert tiny.steps(padded, "loss") == pytest.approx(tiny.steps(in_one_row, "loss"), rel=1e-4)
+    assert not any("padding" in line for line in padded)
 
 
 def test_the_trainers_own_state_is_resumed(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:

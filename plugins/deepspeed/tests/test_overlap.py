@@ -199,6 +199,8 @@ class Streams:
         self.seen = []
         self.current = Stream("compute", self.seen)
         self.events = 0
+        self.Stream = partial(Stream, "weights", self.seen)
+        self.Event = self.event
 
     def is_synchronized_device(self):
         return False
@@ -206,10 +208,7 @@ class Streams:
     def current_stream(self):
         return self.current
 
-    def Stream(self):  # noqa: N802
-        return Stream("weights", self.seen)
-
-    def Event(self):  # noqa: N802
+    def event(self):
         number, self.events = self.events, self.events + 1
         return SimpleNamespace(number=number, record=partial(self.record, number))
 

@@ -47,8 +47,7 @@ def round_up(rows: int, device: torch.device) -> int:
     """The number of rows for which products with a head are computed on `device`.
 
     For each new shape the library may load another kernel, for which the host waits until the
-    device is idle; with as many rows as predictions that happened in most of a run's first hundred
-    steps.
+    device is idle; with as many rows as predictions most steps that were traced had such a wait.
     """
     return -(-rows // BLOCK) * BLOCK if fused_on(device.type) else rows
 

@@ -1,6 +1,7 @@
 """Trainers for tests of the loop: one with a survey, one whose loss is not finite for one row."""
 
-from typing import Any
+import gc
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,6 +54,24 @@ class SurveyTrainer(Trainer):
 
     def load_state(self, state: Any) -> None:
         self.asked = state["asked"]
+
+
+class HoardingTrainer(SurveyTrainer):
+    """Holds many objects from its first step on, as a compiler does."""
+
+    frozen: ClassVar[list[int]] = []
+    """Objects that Python's collector left alone at each loss."""
+    held = 50_000
+
+    def setup(self, run: Any) -> None:
+        super().setup(run)
+        self.frozen.clear()
+        self.hoard: list[list[int]] = []
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        self.frozen.append(gc.get_freeze_count())
+        self.hoard = self.hoard or [[number] for number in range(self.held)]
+        return super().loss(batch)
 
 
 class PoisonedTrainer(Trainer):

@@ -1,5 +1,6 @@
 """The loop with trainers that need more of it than supervised fine-tuning does."""
 
+import gc
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import attrs
 import pytest
 
 import tiny
+from odd_trainers import HoardingTrainer
 from rlhf.config.reader import read_config
 from rlhf.execute import run_rank
 from rlhf.model import probe
@@ -57,6 +59,23 @@ def test_padding_is_a_share_of_one_row_and_is_told_of_no_other(
     assert tiny.steps(in_one_row, "padding") == [0.0, 0.0]
     assert tiny.steps(padded, "loss") == pytest.approx(tiny.steps(in_one_row, "loss"), rel=1e-4)
     assert not any("padding" in line for line in padded)
+
+
+def frozen_objects(words: list[str], cache: str) -> list[int]:
+    """What the collector left alone at the loss of each step, and after all of them."""
+    run_odd("HoardingTrainer", words, cache)
+    return [*HoardingTrainer.frozen, gc.get_freeze_count()]
+
+
+def test_no_collection_walks_through_what_came_with_the_first_step(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--batch.tokens", "1024")
+    ((before, second, third, *_, after),) = one.run(frozen_objects, words, str(inputs.cache))
+    assert before > 0
+    assert second - before >= HoardingTrainer.held
+    assert third == pytest.approx(second, abs=100)
+    assert after == 0
 
 
 def test_the_trainers_own_state_is_resumed(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:

@@ -25,16 +25,21 @@ from rlhf.trace import StepTrace
 
 @contextmanager
 def settled_heap(device: torch.device) -> Iterator[None]:
-    """Python's collector leaves alone what was there before: a full collection walks through all
+    """In here Python's collector leaves alone what was there before."""
+    settle_heap(device)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def settle_heap(device: torch.device) -> None:
+    """Have Python's collector leave alone what is there by now: a full collection walks through all
     that the libraries hold, half a second in the middle of some step."""
     if device.type != "cpu":
         # Dead cycles would keep their tensors on the accelerator.
         gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def train(session: Session, *, first_step: int) -> str:
@@ -76,6 +81,9 @@ def take_steps(
         else:
             batches = list(itertools.islice(source, plan.num_batches))
         report = take_step(session, plan, batches, step)
+        if step == first_step:
+            # Compilers come with the first step.
+            settle_heap(engine.device)
         step += 1
         session.journal.step(step, plan, batches, report)
         reason = stop.reason(step)

@@ -219,7 +219,8 @@ def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
         for world in (1, 2)
     )
     assert alone["buffers"] == 2 * 200_000_000
-    assert together["buffers"] == 2 * alone["buffers"]
+    # As fast in smaller ones.
+    assert together["buffers"] == 2 * 2 * 50_000_000
 
 
 def test_buckets_are_even_as_deepspeed_demands():

@@ -25,10 +25,11 @@ from rlhf_plugin_deepspeed.ahead import fence_of, run_ahead
 from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
+from rlhf_plugin_deepspeed.gradients import GradientReduction, beside_backward
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
-from rlhf_plugin_deepspeed.overlap import broadcast_beside_forward, reduce_beside_backward
+from rlhf_plugin_deepspeed.overlap import broadcast_beside_forward
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
@@ -119,10 +120,15 @@ class TrainingEngine(InferenceEngine):
             lighten_reductions(runner.optimizer)
             _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
-        if self.stage == 2 and runner.optimizer.overlap_comm:
-            reduce_beside_backward(runner.optimizer)
-        # A broadcast is fast where all ranks are linked alike, on one host.
+        # To send to or from one rank is fast where all are linked alike, on one host.
         on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world)
+        self._reduction: GradientReduction | None = None
+        if self.stage in (1, 2) and beside_backward(runner.optimizer):
+            self._reduction = GradientReduction(runner.optimizer, module, to_owners=on_one_host)
+        elif self.stage in (1, 2):
+            # DeepSpeed's own way beside backward forgets at stage 1 what only earlier micro-batches
+            # have a gradient for.
+            runner.optimizer.overlap_comm = False
         offloaded = runner.zero_offload_optimizer() is not None
         self._weights = None
         if self.stage in (1, 2) and mesh.world > 1 and on_one_host and not offloaded:
@@ -144,8 +150,11 @@ class TrainingEngine(InferenceEngine):
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
         Collective."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over the ranks; here gradients are sums.
-        loss = loss * self.mesh.world
+        if self._reduction is not None:
+            self._reduction.begin(last=last)
+        else:
+            # DeepSpeed averages over the ranks; here gradients are sums.
+            loss = loss * self.mesh.world
         optimizer = self.deepspeed.optimizer
         if self.precision == "fp16" and not isinstance(optimizer, ZeROOptimizer):
             # Stage 0 divides by the loss scale in its step but does not multiply by it in backward.

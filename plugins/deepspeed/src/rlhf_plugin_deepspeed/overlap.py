@@ -1,6 +1,5 @@
-"""What ZeRO 1 and 2 send, beside computation: at stage 2 gradients are reduced while backward goes
-on, and updated weights are broadcast while the next forward pass runs. DeepSpeed's names are those
-of 0.19.0 to 0.19.8."""
+"""How weights that ZeRO 1 and 2 have updated come to the other ranks: while the next forward pass
+runs. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -17,35 +16,6 @@ MIN_ELEMENTS = 25_000_000
 """Elements of a bucket of weights, at least: each collective takes time of its own."""
 
 deepspeed_gather = stage_1_and_2.all_gather_dp_groups
-
-
-def reduce_beside_backward(optimizer: Any) -> None:
-    """Mend what DeepSpeed does where reductions overlap backward: it has the host wait for the
-    device after the last of them, and gives a gradient that is larger than a bucket back to the
-    stream that computes while it is still being reduced."""
-    own = optimizer.independent_gradient_partition_epilogue
-    average = optimizer.average_tensor
-
-    def average_tensor(tensor: Tensor, *options: Any) -> None:
-        if optimizer.reduction_stream is not None and optimizer.extra_large_param_to_reduce:
-            tensor.record_stream(optimizer.reduction_stream)
-        average(tensor, *options)
-
-    def epilogue() -> None:
-        optimizer.reduce_ipg_grads()
-        if optimizer.reduction_stream is not None:
-            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
-        # Nothing is left to reduce and nothing to wait for.
-        optimizer.overlap_comm = False
-        optimizer.reduce_ipg_grads = lambda: None
-        try:
-            own()
-        finally:
-            del optimizer.reduce_ipg_grads
-            optimizer.overlap_comm = True
-
-    optimizer.average_tensor = average_tensor
-    optimizer.independent_gradient_partition_epilogue = epilogue
 
 
 def broadcast_beside_forward(optimizer: Any, model: nn.Module) -> "WeightBroadcast":

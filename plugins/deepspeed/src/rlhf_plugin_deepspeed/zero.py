@@ -14,6 +14,9 @@ from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
 SHARE = 0.6
 """What the states may take of the accelerator's memory; the rest is for activations and buffers."""
 BUCKET = 200_000_000
+"""Elements that are reduced or gathered at once."""
+BESIDE_BACKWARD = 50_000_000
+"""Elements that are reduced at once where backward goes on meanwhile: as fast, in less memory."""
 GIB = 2**30
 
 
@@ -137,19 +140,22 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
 def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
-    bucket = section.bucket_size or min(BUCKET, max(shape.trainable, 1))
-    bucket += bucket % 2  # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
+    beside = stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer
+    reduced, gathered = (
+        section.bucket_size or min(most, max(shape.trainable, 1))
+        for most in (BESIDE_BACKWARD if beside else BUCKET, BUCKET)
+    )
+    # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
+    reduced, gathered = reduced + reduced % 2, gathered + gathered % 2
     zero: dict[str, Any] = {"stage": stage}
     if stage >= 1:
-        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+        zero |= {"reduce_bucket_size": reduced, "allgather_bucket_size": gathered}
     if stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": min(50_000_000, bucket)}
+        zero |= {"stage3_prefetch_bucket_size": min(50_000_000, gathered)}
         if section.persistence_threshold is not None:
             zero["stage3_param_persistence_threshold"] = section.persistence_threshold
     host = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
-    if stage == 2 and mesh.world > 1 and not resolved.offload_optimizer:
-        # At stage 1 DeepSpeed would reduce what the last micro-batch has a gradient for alone, and
-        # forget what only earlier ones had.
+    if beside:
         zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)

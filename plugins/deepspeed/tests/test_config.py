@@ -219,8 +219,25 @@ def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
         for world in (1, 2)
     )
     assert alone["buffers"] == 2 * 200_000_000
-    # As fast in smaller ones.
-    assert together["buffers"] == 2 * 2 * 50_000_000
+    assert together["buffers"] == 2 * alone["buffers"]
+
+
+@pytest.mark.parametrize(
+    ("billions", "layers", "elements"),
+    [(0.5, 24, 50_000_000), (1.6, 16, 91_808_000), (7.0, 32, 200_000_000)],
+)
+def test_what_is_reduced_beside_backward_is_a_layer_within_bounds(billions, layers, elements):
+    size = int(billions * 10**9)
+    shape = evolve(SHAPE, parameters=size, trainable=size, layers=layers)
+    zero = plan(2, 800 * GIB, shape=shape, stage=2).settings["zero_optimization"]
+    assert zero["reduce_bucket_size"] == elements
+    assert zero["allgather_bucket_size"] == 200_000_000
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 0), (2, 8)])
+def test_gradients_of_a_micro_batch_come_beside_the_sums_of_earlier_ones(stage, share):
+    parts = estimate(config(), plan(8, 800 * GIB, stage=stage), SHAPE, world=8, trained=True)
+    assert parts.get("reducing", 0) == (2 * SHAPE.trainable // share if share else 0)
 
 
 def test_buckets_are_even_as_deepspeed_demands():

@@ -66,8 +66,8 @@ class DeepSpeedConfig:
     """Stage 3: parameters with at most so many elements stay whole on every rank; DeepSpeed's
     default 100000."""
     bucket_size: int | None = field(default=None, validator=optional(validators.gt(0)))
-    """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8 (5e7 where
-    gradients are reduced beside backward), or the model's size if smaller."""
+    """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8, or the model's
+    size if smaller. What is reduced beside backward: those of a layer, 5e7 to 2e8."""
 
 
 @frozen(kw_only=True)

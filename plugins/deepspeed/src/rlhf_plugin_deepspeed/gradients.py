@@ -11,25 +11,36 @@ from rlhf_plugin_deepspeed.leaves import decoder_layers
 from rlhf_plugin_deepspeed.overlap import reading_order
 
 
-def beside_backward(optimizer: Any) -> bool:
-    """Whether `optimizer`, DeepSpeed's for stage 1 or 2, is to reduce gradients beside backward and
-    lays them side by side as they are: what GradientReduction is for."""
-    as_they_are = not optimizer.use_grad_accum_attribute and [*optimizer.ipg_buckets] == [
-        optimizer.dtype
-    ]
-    return optimizer.overlap_comm and optimizer.contiguous_gradients and as_they_are
+def side_by_side(optimizer: Any) -> bool:
+    """Whether `optimizer`, DeepSpeed's for stage 1 or 2, lays gradients side by side in buckets and
+    adds them up on the accelerator in their own dtype: what this module is for."""
+    dtype = optimizer.dtype
+    own = optimizer.gradient_accumulation_dtype == dtype and [*optimizer.ipg_buckets] == [dtype]
+    return optimizer.contiguous_gradients and not optimizer.cpu_offload and own
+
+
+def keep_one_by_one(optimizer: Any) -> None:
+    """Have `optimizer` keep what is this rank's as it is reduced. DeepSpeed makes room for all of
+    it when the first is there, beside those of earlier micro-batches and all activations."""
+
+    def keep(parameter: nn.Parameter, group: int | None = None) -> None:
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+        if parameter.numel() <= optimizer.reduce_bucket_size:
+            gradient.data = gradient.clone()  # Its bucket is filled again.
+
+    optimizer.copy_grads_in_partition = keep
 
 
 class GradientReduction:
     """Reduces the gradients of `optimizer`, DeepSpeed's over `model`, while backward goes on.
 
-    DeepSpeed reduces gradients in the order in which they come, so that ranks whose rows leave out
-    a parameter reduce different ones together, and at stage 1 those of the step's last micro-batch
-    alone. Here the order is fixed, that of a backward pass, as in DistributedDataParallel (arXiv
-    2006.15704, section 3.2.3): a gradient waits for those before it, and what never came counts as
-    zeros at the end. DeepSpeed also divides by the ranks, sums up on all of them and takes a copy
-    of each bucket; here a bucket's parts are summed in place, `to_owners` each on the rank that
-    updates its weights, else on all.
+    DeepSpeed does that in the order in which they come, so that ranks whose rows leave out a
+    parameter reduce different ones together, and at stage 1 for those of the step's last
+    micro-batch alone. Here the order is fixed, that of a backward pass, as in
+    DistributedDataParallel (arXiv 2006.15704, section 3.2.3): a gradient waits for those before it,
+    and what never came counts as zeros at the end. DeepSpeed also divides by the ranks, sums up on
+    all of them and takes a copy of each bucket; here a bucket's parts are summed in place,
+    `to_owners` each on the rank that updates its weights, else on all.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module, *, to_owners: bool) -> None:
@@ -46,7 +57,10 @@ class GradientReduction:
         parameters.reverse()
         parameters.sort(key=lambda item: (item[0].ndim < 2, -places[item[0]]))
         self._order = parameters
+        self._place = {parameter: place for place, (parameter, _) in enumerate(parameters)}
         self._came: set[nn.Parameter] = set()
+        self._streams: set[Any] = set()
+        """Those that gradients came on."""
         self._next = 0
         self._reducing = False
         self._end = optimizer.independent_gradient_partition_epilogue
@@ -59,13 +73,29 @@ class GradientReduction:
         last."""
         self._reducing = last or self._optimizer.partition_gradients
         self._came.clear()
+        self._streams.clear()
         self._next = 0
 
     def _take(self, parameter: nn.Parameter, group: int) -> None:
         """In the place of DeepSpeed's, which a parameter's gradient comes to."""
-        if not self._reducing:
+        # DeepSpeed's tiled products run a parameter several times and say which is the last.
+        if not self._reducing or not getattr(parameter, "ds_grad_is_ready", True):
             return
+        assert self._place[parameter] >= self._next, (
+            "a gradient came again after it was reduced, as with use_reentrant=True in "
+            "torch.utils.checkpoint: recompute without it"
+        )
+        if self._optimizer.reduction_stream is not None:
+            self._streams.add(get_accelerator().current_stream())
         self._came.add(parameter)
+        self._reduce_what_came()
+
+    def _reduce_what_came(self) -> None:
+        """All up to the first that has not."""
+        if len(self._streams) > 1:
+            current = get_accelerator().current_stream()
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
         while self._next < len(self._order) and self._order[self._next][0] in self._came:
             self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(
                 *self._order[self._next]
@@ -76,10 +106,13 @@ class GradientReduction:
         """In the place of DeepSpeed's end of a backward pass, where gradients are reduced in it.
         Collective."""
         optimizer = self._optimizer
-        for parameter, group in self._order[self._next :]:
+        optimizer.setup_buckets()
+        while self._next < len(self._order):
+            parameter, _ = self._order[self._next]
             if optimizer.get_gradient_for_reduction(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-            optimizer.process_gradients(parameter, group)
+            self._came.add(parameter)
+            self._reduce_what_came()
         optimizer.reduce_ipg_grads()
         if optimizer.reduction_stream is not None:
             get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)

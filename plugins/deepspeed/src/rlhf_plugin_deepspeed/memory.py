@@ -93,6 +93,9 @@ def estimate(
         parts["buffers"] = 0 if offloaded else gradients
         parts["reducing"] = 2 * bucket
     else:
+        if plan.stage == 2 and not offloaded:
+            # Those of a micro-batch come beside the sums of earlier ones.
+            parts["reducing"] = parts["gradients"]
         # One is filled while another is reduced.
         parts["buffers"] = bucket * (2 if zero.get("overlap_comm") else 1)
     share = shape.trainable // (world if plan.stage >= 1 else 1)

@@ -15,8 +15,9 @@ SHARE = 0.6
 """What the states may take of the accelerator's memory; the rest is for activations and buffers."""
 BUCKET = 200_000_000
 """Elements that are reduced or gathered at once."""
-BESIDE_BACKWARD = 50_000_000
-"""Elements that are reduced at once where backward goes on meanwhile: as fast, in less memory."""
+FEWEST = 50_000_000
+"""Elements that are reduced at once where backward goes on meanwhile, at least: with those of a
+layer, if they are more, no weight is larger. At 1.5B as fast as with BUCKET, in less memory."""
 GIB = 2**30
 
 
@@ -141,9 +142,10 @@ def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
     beside = stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer
+    layer = (shape.parameters - shape.head - shape.lookup) // max(shape.layers, 1)
     reduced, gathered = (
         section.bucket_size or min(most, max(shape.trainable, 1))
-        for most in (BESIDE_BACKWARD if beside else BUCKET, BUCKET)
+        for most in (min(max(layer, FEWEST), BUCKET) if beside else BUCKET, BUCKET)
     )
     # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
     reduced, gathered = reduced + reduced % 2, gathered + gathered % 2

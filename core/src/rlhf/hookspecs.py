@@ -43,8 +43,9 @@ class BackendHooks:
     ) -> Mapping[str, int]:
         """Bytes that a model takes on each accelerator through a step, activations left out:
         `weights`, and where it is `trained` `gradients`, `optimizer`, `buffers`, `updating` (what
-        the optimizer's step takes for a moment) and `reducing` (the most of whole gradients that
-        wait in backward for their reduction). Without a collective, before any weight is read."""
+        the optimizer's step takes for a moment) and `reducing` (the most that gradients of one
+        micro-batch take in backward until they are reduced or added to the others). Without a
+        collective, before any weight is read."""
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:

@@ -228,7 +228,9 @@ def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
 )
 def test_what_is_reduced_beside_backward_is_a_layer_within_bounds(billions, layers, elements):
     size = int(billions * 10**9)
-    shape = evolve(SHAPE, parameters=size, trainable=size, layers=layers)
+    shape = evolve(
+        SHAPE, parameters=size + SHAPE.head, trainable=size, layers=layers, lookup=SHAPE.head
+    )
     zero = plan(2, 800 * GIB, shape=shape, stage=2).settings["zero_optimization"]
     assert zero["reduce_bucket_size"] == elements
     assert zero["allgather_bucket_size"] == 200_000_000
@@ -238,6 +240,8 @@ def test_what_is_reduced_beside_backward_is_a_layer_within_bounds(billions, laye
 def test_gradients_of_a_micro_batch_come_beside_the_sums_of_earlier_ones(stage, share):
     parts = estimate(config(), plan(8, 800 * GIB, stage=stage), SHAPE, world=8, trained=True)
     assert parts.get("reducing", 0) == (2 * SHAPE.trainable // share if share else 0)
+    away = plan(8, 800 * GIB, stage=stage, offload_optimizer=True)
+    assert "reducing" not in estimate(config(), away, SHAPE, world=8, trained=True)
 
 
 def test_buckets_are_even_as_deepspeed_demands():

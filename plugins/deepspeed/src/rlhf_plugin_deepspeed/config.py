@@ -67,7 +67,7 @@ class DeepSpeedConfig:
     default 100000."""
     bucket_size: int | None = field(default=None, validator=optional(validators.gt(0)))
     """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8, or the model's
-    size if smaller. What is reduced beside backward: those of a layer, 5e7 to 2e8."""
+    size if smaller. Reduced beside backward: a layer's, 5e7 to 2e8."""
 
 
 @frozen(kw_only=True)

@@ -124,7 +124,7 @@ class TrainingEngine(InferenceEngine):
         on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world)
         self._reduction: GradientReduction | None = None
         if self.stage in (1, 2):
-            self._reduction = _reduce(runner.optimizer, module, to_owners=on_one_host)
+            self._reduction = _take_over_reduction(runner.optimizer, module, to_owners=on_one_host)
         offloaded = runner.zero_offload_optimizer() is not None
         self._weights = None
         if self.stage in (1, 2) and mesh.world > 1 and on_one_host and not offloaded:
@@ -347,9 +347,11 @@ def _sharded_norm(optimizer: Any) -> Tensor:
     return total.sqrt()
 
 
-def _reduce(optimizer: Any, model: nn.Module, *, to_owners: bool) -> GradientReduction | None:
-    """Have stages 1 and 2 reduce gradients in our ways where those apply; None where DeepSpeed
-    still averages them."""
+def _take_over_reduction(
+    optimizer: Any, model: nn.Module, *, to_owners: bool
+) -> GradientReduction | None:
+    """Have stages 1 and 2 reduce and keep gradients in our ways where those apply; None where
+    DeepSpeed still reduces them."""
     ours = side_by_side(optimizer)
     if ours:
         keep_one_by_one(optimizer)

@@ -1,5 +1,5 @@
-"""How gradients of ZeRO 1 and 2 are added up over the ranks: while backward goes on, in place, in
-one order. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
+"""How gradients of ZeRO 1 and 2 are added up over the ranks, while backward goes on, in place, in
+one order, and how each rank keeps its own. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
+from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.leaves import decoder_layers
 from rlhf_plugin_deepspeed.overlap import reading_order
 
@@ -20,8 +21,9 @@ def side_by_side(optimizer: Any) -> bool:
 
 
 def keep_one_by_one(optimizer: Any) -> None:
-    """Have `optimizer` keep what is this rank's as it is reduced. DeepSpeed makes room for all of
-    it when the first is there, beside those of earlier micro-batches and all activations."""
+    """Have `optimizer` keep this rank's gradients one by one, each when it has been reduced.
+    DeepSpeed makes room for all of them with the first, beside those of earlier micro-batches and,
+    where backward goes on, activations."""
 
     def keep(parameter: nn.Parameter, group: int | None = None) -> None:
         gradient = optimizer.get_gradient_for_reduction(parameter)
@@ -81,10 +83,12 @@ class GradientReduction:
         # DeepSpeed's tiled products run a parameter several times and say which is the last.
         if not self._reducing or not getattr(parameter, "ds_grad_is_ready", True):
             return
-        assert self._place[parameter] >= self._next, (
-            "a gradient came again after it was reduced, as with use_reentrant=True in "
-            "torch.utils.checkpoint: recompute without it"
-        )
+        if self._place[parameter] < self._next:
+            raise RLHFError(
+                f"a gradient of shape {tuple(parameter.shape)} came again after it was reduced, "
+                "as where torch.utils.checkpoint runs a layer twice with use_reentrant=True: "
+                "recompute with use_reentrant=False."
+            )
         if self._optimizer.reduction_stream is not None:
             self._streams.add(get_accelerator().current_stream())
         self._came.add(parameter)
@@ -92,15 +96,18 @@ class GradientReduction:
 
     def _reduce_what_came(self) -> None:
         """All up to the first that has not."""
-        if len(self._streams) > 1:
-            current = get_accelerator().current_stream()
-            for stream in self._streams - {current}:
-                current.wait_stream(stream)
+        current = get_accelerator().current_stream()
+        others = self._streams - {current}
+        for stream in others:
+            current.wait_stream(stream)
         while self._next < len(self._order) and self._order[self._next][0] in self._came:
             self._optimizer.reduce_independent_p_g_buckets_and_remove_grads(
                 *self._order[self._next]
             )
             self._next += 1
+        for stream in others:
+            # It gets the memory of what was copied into a bucket.
+            stream.wait_stream(current)
 
     def _finish(self) -> None:
         """In the place of DeepSpeed's end of a backward pass, where gradients are reduced in it.

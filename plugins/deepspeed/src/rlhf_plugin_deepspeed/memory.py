@@ -68,7 +68,8 @@ def estimate(
     config: Config, plan: Plan, shape: ModelShape, *, world: int, trained: bool
 ) -> Mapping[str, int]:
     """What stays on each accelerator through a step; `updating` is what the optimizer's step takes
-    for a moment, `reducing` what whole gradients take in backward."""
+    for a moment, `reducing` what gradients of one micro-batch take in backward until they are
+    reduced or added to the others."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)

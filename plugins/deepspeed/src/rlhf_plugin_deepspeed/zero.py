@@ -16,8 +16,9 @@ SHARE = 0.6
 BUCKET = 200_000_000
 """Elements that are reduced or gathered at once."""
 FEWEST = 50_000_000
-"""Elements that are reduced at once where backward goes on meanwhile, at least: with those of a
-layer, if they are more, no weight is larger. At 1.5B as fast as with BUCKET, in less memory."""
+"""Elements that are reduced at once where backward goes on meanwhile, at least: those of a mean
+layer, up to BUCKET, if they are more, so that a layer's weights mostly fit. At 1.5B as fast as with
+BUCKET, in less memory."""
 GIB = 2**30
 
 

@@ -213,6 +213,24 @@ def test_states_in_bf16_need_masters_at_stage_3_alone(stage, bytes_each):
     assert parts["optimizer"] == bytes_each * SHAPE.trainable // 8
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_that_an_early_deepspeed_gets_wrong_are_refused(stage):
+    def check(version, **zero):
+        capabilities.check_sums({"zero_optimization": zero}, stage=stage, version=version)
+
+    check("0.19.0")
+    check("0.19.8", contiguous_gradients=False)
+    if stage == 3:
+        check("0.19.0", contiguous_gradients=False)
+        return
+    with pytest.raises(RLHFError) as error:
+        check("0.19.0", contiguous_gradients=False)
+    assert str(error.value) == (
+        "zero_optimization.contiguous_gradients is false, with which DeepSpeed 0.19.0 adds up "
+        f"gradients wrongly at stage {stage}: leave it true or pip install 'deepspeed>=0.19.8'."
+    )
+
+
 def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
     alone, together = (
         estimate(config(), plan(world, 80 * GIB, stage=2), SHAPE, world=world, trained=True)

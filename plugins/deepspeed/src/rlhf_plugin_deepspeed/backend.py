@@ -20,6 +20,7 @@ from rlhf.model.export import save_model
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
+from rlhf_plugin_deepspeed.capabilities import check_sums, installed_version
 from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.engine import (
     InferenceEngine,
@@ -60,6 +61,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+        check_sums(plan.settings, stage=plan.stage, version=installed_version())
         return sharded_creation(plan)
 
     @hookimpl

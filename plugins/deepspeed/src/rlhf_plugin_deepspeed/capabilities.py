@@ -2,8 +2,9 @@
 the config's checks and for docs/backends.md."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import metadata
+from typing import Any
 
 from attrs import frozen
 
@@ -131,6 +132,18 @@ def check_capabilities(settings: Collection[str], *, stage: int | str, version: 
                 f"{row.setting} has no effect at ZeRO stage {stage}: it acts at "
                 f"{_listed(row.stages)} alone, so {row.alternative}."
             )
+
+
+def check_sums(settings: Mapping[str, Any], *, stage: int, version: str) -> None:
+    """Refuse a plan's `settings`, which an extension may have changed, where DeepSpeed adds up
+    gradients wrongly: on two ranks 0.19.0 does, 0.19.8 does not. Raises RLHFError."""
+    apart = settings["zero_optimization"].get("contiguous_gradients") is False
+    if stage in (1, 2) and apart and older(version, "0.19.8"):
+        raise RLHFError(
+            f"zero_optimization.contiguous_gradients is false, with which DeepSpeed {version} adds "
+            f"up gradients wrongly at stage {stage}: leave it true or pip install "
+            "'deepspeed>=0.19.8'."
+        )
 
 
 def stages_for(settings: Collection[str]) -> tuple[int, ...]:

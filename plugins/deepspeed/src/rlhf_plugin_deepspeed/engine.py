@@ -23,13 +23,13 @@ from rlhf.deferred import Deferred
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.ahead import fence_of, run_ahead
 from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
+from rlhf_plugin_deepspeed.broadcasts import broadcast_beside_forward
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
 from rlhf_plugin_deepspeed.gradients import GradientReduction, keep_one_by_one, side_by_side
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
-from rlhf_plugin_deepspeed.overlap import broadcast_beside_forward
 from rlhf_plugin_deepspeed.reductions import lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 

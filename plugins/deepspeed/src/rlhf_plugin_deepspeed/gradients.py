@@ -8,8 +8,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.broadcasts import reading_order
 from rlhf_plugin_deepspeed.leaves import decoder_layers
-from rlhf_plugin_deepspeed.overlap import reading_order
 
 
 def side_by_side(optimizer: Any) -> bool:

@@ -10,11 +10,11 @@ from streams import Streams, seen_by
 from torch import distributed, nn
 
 from rlhf.testing.problem import Case, configure, follow, losses, make_batch, start
+from rlhf_plugin_deepspeed import broadcasts
 from rlhf_plugin_deepspeed import engine as engines
-from rlhf_plugin_deepspeed import overlap
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.broadcasts import reading_order
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.overlap import reading_order
 
 A_LAYER = 600
 """Elements: fewer than a layer of the tiny model has, and more than all its norms and biases."""
@@ -43,7 +43,7 @@ def test_what_is_sent_beside_computation(pair, settings, reductions, weights):
     assert pair.run(overlaps, settings) == [(reductions, reductions, weights)] * 2
 
 
-def broadcasts(local):
+def sent_by_us(local):
     """Whether weights are broadcast where so many of two ranks are said to be on this host."""
     with pytest.MonkeyPatch.context() as patch:
         if local is None:
@@ -55,7 +55,7 @@ def broadcasts(local):
 
 @pytest.mark.parametrize(("local", "ours"), [("2", True), ("1", False), (None, False)])
 def test_over_several_hosts_deepspeed_gathers_weights(pair, local, ours):
-    assert pair.run(broadcasts, local) == [ours] * 2
+    assert pair.run(sent_by_us, local) == [ours] * 2
 
 
 class Model(nn.Module):
@@ -98,9 +98,9 @@ def train(case, least):
 
     backend = DeepSpeedBackend()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "MIN_ELEMENTS", least)
-        patch.setattr(overlap, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(overlap.distributed, "broadcast", counted)
+        patch.setattr(broadcasts, "MIN_ELEMENTS", least)
+        patch.setattr(broadcasts, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(broadcasts.distributed, "broadcast", counted)
         outcome, engine, mesh = follow(backend, case)
     weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     backend.close_mesh(mesh)
@@ -126,7 +126,7 @@ def covered():
     """Elements of each bucket, and whether each weight is in one of them, sent by its owner."""
     backend = DeepSpeedBackend()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "MIN_ELEMENTS", A_LAYER)
+        patch.setattr(broadcasts, "MIN_ELEMENTS", A_LAYER)
         mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=1))))
     optimizer = engine.deepspeed.optimizer
     flat = max(optimizer.bit16_groups_flat, key=torch.numel)
@@ -164,11 +164,11 @@ def streams():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "MIN_ELEMENTS", A_LAYER)
-        patch.setattr(overlap, "get_accelerator", lambda: accelerator)
-        patch.setattr(overlap, "deepspeed_gather", tell("gather", overlap.deepspeed_gather))
-        patch.setattr(overlap, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(overlap.distributed, "broadcast", tell("send", distributed.broadcast))
+        patch.setattr(broadcasts, "MIN_ELEMENTS", A_LAYER)
+        patch.setattr(broadcasts, "get_accelerator", lambda: accelerator)
+        patch.setattr(broadcasts, "deepspeed_gather", tell("gather", broadcasts.deepspeed_gather))
+        patch.setattr(broadcasts, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(broadcasts.distributed, "broadcast", tell("send", distributed.broadcast))
         yield accelerator
 
 
@@ -217,7 +217,7 @@ def waits_without_layers():
     """In a forward pass of a model whose layers share a weight."""
     backend = DeepSpeedBackend()
     with streams() as accelerator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "decoder_layers", lambda model: [])
+        patch.setattr(broadcasts, "decoder_layers", lambda model: [])
         mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(stage=1))))
         found = seen_by(accelerator, lambda: engine(make_batch(1, [0, 1], engine.device), losses))
     backend.close_mesh(mesh)

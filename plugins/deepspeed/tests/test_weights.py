@@ -28,7 +28,7 @@ from rlhf_plugin_deepspeed import quiet
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.leaves import expert_blocks
-from rlhf_plugin_deepspeed.mesh import expand_segments
+from rlhf_plugin_deepspeed.mesh import ALLOCATOR, expand_segments
 from rlhf_plugin_deepspeed.weights import gathered
 
 SHARDED = {"stage": 3, "persistence_threshold": 0}
@@ -223,18 +223,31 @@ def test_what_torch_tells_deepspeed_is_not_told_to_the_user():
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
-        ("cuda", {}, "expandable_segments:True"),
-        ("cpu", {}, None),
-        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("cuda", {}, ["expandable_segments:True"]),
+        ("cpu", {}, []),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, []),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
     ],
 )
 def test_the_allocator_grows_its_blocks_where_nobody_said_otherwise(
     monkeypatch, device, given, expected
 ):
+    told = []
     monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     expand_segments(device)
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    assert told == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_blocks_on_a_device_grow(monkeypatch):
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    expand_segments("cuda")
+    block = torch.empty(2**28, device="cuda")
+    segments = torch.cuda.memory_snapshot()
+    holds = [s for s in segments if 0 <= block.data_ptr() - s["address"] < s["total_size"]]
+    assert [segment["is_expandable"] for segment in holds] == [True]
 
 
 def threads_after_a_run(stage):

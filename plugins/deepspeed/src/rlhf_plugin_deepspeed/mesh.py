@@ -74,10 +74,11 @@ def expand_segments(device: str) -> None:
     """Have torch's allocator let its blocks on `device` grow, where nobody said otherwise.
 
     No two batches have the same length, and blocks of fixed sizes that held the one do not fit the
-    other.
+    other: they fill the device until all that are free are given back at once and asked for again.
     """
     if device == "cuda" and not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+        # torch reads the environment once, which in a run is before this.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def seed(value: int, *, deterministic: bool) -> None:

@@ -41,7 +41,7 @@ class Streams:
 
     @contextmanager
     def stream(self, stream):
-        before, self.current = self.current, stream
+        before, self.current = self.current, stream or self.current
         yield
         self.current = before
 

@@ -34,10 +34,13 @@ def without_head(hidden, head, batch):
 
 
 def step_of(settings, readouts_by_rank):
-    """The norm and the head's weights after a step whose micro-batches have these losses."""
+    """The norm and the head's weights after a step whose micro-batches have these losses; all of
+    those in the step before have gradients for the head."""
     backend = DeepSpeedBackend()
     mesh, engine, _ = start(backend, case_of(settings, tied=False))
-    found = step(mesh, engine, readouts_by_rank[mesh.rank])
+    readouts = readouts_by_rank[mesh.rank]
+    step(mesh, engine, (losses,) * len(readouts))
+    found = step(mesh, engine, readouts)
     backend.close_mesh(mesh)
     return found
 
@@ -60,13 +63,25 @@ HEADS = {
 }
 
 
+SHARDED = [{"stage": s, "offload_optimizer": offload} for s in (1, 2) for offload in (False, True)]
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_gradient_counts_whoever_has_it(pair, heads):
     (norm, weights), _ = pair.run(step_of, {"stage": 0}, HEADS[heads])
-    for stage in (1, 2):
-        for found, other in pair.run(step_of, {"stage": stage}, HEADS[heads]):
+    for settings in SHARDED:
+        for found, other in pair.run(step_of, settings, HEADS[heads]):
             assert found == pytest.approx(norm, rel=1e-5)
             torch.testing.assert_close(other, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", ["in the first micro-batch", "in the last micro-batch"])
+def test_a_gradient_counts_in_whichever_micro_batch_it_comes(single, heads):
+    ((norm, weights),) = single.run(step_of, {"stage": 0}, HEADS[heads])
+    for settings in SHARDED:
+        ((found, other),) = single.run(step_of, settings, HEADS[heads])
+        assert found == pytest.approx(norm, rel=1e-5)
+        torch.testing.assert_close(other, weights, rtol=1e-5, atol=1e-6)
 
 
 @contextmanager
@@ -139,10 +154,11 @@ def test_each_part_is_summed_once_where_its_weights_are_updated(pair, stage):
         assert calls == [every if stage == 2 else [], every]
 
 
-def reduced_beside():
+def reduced_beside(offload):
     """What streams do in a backward pass, in buckets that hold norms and no weight."""
     backend, accelerator = DeepSpeedBackend(), Streams()
-    mesh, engine, _ = start(backend, case_of({"stage": 2, "bucket_size": 400}))
+    settings = {"stage": 2, "bucket_size": 400, "offload_optimizer": offload}
+    mesh, engine, _ = start(backend, case_of(settings))
     optimizer = engine.deepspeed.optimizer
     optimizer.reduction_stream = Stream("reduction", accelerator.seen)
     loss = engine(make_batch(0, [0, 1], engine.device), losses)["loss"].sum()
@@ -169,7 +185,7 @@ def reduced_beside():
 def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
     waits = ["reduction waits for compute", "compute waits for reduction"]
     kept = f"{A_WEIGHT} for reduction"
-    found, overlaps = pair.run(reduced_beside)[0]
+    found, overlaps = pair.run(reduced_beside, False)[0]
     assert overlaps
     assert found == [
         *(*waits, kept, "512 on reduction") * 2,
@@ -179,6 +195,13 @@ def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
         *(*waits, "80 on reduction", "80 on reduction"),
         "compute waits for reduction",
     ]
+
+
+def test_with_the_optimizer_on_the_host_reductions_are_in_line(pair):
+    found, overlaps = pair.run(reduced_beside, True)[0]
+    assert not overlaps
+    sizes = (512, 512, 256, 256, 512, 512, 80, 80)
+    assert found == [f"{size} on compute" for size in sizes]
 
 
 APART = {"zero_optimization": {"contiguous_gradients": False}}
@@ -214,7 +237,6 @@ def step_under(changes, settings, dtype="fp32"):
     ("changes", "settings", "dtype"),
     [
         ({"zero_optimization": {"overlap_comm": False}}, {"stage": 1}, "fp32"),
-        ({"zero_optimization": {"overlap_comm": True}}, {"preset": "zero1_offload"}, "fp32"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, {"stage": 2}, "bf16"),
         (APART, {"stage": 1}, "fp32"),
         (APART, {"stage": 2}, "fp32"),
@@ -233,6 +255,22 @@ def test_what_lies_otherwise_is_left_to_deepspeed(pair, changes, settings, dtype
         assert not ours
         assert found == pytest.approx(norm, rel=near["rtol"])
         torch.testing.assert_close(other, weights, **near)
+
+
+def overlaps(changes, settings):
+    """Whether DeepSpeed reduces on a stream of its own."""
+    backend = Changed(changes)
+    mesh, engine, _ = start(backend, case_of(settings))
+    backend.close_mesh(mesh)
+    return engine.deepspeed.optimizer.overlap_comm
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_nothing_overlaps_copies_to_the_host(pair, stage):
+    on_host = {"stage": stage, "offload_optimizer": True}
+    changes = {"zero_optimization": {"overlap_comm": True}}
+    assert pair.run(overlaps, changes, {"stage": stage}) == [True] * 2
+    assert pair.run(overlaps, changes, on_host) == [False] * 2
 
 
 def tiled(settings):
@@ -372,6 +410,8 @@ def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
         ({"stage": 1, "bucket_size": 400}, {}),
         ({"stage": 2, "bucket_size": 1100}, {"micro_batches": 2}),
         ({"stage": 2, "bucket_size": 40}, {"adapter": True, "micro_batches": 2}),
+        ({"preset": "zero1_offload", "bucket_size": 400}, {"micro_batches": 2}),
+        ({"preset": "zero2_offload", "bucket_size": 400}, {}),
     ],
     ids=str,
 )

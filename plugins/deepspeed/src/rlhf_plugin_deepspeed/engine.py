@@ -353,9 +353,12 @@ def _take_over_reduction(
     """Have stages 1 and 2 reduce and keep gradients in our ways where those apply; None where
     DeepSpeed still reduces them."""
     ours = side_by_side(optimizer)
-    if ours:
+    if optimizer.cpu_offload:
+        # Copies to the host would start on a stream of their own.
+        optimizer.overlap_comm = False
+    elif ours:
         keep_one_by_one(optimizer)
-    if ours and optimizer.overlap_comm:
+    if ours and (optimizer.overlap_comm or optimizer.cpu_offload):
         return GradientReduction(optimizer, model, to_owners=to_owners)
     # DeepSpeed's own way beside backward has no order, and at stage 1 it forgets what only earlier
     # micro-batches have a gradient for.

@@ -13,11 +13,11 @@ from rlhf_plugin_deepspeed.leaves import decoder_layers
 
 
 def side_by_side(optimizer: Any) -> bool:
-    """Whether `optimizer`, DeepSpeed's for stage 1 or 2, lays gradients side by side in buckets and
-    adds them up on the accelerator in their own dtype: what this module is for."""
+    """Whether `optimizer`, DeepSpeed's for stage 1 or 2, lays gradients side by side in buckets of
+    their own dtype and adds them up in it: what this module is for."""
     dtype = optimizer.dtype
     own = optimizer.gradient_accumulation_dtype == dtype and [*optimizer.ipg_buckets] == [dtype]
-    return optimizer.contiguous_gradients and not optimizer.cpu_offload and own
+    return optimizer.contiguous_gradients and own
 
 
 def keep_one_by_one(optimizer: Any) -> None:
@@ -70,6 +70,11 @@ class GradientReduction:
         optimizer.average_tensor = self._add_up
         optimizer.independent_gradient_partition_epilogue = self._finish
 
+    @property
+    def _stream(self) -> Any:
+        """The one beside which gradients are reduced; None for the one that computes."""
+        return self._optimizer.reduction_stream if self._optimizer.overlap_comm else None
+
     def begin(self, *, last: bool) -> None:
         """To be called before each backward pass: at stage 1 gradients are reduced in the step's
         last."""
@@ -90,6 +95,7 @@ class GradientReduction:
                 "recompute with use_reentrant=False."
             )
         if self._optimizer.reduction_stream is not None:
+            # The device has streams.
             self._streams.add(get_accelerator().current_stream())
         self._came.add(parameter)
         self._reduce_what_came()
@@ -121,16 +127,16 @@ class GradientReduction:
             self._came.add(parameter)
             self._reduce_what_came()
         optimizer.reduce_ipg_grads()
-        if optimizer.reduction_stream is not None:
-            get_accelerator().current_stream().wait_stream(optimizer.reduction_stream)
+        if self._stream is not None:
+            get_accelerator().current_stream().wait_stream(self._stream)
         # Nothing is left to reduce, and nothing for the host to wait for.
-        optimizer.overlap_comm = False
+        beside, optimizer.overlap_comm = optimizer.overlap_comm, False
         optimizer.reduce_ipg_grads = lambda: None
         try:
             self._end()
         finally:
             del optimizer.reduce_ipg_grads
-            optimizer.overlap_comm = True
+            optimizer.overlap_comm = beside
 
     def _add_up(self, gradients: Tensor, dtype: torch.dtype) -> None:
         """In the place of DeepSpeed's average over the ranks: sum the [elements] `gradients` of a
@@ -139,7 +145,7 @@ class GradientReduction:
         bucket, group = optimizer.ipg_buckets[dtype], optimizer.dp_process_group
         if not bucket.params:
             return
-        accelerator, stream = get_accelerator(), optimizer.reduction_stream
+        accelerator, stream = get_accelerator(), self._stream
         if stream is not None:
             computing = accelerator.current_stream()
             for producer in {computing, *getattr(bucket, "copy_streams", ())}:

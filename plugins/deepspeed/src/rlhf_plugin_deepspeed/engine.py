@@ -30,7 +30,7 @@ from rlhf_plugin_deepspeed.gradients import GradientReduction, keep_one_by_one, 
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
-from rlhf_plugin_deepspeed.reductions import lighten_reductions
+from rlhf_plugin_deepspeed.reductions import count_as_zeros, lighten_reductions
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -118,6 +118,7 @@ class TrainingEngine(InferenceEngine):
         if self.stage == 3:
             gather_at_once(runner.optimizer)
             lighten_reductions(runner.optimizer)
+            count_as_zeros(runner.optimizer)
             _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
         # To send to or from one rank is fast where all are linked alike, on one host.

@@ -69,4 +69,35 @@ def _keep_shards(optimizer: Any, parameters: Iterable[Any], shards: Iterable[Ten
         torch._foreach_add_(sums, parts)
 
 
+def count_as_zeros(optimizer: Any) -> None:
+    """Let what a backward pass has no gradient for on any rank count as zeros. DeepSpeed keeps what
+    an earlier one left: where a step's first micro-batch has none, that of the step before, and
+    with the optimizer on the CPU, where its last has none, too."""
+    keep, end = optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue
+    came: set[Any] = set()
+    known: dict[Any, None] = {}
+
+    def keep_what_came(parameters: list[Any], shards: list[Tensor]) -> Any:
+        came.update(parameters)
+        known.update(dict.fromkeys(parameters))
+        return keep(parameters, shards)
+
+    def finish() -> None:
+        end()
+        absent = [parameter for parameter in known if parameter not in came]
+        came.clear()
+        if not absent:
+            return
+        accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
+        device = accelerator.current_device_name()
+        with accelerator.stream(stream):
+            sizes = [(item.partition_numel(), item.dtype) for item in absent]
+            keep(absent, [torch.zeros(n, dtype=dtype, device=device) for n, dtype in sizes])
+        if not accelerator.resolves_data_dependency():
+            stream.synchronize()
+
+    optimizer.partition_grads = keep_what_came
+    optimizer.independent_gradient_partition_epilogue = finish
+
+
 stage3.reduce_scatter_coalesced = reduce_scatter

@@ -2,9 +2,11 @@
 none can be built."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from threading import Timer
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+SILENT_SECONDS = 5.0
+"""How long an operator may take to be there without a word."""
 
 
 def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
@@ -117,13 +121,27 @@ def replay_steps(optimizer: Optimizer) -> None:
 @cache
 def _build(builder: str) -> str:
     """Compile or load an operator of DeepSpeed's; returns why it cannot be had, or ""."""
-    with _own_architecture():
+    with _own_architecture(), _said_if_long(builder.removesuffix("Builder")):
         try:
             get_accelerator().create_op_builder(builder).load(verbose=False)
         except Exception as error:  # The compilers' failures have no type in common.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"DeepSpeed's own cannot be built here: {lines[0][:120]}"
     return ""
+
+
+@contextmanager
+def _said_if_long(operator: str) -> Iterator[None]:
+    """One line on each host where this takes as long as compilers do."""
+    line = f"building DeepSpeed's {operator}, once for this machine: a minute or two"
+    timer = Timer(SILENT_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -29,6 +29,12 @@ class Streams:
     def is_synchronized_device(self):
         return False
 
+    def resolves_data_dependency(self):
+        return False
+
+    def current_device_name(self):
+        return "cpu"
+
     def current_stream(self):
         return self.current
 

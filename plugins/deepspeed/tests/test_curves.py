@@ -102,7 +102,7 @@ def test_bf16_keeps_fp32_masters_and_takes_no_phantom_step(pair, plain, settings
     }
 
 
-@pytest.mark.parametrize("settings", STAGES, ids=str)
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_the_scaler_of_fp16_skips_then_follows_the_curve(pair, settings):
     config = configure(DeepSpeedConfig(**settings), dtype="fp16")
     plain = follow(PlainBackend(), Case(config=configure(), steps=12))[0]

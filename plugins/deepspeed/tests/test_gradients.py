@@ -48,7 +48,7 @@ def norms_of(settings, readouts_by_rank):
 def step(mesh, engine, readouts):
     """The norm in a step whose micro-batches have these losses."""
     for number, readout in enumerate(readouts, start=1):
-        rows = [4 * (number - 1) + mesh.rank, 4 * (number - 1) + 2 + mesh.rank]
+        rows = [(4 * (number - 1) + mesh.rank + more) % ROWS for more in (0, 2)]
         loss = engine(make_batch(0, rows, engine.device), readout)["loss"].sum() / ROWS
         engine.backward(loss, last=number == len(readouts))
     return engine.step().read().grad_norm
@@ -83,6 +83,13 @@ def test_a_gradient_counts_in_whichever_micro_batch_it_comes(single, heads):
     (expected,) = single.run(norms_of, {"stage": 0}, HEADS[heads])
     for settings in (*ON_ANY_RANK, *SHARDED):
         (found,) = single.run(norms_of, settings, HEADS[heads])
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_shards_with_padding_count_too(three):
+    heads = [(without_head, losses)] * 3
+    expected, *_ = three.run(norms_of, {"stage": 0}, heads)
+    for found in three.run(norms_of, {"preset": "zero3_offload"}, heads):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -411,7 +418,7 @@ def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
         ({"stage": 2, "bucket_size": 1100}, {"micro_batches": 2}),
         ({"stage": 2, "bucket_size": 40}, {"adapter": True, "micro_batches": 2}),
         ({"preset": "zero1_offload", "bucket_size": 400}, {"micro_batches": 2}),
-        ({"preset": "zero2_offload", "bucket_size": 400}, {}),
+        ({"preset": "zero2_offload", "bucket_size": 400}, {"adapter": True, "micro_batches": 2}),
     ],
     ids=str,
 )

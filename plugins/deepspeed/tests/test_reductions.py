@@ -4,15 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from streams import Stream, Streams, seen_by
 from torch import nn
 
 from rlhf.testing.problem import configure
+from rlhf_plugin_deepspeed import reductions
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import _some_empty
 from rlhf_plugin_deepspeed.reductions import (
     Ordered,
     _keep_shards,
+    count_as_zeros,
     deepspeed_reduce_scatter,
     lighten_reductions,
     reduce_scatter,
@@ -86,3 +89,48 @@ def test_shards_without_an_element(size, ranks, empty):
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(size))
     assert _some_empty(module, ranks) is empty
+
+
+class Shard:
+    """A parameter of which this rank holds three elements."""
+
+    dtype = torch.float32
+
+    def partition_numel(self):
+        return 3
+
+
+def test_zeros_wait_for_the_update_and_are_waited_for(monkeypatch):
+    accelerator = Streams()
+    stream = Stream("reduction", accelerator.seen)
+    stream.synchronize = lambda: accelerator.seen.append("compute waits for reduction")
+    optimizer = SimpleNamespace(
+        micro_step_id=0, offload_optimizer=False, reduce_and_partition_stream=stream,
+        partition_grads=lambda parameters, shards: accelerator.seen.append(
+            f"{[shard.tolist() for shard in shards]} on {accelerator.current.name}"
+        ),
+        independent_gradient_partition_epilogue=lambda: accelerator.seen.append("end"),
+    )  # fmt: skip
+    monkeypatch.setattr(reductions, "get_accelerator", lambda: accelerator)
+    count_as_zeros(optimizer)
+    finish = optimizer.independent_gradient_partition_epilogue
+
+    shard = Shard()
+
+    def with_gradient():
+        optimizer.partition_grads([shard], [torch.ones(3)])
+        finish()
+
+    zeros = [
+        "end", "reduction waits for compute", "[[0.0, 0.0, 0.0]] on reduction",
+        "compute waits for reduction",
+    ]  # fmt: skip
+    assert seen_by(accelerator, finish, with_gradient, finish) == [
+        ["end"],
+        ["[[1.0, 1.0, 1.0]] on compute", "end"],
+        zeros,
+    ]
+    optimizer.micro_step_id = 1
+    assert seen_by(accelerator, finish) == [["end"]]
+    optimizer.offload_optimizer = True
+    assert seen_by(accelerator, finish) == [zeros]

@@ -248,6 +248,7 @@ def test_blocks_on_a_device_grow(monkeypatch):
     segments = torch.cuda.memory_snapshot()
     holds = [s for s in segments if 0 <= block.data_ptr() - s["address"] < s["total_size"]]
     assert [segment["is_expandable"] for segment in holds] == [True]
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def threads_after_a_run(stage):

@@ -1,5 +1,5 @@
-"""How gradients of ZeRO 1 and 2 are added up over the ranks, while backward goes on, in place, in
-one order, and how each rank keeps its own. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
+"""How gradients of ZeRO 1 and 2 are added up over the ranks, in place, in one order, and how each
+rank keeps its own. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def side_by_side(optimizer: Any) -> bool:
     their own dtype and adds them up in it: what this module is for."""
     dtype = optimizer.dtype
     own = optimizer.gradient_accumulation_dtype == dtype and [*optimizer.ipg_buckets] == [dtype]
-    return optimizer.contiguous_gradients and own
+    return optimizer.contiguous_gradients and own and not getattr(optimizer, "zenflow", False)
 
 
 def keep_one_by_one(optimizer: Any) -> None:
@@ -34,7 +34,8 @@ def keep_one_by_one(optimizer: Any) -> None:
 
 
 class GradientReduction:
-    """Reduces the gradients of `optimizer`, DeepSpeed's over `model`, while backward goes on.
+    """Reduces the gradients of `optimizer`, DeepSpeed's over `model`, while backward goes on, or in
+    line with it where `optimizer` is on the CPU.
 
     DeepSpeed does that in the order in which they come, so that ranks whose rows leave out a
     parameter reduce different ones together, and at stage 1 for those of the step's last

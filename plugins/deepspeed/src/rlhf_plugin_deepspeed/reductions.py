@@ -1,5 +1,5 @@
-"""Gradients of ZeRO-3 reduced in fewer pieces, without a wait of the host. DeepSpeed's names are
-those of 0.19.0 to 0.19.8."""
+"""Gradients of ZeRO-3 reduced in fewer pieces, without a wait of the host, and zeros for what has
+none. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -86,14 +86,19 @@ def count_as_zeros(optimizer: Any) -> None:
         end()
         absent = [parameter for parameter in known if parameter not in came]
         came.clear()
-        if not absent:
+        # On the accelerator, what earlier micro-batches of the step gave is all there is to keep.
+        if not absent or (optimizer.micro_step_id > 0 and not optimizer.offload_optimizer):
             return
         accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
+        in_line = accelerator.resolves_data_dependency()
         device = accelerator.current_device_name()
+        if not in_line:
+            # The last step's update may still read what is written.
+            stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
-            sizes = [(item.partition_numel(), item.dtype) for item in absent]
-            keep(absent, [torch.zeros(n, dtype=dtype, device=device) for n, dtype in sizes])
-        if not accelerator.resolves_data_dependency():
+            for item in absent:
+                keep([item], [torch.zeros(item.partition_numel(), dtype=item.dtype, device=device)])
+        if not in_line:
             stream.synchronize()
 
     optimizer.partition_grads = keep_what_came

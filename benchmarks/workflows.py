@@ -52,7 +52,10 @@ def main() -> int:
     table = as_table(results)
     (options.output / "workflows.md").write_text(table)
     print(table)
-    return int(any(result["code"] for result in results))
+    failed = [result for result in results if result["code"]]
+    for result in failed:
+        print("{who} {workflow} ended with {code}: {error}".format(**result), file=sys.stderr)
+    return int(bool(failed))
 
 
 def write_inputs(options: argparse.Namespace) -> None:
@@ -187,8 +190,10 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     ]
     seconds = each[WARM_UP - 1 :] or each
     result: Row = {"who": "rlhf", "workflow": workflow, "code": code, "rows_a_step": size}
+    if code or not seconds:
+        result["error"] = end_of(log)
     if not seconds:
-        return result | {"error": log.read_text().strip().splitlines()[-1:]}
+        return result
     tokens = statistics.median(line["tokens_per_s"] for line in timed)
     # Steps hold as many rows and not as many tokens: the rate is that of the mean row.
     row = steps[-1]["num_tokens"] / (size * len(steps))
@@ -261,13 +266,23 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         )
     # Its own logs are Python's dictionaries, in single quotes.
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    found = json.loads(lines[-1]) if lines else {"error": log.read_text().strip().splitlines()[-1:]}
+    found = json.loads(lines[-1]) if lines else {}
+    if done.returncode or not lines:
+        found["error"] = end_of(log)
     return {
         "who": "TRL",
         "workflow": workflow,
-        "code": done.returncode,
+        "code": done.returncode or int(not lines),
         "rows_a_step": size,
     } | found
+
+
+def end_of(log: Path) -> str:
+    """Where it is and its last line, progress bars left out."""
+    lines = log.read_text().splitlines()
+    bars = ("it/s]", "s/it]")
+    told = [line for line in lines if line.strip() and not line.endswith(bars)]
+    return ": ".join([str(log), *told[-1:]])
 
 
 def as_table(results: Sequence[Row]) -> str:

@@ -1,5 +1,5 @@
-"""Gradients of ZeRO 1 to 3, at 1 and 2 reduced beside backward: real DeepSpeed on two ranks, and
-whom streams wait for."""
+"""Gradients of ZeRO 1 and 2, reduced beside backward: real DeepSpeed on two ranks, and whom streams
+wait for."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -7,90 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attrs import evolve
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from streams import Stream, Streams, seen_by
 from torch import distributed
+from uneven import Changed, case_of
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import ROWS, Case, configure, follow, losses, make_batch, start
-from rlhf.testing.ranks import RankFailure
+from rlhf.testing.problem import ROWS, follow, losses, make_batch, start
 from rlhf_plugin_deepspeed import gradients
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.capabilities import installed_version, older
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 
 A_WEIGHT = 512
 """Elements of each of the tiny model's, all larger than a bucket of 400."""
-
-
-def case_of(settings, dtype="fp32", **more):
-    return Case(config=configure(DeepSpeedConfig(**settings), dtype=dtype), **more)
-
-
-def without_head(hidden, head, batch):
-    """A loss that leaves the head without a gradient."""
-    return {"loss": hidden.square().mean(dim=(1, 2)) * batch["weight"]}
-
-
-def norms_of(settings, readouts_by_rank):
-    """The gradient's norms in a step whose micro-batches have these losses and in the one after it;
-    all losses before and after have gradients for the head."""
-    backend = DeepSpeedBackend()
-    mesh, engine, _ = start(backend, case_of(settings, tied=False))
-    readouts = readouts_by_rank[mesh.rank]
-    everywhere = (losses,) * len(readouts)
-    _, *found = [step(mesh, engine, each) for each in (everywhere, readouts, everywhere)]
-    backend.close_mesh(mesh)
-    return found
-
-
-def step(mesh, engine, readouts):
-    """The norm in a step whose micro-batches have these losses."""
-    for number, readout in enumerate(readouts, start=1):
-        rows = [(4 * (number - 1) + mesh.rank + more) % ROWS for more in (0, 2)]
-        loss = engine(make_batch(0, rows, engine.device), readout)["loss"].sum() / ROWS
-        engine.backward(loss, last=number == len(readouts))
-    return engine.step().read().grad_norm
-
-
-HEADS = {
-    "in the first micro-batch": [(losses, without_head)] * 2,
-    "in the last micro-batch": [(without_head, losses)] * 2,
-    "on one rank": [(losses,), (without_head,)],
-    "on the other, later": [(without_head, losses), (losses, without_head)],
-    "nowhere": [(without_head,)] * 2,
-}
-
-
-ON_ANY_RANK = [
-    {"stage": stage, "offload_optimizer": offload} for stage in (1, 2) for offload in (False, True)
-]
-ALIKE = ["in the first micro-batch", "in the last micro-batch", "nowhere"]
-SHARDED = [{"stage": 3}, {"stage": 3, "persistence_threshold": 0}, {"preset": "zero3_offload"}]
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_a_gradient_counts_whoever_has_it(pair, heads):
-    expected, _ = pair.run(norms_of, {"stage": 0}, HEADS[heads])
-    for settings in [*ON_ANY_RANK, *(SHARDED if heads in ALIKE else [])]:
-        for found in pair.run(norms_of, settings, HEADS[heads]):
-            assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("heads", ALIKE)
-def test_a_gradient_counts_in_whichever_micro_batch_it_comes(single, heads):
-    (expected,) = single.run(norms_of, {"stage": 0}, HEADS[heads])
-    for settings in (*ON_ANY_RANK, *SHARDED):
-        (found,) = single.run(norms_of, settings, HEADS[heads])
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_shards_with_padding_count_too(three):
-    heads = [(without_head, losses)] * 3
-    expected, *_ = three.run(norms_of, {"stage": 0}, heads)
-    for found in three.run(norms_of, {"preset": "zero3_offload"}, heads):
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @contextmanager
@@ -213,57 +141,6 @@ def test_with_the_optimizer_on_the_host_reductions_are_in_line(pair):
     assert found == [f"{size} on compute" for size in sizes]
 
 
-APART = {"zero_optimization": {"contiguous_gradients": False}}
-
-
-class Changed(DeepSpeedBackend):
-    """A backend under settings of DeepSpeed that somebody has changed."""
-
-    def __init__(self, changes):
-        self.changes = changes
-
-    def configure_zero(self, *given):
-        plan = super().configure_zero(*given)
-        settings = dict(plan.settings)
-        for name, changes in self.changes.items():
-            settings[name] = settings.get(name, {}) | changes
-        return evolve(plan, settings=settings)
-
-
-def step_under(changes, settings, dtype="fp32"):
-    """Norms of a step whose head has a gradient in the first micro-batch and of the one after it,
-    and whether reductions are ours."""
-    backend = Changed(changes)
-    case = case_of(settings, dtype=dtype, tied=False)
-    mesh, engine, _ = start(backend, case)
-    norms = [step(mesh, engine, HEADS["in the first micro-batch"][mesh.rank]) for _ in range(2)]
-    ours = engine._reduction is not None
-    backend.close_mesh(mesh)
-    return norms, ours
-
-
-@pytest.mark.parametrize(
-    ("changes", "settings", "dtype"),
-    [
-        ({"zero_optimization": {"overlap_comm": False}}, {"stage": 1}, "fp32"),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, {"stage": 2}, "bf16"),
-        (APART, {"stage": 1}, "fp32"),
-        (APART, {"stage": 2}, "fp32"),
-    ],
-    ids=str,
-)
-def test_what_lies_otherwise_is_left_to_deepspeed(pair, changes, settings, dtype):
-    if changes is APART and older(installed_version(), "0.19.8"):
-        with pytest.raises(RankFailure, match="adds up gradients wrongly"):
-            pair.run(step_under, changes, settings, dtype)
-        return
-    (expected, ours), _ = pair.run(step_under, {}, {"stage": 1}, dtype)
-    assert ours
-    for found, ours in pair.run(step_under, changes, settings, dtype):
-        assert not ours
-        assert found == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 1e-2)
-
-
 def overlaps(changes, settings):
     """Whether DeepSpeed reduces on a stream of its own."""
     backend = Changed(changes)
@@ -330,27 +207,6 @@ def test_a_gradient_that_comes_after_its_reduction_is_not_lost_in_silence(pair):
         "torch.utils.checkpoint runs a layer twice with use_reentrant=True: recompute with "
         "use_reentrant=False."
     )
-
-
-def made(settings):
-    """Zeros made where the head, which is first in the order, has no gradient."""
-    backend, counted = DeepSpeedBackend(), []
-    mesh, engine, _ = start(backend, case_of(settings, tied=False))
-    loss = engine(make_batch(0, [mesh.rank], engine.device), without_head)["loss"].sum()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "torch", SimpleNamespace(**vars(torch)))
-        patch.setattr(
-            gradients.torch,
-            "zeros_like",
-            lambda tensor: (counted.append(tuple(tensor.shape)), torch.zeros_like(tensor))[1],
-        )
-        engine.backward(loss, last=True)
-    backend.close_mesh(mesh)
-    return counted
-
-
-def test_zeros_are_made_for_what_never_came_alone(pair):
-    assert pair.run(made, {"stage": 2, "bucket_size": 400}) == [[(32, 16)]] * 2
 
 
 def room(settings):

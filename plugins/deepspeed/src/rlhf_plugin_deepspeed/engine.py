@@ -26,7 +26,7 @@ from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
 from rlhf_plugin_deepspeed.broadcasts import broadcast_beside_forward
 from rlhf_plugin_deepspeed.capabilities import installed_version, older
 from rlhf_plugin_deepspeed.gathering import Inflight, gather_at_once, take_over
-from rlhf_plugin_deepspeed.gradients import GradientReduction, keep_one_by_one, side_by_side
+from rlhf_plugin_deepspeed.gradients import GradientReduction, take_over_reduction
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.linear import linear
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero, without_masters
@@ -125,7 +125,7 @@ class TrainingEngine(InferenceEngine):
         on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world)
         self._reduction: GradientReduction | None = None
         if self.stage in (1, 2):
-            self._reduction = _take_over_reduction(runner.optimizer, module, to_owners=on_one_host)
+            self._reduction = take_over_reduction(runner.optimizer, module, to_owners=on_one_host)
         offloaded = runner.zero_offload_optimizer() is not None
         self._weights = None
         if self.stage in (1, 2) and mesh.world > 1 and on_one_host and not offloaded:
@@ -346,25 +346,6 @@ def _sharded_norm(optimizer: Any) -> Tensor:
         total += torch.stack(list(norms)).square().sum()
     distributed.all_reduce(total, group=optimizer.dp_process_group)
     return total.sqrt()
-
-
-def _take_over_reduction(
-    optimizer: Any, model: nn.Module, *, to_owners: bool
-) -> GradientReduction | None:
-    """Have stages 1 and 2 reduce and keep gradients in our ways where those apply; None where
-    DeepSpeed still reduces them."""
-    ours = side_by_side(optimizer)
-    if optimizer.cpu_offload:
-        # Copies to the host would start on a stream of their own.
-        optimizer.overlap_comm = False
-    elif ours:
-        keep_one_by_one(optimizer)
-    if ours and (optimizer.overlap_comm or optimizer.cpu_offload):
-        return GradientReduction(optimizer, model, to_owners=to_owners)
-    # DeepSpeed's own way beside backward has no order, and at stage 1 it forgets what only earlier
-    # micro-batches have a gradient for.
-    optimizer.overlap_comm = False
-    return None
 
 
 def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:

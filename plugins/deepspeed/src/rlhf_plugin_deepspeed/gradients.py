@@ -12,7 +12,26 @@ from rlhf_plugin_deepspeed.broadcasts import reading_order
 from rlhf_plugin_deepspeed.leaves import decoder_layers
 
 
-def side_by_side(optimizer: Any) -> bool:
+def take_over_reduction(
+    optimizer: Any, model: nn.Module, *, to_owners: bool
+) -> "GradientReduction | None":
+    """Have stages 1 and 2 reduce and keep gradients in our ways where those apply; None where
+    DeepSpeed still reduces them."""
+    ours = _side_by_side(optimizer)
+    if optimizer.cpu_offload:
+        # Copies to the host would start on a stream of their own.
+        optimizer.overlap_comm = False
+    elif ours:
+        _keep_one_by_one(optimizer)
+    if ours and (optimizer.overlap_comm or optimizer.cpu_offload):
+        return GradientReduction(optimizer, model, to_owners=to_owners)
+    # DeepSpeed's own way beside backward has no order, and at stage 1 it forgets what only earlier
+    # micro-batches have a gradient for.
+    optimizer.overlap_comm = False
+    return None
+
+
+def _side_by_side(optimizer: Any) -> bool:
     """Whether `optimizer`, DeepSpeed's for stage 1 or 2, lays gradients side by side in buckets of
     their own dtype and adds them up in it: what this module is for."""
     dtype = optimizer.dtype
@@ -20,7 +39,7 @@ def side_by_side(optimizer: Any) -> bool:
     return optimizer.contiguous_gradients and own and not getattr(optimizer, "zenflow", False)
 
 
-def keep_one_by_one(optimizer: Any) -> None:
+def _keep_one_by_one(optimizer: Any) -> None:
     """Have `optimizer` keep this rank's gradients one by one, each when it has been reduced.
     DeepSpeed makes room for all of them with the first, beside those of earlier micro-batches and,
     where backward goes on, activations."""

@@ -17,7 +17,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.execute import ran_out
 from rlhf.gateway import build_gateways
-from rlhf.headroom import Headroom
+from rlhf.headroom import AMPLE, Headroom
 from rlhf.hookspecs import hookimpl
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
 from rlhf.preparation import headroom, prepare_data
@@ -176,7 +176,25 @@ def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> 
 def test_a_smaller_budget_is_told_from_what_is_left() -> None:
     assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
     assert ESTIMATE.tokens_that_fit(20 * GIB) == 0
-    assert ESTIMATE.tokens_that_fit(1000 * GIB) == 16_384
+    assert ESTIMATE.peak_with(8_192) == 27 * GIB + 45 * GIB // 2
+
+
+def test_a_larger_budget_is_proposed_where_fewer_micro_batches_fit(words: list[str]) -> None:
+    small = [*words, "--batch.tokens", "150"]
+    asked = question(small, GIB)
+    step = int(asked.examples[0].lengths.sum()) // 3  # 4 of 12 rows alike.
+    peak = question([*words, "--batch.tokens", "600"], GIB).estimate().peak
+    assert 300 < step <= 600
+    assert asked.room() == (
+        f"room       batch.tokens 600 would fit, in {gib(peak)} GiB: a step in about 1 micro-batch "
+        f"instead of {-(-step // 150)}"
+    )
+    tight = int(asked.estimate().peak_with(300) / AMPLE) + 1000
+    found = question(small, tight).room()
+    assert found.startswith("room       batch.tokens 300 would fit, ")
+    assert found.endswith(f": a step in about 2 micro-batches instead of {-(-step // 150)}")
+    assert question(small, asked.estimate().peak).room() == ""
+    assert question(words, GIB).room() == ""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Whether a step fits its accelerator: told before the weights are read, and what to change when it
 did not fit."""
 
+import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +22,8 @@ from rlhf.trainer import Trainer
 
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
+AMPLE = 0.8
+"""Share of it up to which a larger budget of tokens is proposed."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
@@ -93,6 +96,28 @@ class Headroom:
         warning = "" if fits else "; this will hardly fit"
         return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
 
+    def room(self) -> str:
+        """The line that proposes a larger `batch.tokens`, in powers of two, where a rank takes a
+        step in several micro-batches and fewer would fit; elsewhere nothing."""
+        try:
+            estimate = self.estimate()
+        except Exception:  # As above.
+            return ""
+        given = tokens = self.config.batch.tokens
+        step = self.examples[0].lengths.mean() * self.config.batch.size / self.mesh.world
+        most = estimate.tokens_that_fit(int(AMPLE * self.mesh.memory))
+        while tokens < step and 2 * tokens <= most:
+            tokens *= 2
+        if tokens == given:
+            return ""
+        batch = attrs.evolve(self.config.batch, tokens=tokens)
+        larger = attrs.evolve(self, config=attrs.evolve(self.config, batch=batch))
+        few, many = math.ceil(step / tokens), math.ceil(step / given)
+        return (
+            f"room       batch.tokens {tokens} would fit, in {gib(larger.estimate().peak)} GiB: a "
+            f"step in about {few} micro-batch{'es' * (few > 1)} instead of {many}"
+        )
+
     def error(self, cause: BaseException) -> RLHFError:
         """What to tell the user when the accelerator's memory did not suffice."""
         wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(cause))
@@ -119,9 +144,8 @@ class Headroom:
         advice = []
         tokens = self._fewer_tokens(estimate)
         if tokens:
-            share = tokens / estimate.tokens
-            peak = estimate.resident + (estimate.activations + estimate.passing) * share
-            advice.append(f"set batch.tokens to {tokens} (about {gib(peak)} GiB)")
+            peak = gib(estimate.peak_with(tokens))
+            advice.append(f"set batch.tokens to {tokens} (about {peak} GiB)")
         level = self._leaner()
         if level:
             lean = recomputing(self, level).estimate()

@@ -73,7 +73,11 @@ class Estimate:
     def tokens_that_fit(self, total: int) -> int:
         """The largest micro-batch that `total` bytes have room for beside what stays, 0 if none."""
         room = max(total - self.resident, 0)
-        return int(self.tokens * min(room / max(self.activations + self.passing, 1), 1.0))
+        return int(self.tokens * room / max(self.activations + self.passing, 1))
+
+    def peak_with(self, tokens: int) -> int:
+        """The peak of forward and backward with micro-batches of so many tokens."""
+        return self.resident + (self.activations + self.passing) * tokens // self.tokens
 
 
 def gib(size: float) -> str:

@@ -134,8 +134,7 @@ def with_models(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -
         longest=data.longest, examples=data.parts,
     )  # fmt: skip
     if mesh.rank == 0 and mesh.device.type != "cpu":
-        run.notes += [recomputed] if recomputed else []
-        run.notes.append(asked.line())
+        run.notes += [line for line in (recomputed, asked.line(), asked.room()) if line]
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     return run

@@ -55,7 +55,8 @@ def states(
     if stage >= 1:
         optimizer //= world
     if stage >= 2:
-        gradients //= world
+        # With the optimizer on the host they are added up there.
+        gradients = 0 if offload_optimizer else gradients // world
     if stage == 3:
         weights = weights // world + 2 * shape.largest_layer * size.weight
     if quantized:
@@ -99,6 +100,10 @@ def estimate(
             parts["reducing"] = parts["gradients"]
         # One is filled while another is reduced.
         parts["buffers"] = bucket * (2 if zero.get("overlap_comm") else 1)
+        if offloaded:
+            # Sums come back from the host through room for the largest parameter; a layer or an
+            # embedding has no larger one.
+            parts["buffers"] += min(shape.largest_layer, shape.trainable) * size.weight
     share = shape.trainable // (world if plan.stage >= 1 else 1)
     in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
     parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))

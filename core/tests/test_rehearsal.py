@@ -335,9 +335,25 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(words: list[str])
     asked = question(words, GIB)
     looking = attrs.evolve(asked, trainer=Looking(asked.trainer.config, asked.trainer.tokenizer))
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
+    assert looking.room() == ""
     assert str(looking.error(torch.OutOfMemoryError("x"))) == (
         "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
     )
+
+
+def test_a_model_that_fails_with_more_tokens_is_not_told_of_them(words: list[str]) -> None:
+    asked = question([*words, "--batch.tokens", "150"], GIB)
+
+    class Narrow(type(asked.trainer)):  # type: ignore[misc]
+        def loss(self, batch):
+            if batch.tokens.numel() > 300:
+                raise RuntimeError("too long")
+            return super().loss(batch)
+
+    narrow = attrs.evolve(asked, trainer=Narrow(asked.trainer.config, asked.trainer.tokenizer))
+    assert asked.room()
+    assert narrow.estimate().tokens <= 150
+    assert narrow.room() == ""
 
 
 def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ class Headroom:
 
     def room(self) -> str:
         """The line that proposes a larger `batch.tokens`, in powers of two, where a rank takes a
-        step in several micro-batches and fewer would fit; elsewhere nothing."""
+        step in several micro-batches and fewer would fit; elsewhere nothing. It never ends a run
+        either."""
         try:
             estimate = self.estimate()
         except Exception:  # As above.
@@ -111,11 +112,13 @@ class Headroom:
         if tokens == given:
             return ""
         batch = attrs.evolve(self.config.batch, tokens=tokens)
-        larger = attrs.evolve(self, config=attrs.evolve(self.config, batch=batch))
+        peak = attrs.evolve(self, config=attrs.evolve(self.config, batch=batch))._peak()
+        if peak is None:
+            return ""
         few, many = math.ceil(step / tokens), math.ceil(step / given)
         return (
-            f"room       batch.tokens {tokens} would fit, in {gib(larger.estimate().peak)} GiB: a "
-            f"step in about {few} micro-batch{'es' * (few > 1)} instead of {many}"
+            f"room       batch.tokens {tokens} would fit, in {gib(peak)} GiB: a step in about "
+            f"{few} micro-batch{'es' * (few > 1)} instead of {many}"
         )
 
     def error(self, cause: BaseException) -> RLHFError:

@@ -97,4 +97,4 @@ def test_running_out_of_memory_is_one_line_that_says_what_to_change(
     line = next(text for text in str(error.value).splitlines() if "out of memory on" in text)
     assert "when 2.00 GiB more were wanted; a step was estimated at 0." in line
     assert ", or set model.recompute to full (about 0." in line
-    assert ", or use deepspeed.preset zero1_offload (0." in line
+    assert ", or use deepspeed.offload_optimizer true (0." in line

@@ -177,6 +177,9 @@ def test_a_smaller_budget_is_told_from_what_is_left() -> None:
     assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
     assert ESTIMATE.tokens_that_fit(20 * GIB) == 0
     assert ESTIMATE.peak_with(8_192) == 27 * GIB + 45 * GIB // 2
+    # The update takes 9 GiB when no activation is left, however few the tokens.
+    assert ESTIMATE.tokens_that_fit(35 * GIB) == 0
+    assert ESTIMATE.peak_with(16) == 36 * GIB
 
 
 def test_a_larger_budget_is_proposed_where_fewer_micro_batches_fit(words: list[str]) -> None:

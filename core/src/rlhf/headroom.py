@@ -109,11 +109,11 @@ class Headroom:
         most = estimate.tokens_that_fit(int(AMPLE * self.mesh.memory))
         while tokens < step and 2 * tokens <= most:
             tokens *= 2
-        if tokens == given:
-            return ""
+        if tokens == given or self.config.model.fp8 is not None:
+            return ""  # Products in FP8 depend on the budget.
         batch = attrs.evolve(self.config.batch, tokens=tokens)
         peak = attrs.evolve(self, config=attrs.evolve(self.config, batch=batch))._peak()
-        if peak is None:
+        if peak is None or peak > AMPLE * self.mesh.memory:
             return ""
         few, many = math.ceil(step / tokens), math.ceil(step / given)
         return (
@@ -146,13 +146,13 @@ class Headroom:
         estimate = found.estimate
         advice = []
         tokens = self._fewer_tokens(estimate)
-        if tokens:
-            peak = gib(estimate.peak_with(tokens))
-            advice.append(f"set batch.tokens to {tokens} (about {peak} GiB)")
+        fewer = estimate.peak_with(tokens)
+        if tokens and fewer < estimate.peak:
+            advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
         level = self._leaner()
-        if level:
-            lean = recomputing(self, level).estimate()
-            advice.append(f"set model.recompute to {level} (about {gib(lean.peak)} GiB)")
+        lean = recomputing(self, level).estimate().peak if level else estimate.peak
+        if lean < estimate.peak:
+            advice.append(f"set model.recompute to {level} (about {gib(lean)} GiB)")
         advice += [f"use {setting}" for setting in found.lighter]
         return advice or ["train with lora, or use a device with more memory"]
 

@@ -72,12 +72,15 @@ class Estimate:
 
     def tokens_that_fit(self, total: int) -> int:
         """The largest micro-batch that `total` bytes have room for beside what stays, 0 if none."""
-        room = max(total - self.resident, 0)
+        if self.resident + self.updating > total:
+            return 0
+        room = total - self.resident
         return int(self.tokens * room / max(self.activations + self.passing, 1))
 
     def peak_with(self, tokens: int) -> int:
-        """The peak of forward and backward with micro-batches of so many tokens."""
-        return self.resident + (self.activations + self.passing) * tokens // self.tokens
+        """The peak with micro-batches of so many tokens."""
+        passing = (self.activations + self.passing) * tokens // self.tokens
+        return self.resident + max(passing, self.updating)
 
 
 def gib(size: float) -> str:

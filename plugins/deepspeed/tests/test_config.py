@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from attrs import evolve
 
 from rlhf.config.sections import ModelConfig, OptimConfig
@@ -299,12 +300,30 @@ def test_what_would_take_less_is_named_with_its_size():
         "deepspeed.stage 2 (26.2 GiB of states instead of 38.5)",
         "deepspeed.stage 3 (15.0 GiB of states instead of 38.5)",
         "optim.states bf16 (31.5 GiB of states instead of 38.5)",
-        "deepspeed.preset zero1_offload (28.0 GiB of states instead of 38.5)",
+        "deepspeed.offload_optimizer true (28.0 GiB of states instead of 38.5)",
     )
     assert plan(1, 200 * GIB, stage=0).lighter == (
         "optim.states bf16 (56.0 GiB of states instead of 112.0)",
-        "deepspeed.preset zero1_offload (28.0 GiB of states instead of 112.0)",
+        "deepspeed.stage 1 and deepspeed.offload_optimizer true (28.0 GiB of states instead of "
+        "112.0)",
     )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stage": 0}, {"stage": 1}, {"preset": "zero1"}, {"preset": "zero1_offload"}, {}],
+    ids=str,
+)
+def test_what_is_named_goes_with_what_is_set(settings):
+    made = plan(8, 800 * GIB, **settings).lighter
+    assert made
+    for words in made:
+        more = {}
+        for word in words.partition(" (")[0].split(" and "):
+            name, _, value = word.partition(" ")
+            if name.startswith("deepspeed."):
+                more[name.removeprefix("deepspeed.")] = yaml.safe_load(value)
+        resolve(DeepSpeedConfig(**settings | more))
 
 
 def test_what_is_refused_beside_states_in_bf16_is_no_advice():

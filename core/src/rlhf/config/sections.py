@@ -51,10 +51,10 @@ class ModelConfig:
     row, which is slower. On GPUs of compute capability 8.9, for rowwise 9.0."""
     recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
     """What is computed again in backward instead of kept, for the same curve. full: every layer
-    (gradient checkpointing), a third more time. selective: the products of gated layers, a quarter
-    of the activations for 2 % more time. offload: as full, and each layer's input waits on the
-    host. auto: the first of none, selective, full and offload with which a step fits the
-    accelerator's memory."""
+    (gradient checkpointing), a fifth to a quarter more time. selective: the products of gated
+    layers, a quarter of the activations for 2 % more time. offload: as full, and each layer's input
+    waits on the host. auto: the first of none, selective, full and offload with which a step fits
+    the accelerator's memory."""
 
 
 @frozen(kw_only=True)

@@ -61,7 +61,7 @@ def states(
         weights = weights // world + 2 * shape.largest_layer * size.weight
     if quantized:
         whole = shape.head + shape.lookup + shape.trainable
-        weights = int(2 * whole + NF4 * max(shape.parameters - whole, 0))
+        weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 

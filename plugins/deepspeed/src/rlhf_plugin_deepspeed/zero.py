@@ -75,8 +75,12 @@ def _lighter(
     """Higher stages, states in bf16 and the optimizer on the CPU, where they take less than `stage`
     does."""
     own = _needed(config, resolved, shape, mesh, stage)
+    section = config.backend_section
+    # What is named goes with what the section says already.
+    offload = "_offload" * resolved.offload_optimizer
+    form = "deepspeed.stage {}" if section.preset == "auto" else "deepspeed.preset zero{}" + offload
     found = [
-        (f"deepspeed.stage {higher}", _needed(config, resolved, shape, mesh, higher))
+        (form.format(higher), _needed(config, resolved, shape, mesh, higher))
         for higher in _allowed(config, resolved)
         if higher > stage
     ]
@@ -87,6 +91,9 @@ def _lighter(
     if here and not config.model.quantize and config.optim.states == "fp32":
         offloaded = evolve(resolved, offload_optimizer=True)
         name = f"deepspeed.preset zero{above}_offload"
+        if section.stage != "auto":
+            sharded = f"deepspeed.stage {above} and " * (stage != above)
+            name = f"{sharded}deepspeed.offload_optimizer true"
         found.append((name, _needed(config, offloaded, shape, mesh, above)))
     return tuple(
         f"{name} ({gib(size)} GiB of states instead of {gib(own)})"

@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stage", default="0", help="ZeRO stage")
     parser.add_argument("--nproc", default="1")
     parser.add_argument("--size", type=int, help="rows a step; default by workflow")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--tokens", default="auto", help="tokens of a micro-batch")
     parser.add_argument(
         "--max-tokens", type=int, default=1024, help="of a row; longer ones are cut"
     )

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from rlhf.config.reader import Request, read_config, to_tree
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.folder import RunFolder, check_resumable, choose
@@ -92,6 +94,37 @@ def test_a_config_that_cannot_be_read_stops_a_resume(tmp_path: Path) -> None:
         with pytest.raises(RLHFError) as error:
             check_resumable(request(folder, resume=""), folder)
         assert str(error.value) == f"{folder}/config.yaml {told}"
+
+
+def resumed(folder: Path, *words: str) -> Request:
+    """A request to go on in a folder that was begun without `words`."""
+    given = ["--model", "m", "--data", "d.jsonl", "--output", str(folder)]
+    if not folder.exists():
+        with_run(folder)
+        begun = to_tree(read_config("sft", overrides=[*given, "--model.fp8", "tensorwise"]).config)
+        (folder / "config.yaml").write_text(yaml.safe_dump(begun))
+    return read_config("sft", overrides=[*given, "--resume", *words])
+
+
+def test_the_budget_of_products_in_fp8_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fp8 = ["--model.fp8", "tensorwise"]
+    assert check_resumable(resumed(folder, *fp8, "--data.workers", "3"), folder) is None
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resumed(folder, *fp8, "--batch.tokens", "4096"), folder)
+    assert str(error.value) == (
+        f"{folder} cannot be resumed with another configuration: batch.tokens was 'auto' and is "
+        "4096"
+    )
+
+
+def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    request = resumed(folder, "--model.fp8", "tensorwise")
+    begun = yaml.safe_load((folder / "config.yaml").read_text())
+    del begun["optim"]["states"], begun["sft"], begun["train"]["trace"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(begun))
+    assert check_resumable(request, folder) is None
 
 
 def test_a_checkpoint_asked_for_by_name_must_be_there_though_no_run_is(tmp_path: Path) -> None:

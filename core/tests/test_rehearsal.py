@@ -9,18 +9,15 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
+from asking import on_accelerator, question, small_run
 from torch.utils.checkpoint import checkpoint
 
 from rlhf import rehearsal
-from rlhf.config.reader import read_config
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.execute import ran_out
-from rlhf.gateway import build_gateways
-from rlhf.headroom import AMPLE, Headroom
 from rlhf.hookspecs import hookimpl
 from rlhf.memory import GIB, Estimate, LiveBytes, gib
-from rlhf.preparation import headroom, prepare_data
 from rlhf.rehearsal import StepBytes, step_bytes
 from rlhf.sums import weighted_loss
 from rlhf.testing import tiny
@@ -182,33 +179,9 @@ def test_a_smaller_budget_is_told_from_what_is_left() -> None:
     assert ESTIMATE.peak_with(16) == 36 * GIB
 
 
-def test_a_larger_budget_is_proposed_where_fewer_micro_batches_fit(words: list[str]) -> None:
-    small = [*words, "--batch.tokens", "150"]
-    asked = question(small, GIB)
-    step = int(asked.examples[0].lengths.sum()) // 3  # 4 of 12 rows alike.
-    peak = question([*words, "--batch.tokens", "600"], GIB).estimate().peak
-    assert 300 < step <= 600
-    assert asked.room() == (
-        f"room       batch.tokens 600 would fit, in {gib(peak)} GiB: a step in about 1 micro-batch "
-        f"instead of {-(-step // 150)}"
-    )
-    tight = int(asked.estimate().peak_with(300) / AMPLE) + 1000
-    found = question(small, tight).room()
-    assert found.startswith("room       batch.tokens 300 would fit, ")
-    assert found.endswith(f": a step in about 2 micro-batches instead of {-(-step // 150)}")
-    assert question(small, asked.estimate().peak).room() == ""
-    assert question(words, GIB).room() == ""
-
-
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("rehearsal")
-    rows = [{"prompt": "one and two are", "completion": " three" * 20} for _ in range(12)]
-    return [
-        "--model", str(tiny.make_model(folder / "model")), "--model.dtype", "fp32",
-        "--data", str(tiny.write_rows(folder / "rows.jsonl", rows)),
-        "--batch.size", "4", "--output", str(folder / "run"),
-    ]  # fmt: skip
+    return small_run(tmp_path_factory.mktemp("rehearsal"))
 
 
 class Reducing(PlainBackend):
@@ -234,13 +207,6 @@ def test_gradients_that_wait_for_their_reduction_come_and_go(
     estimate = question(words, GIB, Reducing()).estimate()
     assert given == {"gradients": 0, "reducing": 300}
     assert estimate.states == {"policy": {"weights": 1000}}
-
-
-def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> Headroom:
-    """Headroom on a device of so many bytes."""
-    request = read_config("sft", overrides=words)
-    hooks, _ = build_gateways(backend or PlainBackend())
-    return headroom(request.config, prepare_data(request), Mesh(memory=memory), hooks)
 
 
 def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> None:
@@ -275,52 +241,6 @@ def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
     )
 
 
-def on_accelerator(words: list[str], memory: int) -> Headroom:
-    """The same on a device that is not the host."""
-    asked = question(words, memory)
-    return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
-
-
-def peak_with(level: str, words: list[str]) -> int:
-    return on_accelerator([*words, "--model.recompute", level], GIB).estimate().peak
-
-
-def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[str]) -> None:
-    whole, some, least = (peak_with(level, words) for level in ("none", "selective", "full"))
-    assert least < some < whole
-    assert on_accelerator(words, GIB).recomputation() == ("", "")
-    # 95 % of the memory is a step's.
-    memory = int(some / 0.95) + 1
-    assert on_accelerator(words, memory).recomputation() == (
-        "selective",
-        f"recompute  selective: a step would take {gib(whole)} of {gib(memory)} GiB, and "
-        f"{gib(some)} with the products of gated layers computed again in backward",
-    )
-    memory = int(least / 0.95) + 1
-    assert on_accelerator(words, memory).recomputation() == (
-        "full",
-        f"recompute  full: a step would take {gib(whole)} of {gib(memory)} GiB, and {gib(least)} "
-        "with every layer computed again in backward",
-    )
-
-
-@pytest.mark.parametrize("given", ["none", "selective", "full"])
-def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
-    asked = on_accelerator([*words, "--model.recompute", given], 1000)
-    assert asked.recomputation() == ("", "")
-
-
-def test_the_host_never_needs_recomputation(words: list[str]) -> None:
-    assert question(words, 1000).recomputation() == ("", "")
-
-
-def test_what_is_recomputed_already_is_no_advice(words: list[str]) -> None:
-    least = peak_with("offload", words)
-    told = str(on_accelerator(words, least).error(torch.OutOfMemoryError("no more")))
-    assert f"a step was estimated at {gib(least)} GiB: " in told
-    assert "model.recompute" not in told
-
-
 def test_where_nothing_is_left_to_lower_another_way_is_named(words: list[str]) -> None:
     one_row = ["--batch.size", "1", "--model.recompute", "full"]
     asked = question([*words, *one_row], 1000)
@@ -338,25 +258,9 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(words: list[str])
     asked = question(words, GIB)
     looking = attrs.evolve(asked, trainer=Looking(asked.trainer.config, asked.trainer.tokenizer))
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
-    assert looking.room() == ""
     assert str(looking.error(torch.OutOfMemoryError("x"))) == (
         "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
     )
-
-
-def test_a_model_that_fails_with_more_tokens_is_not_told_of_them(words: list[str]) -> None:
-    asked = question([*words, "--batch.tokens", "150"], GIB)
-
-    class Narrow(type(asked.trainer)):  # type: ignore[misc]
-        def loss(self, batch):
-            if batch.tokens.numel() > 300:
-                raise RuntimeError("too long")
-            return super().loss(batch)
-
-    narrow = attrs.evolve(asked, trainer=Narrow(asked.trainer.config, asked.trainer.tokenizer))
-    assert asked.room()
-    assert narrow.estimate().tokens <= 150
-    assert narrow.room() == ""
 
 
 def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: Path) -> None:
@@ -365,15 +269,12 @@ def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: P
     (model / "config.json").write_text(json.dumps(settings))
     asked = on_accelerator([*words, "--model", str(model)], 1000)
     assert asked.line() == (
-        "memory     not estimated: NotImplementedError: its attention dropout is 0.1, which is not "
-        "known without values"
+        "memory     not estimated: its attention dropout is 0.1, which is not known without values"
     )
-    assert asked.recomputation() == ("", "")
 
 
 def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
     asked = on_accelerator(words, 0)
-    assert asked.recomputation() == ("", "")
     assert asked.line().endswith(" tokens at once)")
 
 

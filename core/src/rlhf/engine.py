@@ -33,6 +33,11 @@ class ModelShape:
     lookup: int = 0
     """Parameters of the embedding that are looked up alone; 0 where the head is tied to it."""
 
+    @property
+    def mean_layer(self) -> int:
+        """Parameters of a decoder layer, the mean over all."""
+        return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
+
 
 @frozen(kw_only=True)
 class Plan:

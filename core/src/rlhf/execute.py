@@ -19,7 +19,7 @@ from rlhf.folder import RunFolder
 from rlhf.gateway import build_gateways, load_hooks
 from rlhf.loop import train
 from rlhf.places import writing
-from rlhf.preparation import headroom, prepare_data, set_up
+from rlhf.preparation import out_of_memory, prepare_data, set_up
 from rlhf.registry import load_object
 from rlhf.session import Session
 
@@ -51,7 +51,7 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
         if mesh.rank == 0 and record is not None:
             observers.on_finish(run=record, error=error)
         if ran_out(error):
-            raise headroom(config, data, mesh, hooks).error(error) from error
+            raise out_of_memory(config, data, mesh, hooks, error) from error
         raise
     if mesh.rank == 0:
         observers.on_finish(run=record, error=None)

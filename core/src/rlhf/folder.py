@@ -14,6 +14,8 @@ import yaml
 
 from rlhf import checkpoint
 from rlhf.config.reader import Request, changed_keys, load_yaml, to_tree
+from rlhf.config.sections import Config
+from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.places import write_whole, writing
 
@@ -76,10 +78,14 @@ def check_resumable(request: Request, folder: Path) -> Path | None:
             f"{folder} has no config.yaml, or an empty one, beside its checkpoints: put it back, "
             "or start again with --overwrite"
         )
-    free = (*MAY_CHANGE, request.config.backend_name)
+    free = [*MAY_CHANGE, request.config.backend_name]
+    if request.config.model.fp8 is not None:
+        free.remove("batch.tokens")  # Products in FP8 are scaled by what stands in a micro-batch.
     changes = {
         key: values
-        for key, values in changed_keys(before, to_tree(request.config)).items()
+        for key, values in changed_keys(
+            _completed(before, type(request.config)), to_tree(request.config)
+        ).items()
         if not any(key == name or key.startswith(f"{name}.") for name in free)
     }
     if changes:
@@ -88,6 +94,12 @@ def check_resumable(request: Request, folder: Path) -> Path | None:
     if request.resume:
         return checkpoint.named(checkpoints, request.resume)
     return checkpoint.newest(checkpoints)
+
+
+def _completed(tree: dict[str, Any], cls: type[Config]) -> dict[str, Any]:
+    """The tree of a run by an older release, with the defaults of what that did not know yet."""
+    config, _ = structure(tree, cls)
+    return tree if config is None else to_tree(config)
 
 
 def logged(folder: Path, *, until: int) -> list[str]:

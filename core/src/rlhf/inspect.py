@@ -31,8 +31,9 @@ PROMPT, TRAINED, UNTRAINED = "dim", "green", "yellow"
 def inspect_command(request: Request, console: Console | None = None) -> int:
     """Show the rows, their lengths and the fill of the micro-batches on one device. Returns the
     exit code 0."""
-    config, console = request.config, console or Console(highlight=False)
+    console = console or Console(highlight=False)
     data = prepare_data(request)
+    config = data.settled(request.config)
     train, tokenizer = data.train, data.trainer.tokenizer
     for which, examples in (("train", train), ("eval", data.eval)):
         if examples is None:
@@ -92,12 +93,12 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
-    fill = tokens / (sum(micro) * config.batch.tokens)
+    fill = tokens / (sum(micro) * config.batch.budget)
     console.print(
         Text(
             f"\n{order.steps_per_epoch:,} steps of {config.batch.size} examples per epoch; "
             f"on one device {min(micro)} to {max(micro)} micro-batches per step, "
-            f"{100 * fill:.0f} % of batch.tokens {config.batch.tokens} filled; "
+            f"{100 * fill:.0f} % of batch.tokens {config.batch.budget} filled; "
             f"{tokens / len(plans):,.0f} tokens per step"
         )
     )

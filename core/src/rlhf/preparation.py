@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import attrs
 from attrs import frozen
 
 from rlhf import random_state
 from rlhf.best import Best
+from rlhf.choice import START, choose
 from rlhf.config.reader import Request
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
@@ -14,7 +16,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder import RunFolder
 from rlhf.gateway import BackendGateway, ObserverGateway
-from rlhf.headroom import Headroom, recomputing
+from rlhf.headroom import Headroom
 from rlhf.introduction import introduce
 from rlhf.journal import Journal
 from rlhf.model.load import known_tokens, load_tokenizer
@@ -43,6 +45,15 @@ class Data:
     def longest(self) -> int:
         """Tokens of the longest path."""
         return max(int(part.longest_path.max()) for part in self.parts)
+
+    def settled(self, config: Config) -> Config:
+        """`config` with a number in the place of `batch.tokens: auto`: one that holds every
+        example, and every one that a rollout may make."""
+        if config.batch.tokens != "auto":
+            return config
+        made = config.data.max_tokens if self.trainer.rolls_out() else 0
+        tokens = max(START, made, *(int(part.lengths.max()) for part in self.parts))
+        return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
 
     def num_steps(self, config: Config) -> int:
         """Optimizer steps of the whole schedule."""
@@ -122,27 +133,36 @@ def set_up(
 
 
 def with_models(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Run:
-    """The trainer's models as it wants them, recomputed where they would not fit. Collective."""
+    """The trainer's models as it wants them, under what was chosen. Collective."""
     asked = headroom(config, data, mesh, hooks)
     # Of a device's memory one rank may see more than another: the first decides.
-    level, recomputed = mesh.gather(asked.recomputation() if mesh.rank == 0 else ("", ""))[0]
-    if level:
-        asked = recomputing(asked, level)
-        config = asked.config
+    any_tokens = config.batch.tokens == "auto"
+    choice, why = mesh.gather(choose(asked, any_tokens=any_tokens) if mesh.rank == 0 else None)[0]
+    asked = choice.of(asked)
+    config = asked.config
     run = Run(
         config, data.trainer.tokenizer, mesh, hooks, steps=data.num_steps(config),
         longest=data.longest, examples=data.parts,
     )  # fmt: skip
     if mesh.rank == 0 and mesh.device.type != "cpu":
-        run.notes += [line for line in (recomputed, asked.line(), asked.room()) if line]
+        run.notes += [line for line in (why, asked.line()) if line]
     data.trainer.setup(run)
     random_state.spread(config.train.seed, mesh.rank)
     return run
 
 
+def out_of_memory(
+    config: Config, data: Data, mesh: Mesh, hooks: BackendGateway, cause: BaseException
+) -> RLHFError:
+    """What to tell the user when the memory did not suffice for what was chosen."""
+    asked = headroom(config, data, mesh, hooks)
+    choice, _ = choose(asked, any_tokens=config.batch.tokens == "auto")
+    return choice.of(asked).error(cause)
+
+
 def headroom(config: Config, data: Data, mesh: Mesh, hooks: BackendGateway) -> Headroom:
     """Whether a step of this run fits."""
     return Headroom(
-        data.trainer, config, mesh, hooks, steps=data.num_steps(config), longest=data.longest,
-        examples=data.parts,
+        data.trainer, data.settled(config), mesh, hooks, steps=data.num_steps(config),
+        longest=data.longest, examples=data.parts,
     )  # fmt: skip

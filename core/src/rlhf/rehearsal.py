@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Mesh, Readout
+from rlhf.engine import Engine, Mesh, ModelShape, Readout
 from rlhf.gateway import BackendGateway
 from rlhf.memory import Estimate, LiveBytes
 from rlhf.model.dropout import without_dropout
@@ -39,6 +39,8 @@ class Rehearsed:
     estimate: Estimate
     lighter: tuple[str, ...]
     """The backend's settings that would take less."""
+    shape: ModelShape
+    """The policy's size."""
 
 
 def rehearse(
@@ -67,7 +69,7 @@ def rehearse(
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
-    return Rehearsed(estimate, run.plans["policy"].lighter)
+    return Rehearsed(estimate, run.plans["policy"].lighter, run.shapes["policy"])
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:

@@ -153,7 +153,7 @@ class Run:
         """
         return attach(
             self.examples, name, folder(), self.mesh, engine=engine,
-            tokens=self.config.batch.tokens, read=read, width=width,
+            tokens=self.config.batch.budget, read=read, width=width,
         )  # fmt: skip
 
     def generate(
@@ -179,5 +179,5 @@ class Run:
         return sample(
             engine, prompts, self.hooks, self.mesh, self.tokenizer, seeds=seeds,
             max_new_tokens=max_new_tokens, temperature=temperature,
-            tokens=self.config.batch.tokens,
+            tokens=self.config.batch.budget,
         )  # fmt: skip

@@ -13,6 +13,11 @@ below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
 
 
+def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
+    if value != "auto":
+        positive(instance, attribute, value)
+
+
 def _has_direction(instance: object, attribute: object, value: str) -> None:
     objective(value)
 
@@ -104,8 +109,16 @@ class BatchConfig:
 
     size: int = field(default=32, validator=positive)
     """Examples per optimizer step over all ranks: the one batch number that changes learning."""
-    tokens: int = field(default=8192, validator=positive)
-    """Tokens per micro-batch and rank: memory and speed only. Accumulation follows from it."""
+    tokens: int | Literal["auto"] = field(default="auto", validator=_positive_or_auto)
+    """Tokens per micro-batch and rank: memory and speed only. Accumulation follows from it. auto is
+    8192, or the largest example; on an accelerator more where that is faster, less where it would
+    not fit."""
+
+    @property
+    def budget(self) -> int:
+        """`tokens`, once a run has a number in the place of auto."""
+        assert isinstance(self.tokens, int)
+        return self.tokens
 
 
 @frozen(kw_only=True)

@@ -46,7 +46,8 @@ def as_mapping(cls: type, value: Any) -> dict[str, Any]:
 def expected(kind: Any) -> str:
     """What a value of this type is called."""
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
+        choices = ", ".join(map(str, get_args(kind)))
+        return f"one of {choices}" if len(get_args(kind)) > 1 else choices
     if _members(kind):
         return " or ".join(map(expected, _members(kind)))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -110,7 +110,7 @@ class RunOrder:
         return cls(
             examples=examples,
             size=config.batch.size,
-            tokens=config.batch.tokens,
+            tokens=config.batch.budget,
             seed=config.train.seed,
             shuffle=shuffle,
             rank=mesh.rank,

@@ -49,7 +49,8 @@ def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> 
     _check_not_empty(report, config.data, which, [entry.path for entry in entries])
     parts = [part for part, _ in made if len(part.take)]
     examples = Examples(parts, report)
-    _check_budget(examples, config.batch.tokens)
+    if isinstance(config.batch.tokens, int):
+        _check_budget(examples, config.batch.tokens)
     return examples
 
 

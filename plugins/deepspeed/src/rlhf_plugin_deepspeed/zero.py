@@ -150,10 +150,9 @@ def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
     beside = stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer
-    layer = (shape.parameters - shape.head - shape.lookup) // max(shape.layers, 1)
     reduced, gathered = (
         section.bucket_size or min(most, max(shape.trainable, 1))
-        for most in (min(max(layer, FEWEST), BUCKET) if beside else BUCKET, BUCKET)
+        for most in (min(max(shape.mean_layer, FEWEST), BUCKET) if beside else BUCKET, BUCKET)
     )
     # NCCL's alignment of half-precision buckets, which DeepSpeed asserts.
     reduced, gathered = reduced + reduced % 2, gathered + gathered % 2

@@ -1,0 +1,42 @@
+"""Questions about the memory of a small run."""
+
+from pathlib import Path
+
+import attrs
+import torch
+
+from rlhf.config.reader import read_config
+from rlhf.engine import Mesh
+from rlhf.gateway import build_gateways
+from rlhf.headroom import Headroom
+from rlhf.preparation import headroom, prepare_data
+from rlhf.testing import tiny
+from rlhf.testing.plain import PlainBackend
+
+
+def small_run(folder: Path) -> list[str]:
+    """The words of a run of 12 rows alike, four a step."""
+    rows = [{"prompt": "one and two are", "completion": " three" * 20} for _ in range(12)]
+    return [
+        "--model", str(tiny.make_model(folder / "model")), "--model.dtype", "fp32",
+        "--data", str(tiny.write_rows(folder / "rows.jsonl", rows)),
+        "--batch.size", "4", "--output", str(folder / "run"),
+    ]  # fmt: skip
+
+
+def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> Headroom:
+    """Headroom on a device of so many bytes."""
+    request = read_config("sft", overrides=words)
+    hooks, _ = build_gateways(backend or PlainBackend())
+    return headroom(request.config, prepare_data(request), Mesh(memory=memory), hooks)
+
+
+def on_accelerator(words: list[str], memory: int) -> Headroom:
+    """The same on a device that is not the host."""
+    asked = question(words, memory)
+    return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
+
+
+def peak_with(level: str, words: list[str]) -> int:
+    """Bytes at the peak on an accelerator, under a level of recomputation."""
+    return on_accelerator([*words, "--model.recompute", level], 2**30).estimate().peak

@@ -1,0 +1,198 @@
+"""What a run chooses so that a step fits its accelerator and keeps it busy."""
+
+import re
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from asking import on_accelerator, peak_with, question, small_run
+
+from rlhf import choice
+from rlhf.choice import AMPLE, Choice, choose
+from rlhf.config.reader import read_config
+from rlhf.headroom import MARGIN, Headroom
+from rlhf.memory import GIB, gib
+from rlhf.preparation import Data, out_of_memory, prepare_data
+from rlhf.testing import tiny
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return small_run(tmp_path_factory.mktemp("choice"))
+
+
+@pytest.fixture(scope="module")
+def small(words: list[str]) -> list[str]:
+    return [*words, "--batch.tokens", "150"]
+
+
+def chosen(asked: Headroom) -> tuple[Choice, str]:
+    return choose(asked, any_tokens=True)
+
+
+def test_tokens_at_once_are_doubled_while_fewer_micro_batches_fit(small: list[str]) -> None:
+    asked = on_accelerator(small, GIB)
+    step = int(asked.examples[0].lengths.sum()) // 3  # 4 of 12 rows alike.
+    assert 300 < step <= 600
+    many = -(-step // 150)
+    why = "since small ones would wait for the host"
+    assert chosen(asked) == (
+        Choice(600, "auto"),
+        f"tokens     600 at once: a step in about 1 micro-batch instead of {many}, {why}",
+    )
+    tight = int(asked.estimate().peak_with(300) / AMPLE) + 1000
+    assert chosen(on_accelerator(small, tight)) == (
+        Choice(300, "auto"),
+        f"tokens     300 at once: a step in about 2 micro-batches instead of {many}, {why}",
+    )
+    full = int(asked.estimate().peak / MARGIN) + 1
+    assert chosen(on_accelerator(small, full)) == (Choice(150, "auto"), "")
+
+
+def test_a_number_of_tokens_that_was_given_is_kept(small: list[str]) -> None:
+    asked = on_accelerator(small, GIB)
+    assert choose(asked, any_tokens=False) == (Choice(150, "auto"), "")
+
+
+def test_where_a_step_is_one_micro_batch_more_tokens_are_not_taken(words: list[str]) -> None:
+    assert chosen(on_accelerator(words, GIB)) == (Choice(8192, "auto"), "")
+
+
+def test_where_a_layer_keeps_the_device_busy_more_tokens_are_not_taken(
+    small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = on_accelerator(small, GIB)
+    monkeypatch.setattr(choice, "ENOUGH", 300 * asked.rehearsed.shape.mean_layer)
+    found, _ = chosen(asked)
+    assert found.tokens == 300
+
+
+def test_products_in_fp8_which_depend_on_them_have_no_more_tokens(small: list[str]) -> None:
+    asked = on_accelerator(small, GIB)
+    asked.estimate()  # Known before, since FP8 needs its library.
+    model = attrs.evolve(asked.config.model, fp8="tensorwise")
+    object.__setattr__(asked, "config", attrs.evolve(asked.config, model=model))
+    assert chosen(asked) == (Choice(150, "auto"), "")
+
+
+def test_more_tokens_with_which_the_model_fails_are_not_taken(small: list[str]) -> None:
+    asked = on_accelerator(small, GIB)
+
+    class Narrow(type(asked.trainer)):  # type: ignore[misc]
+        def loss(self, batch: Any) -> Any:
+            if batch.tokens.numel() > 300:
+                raise RuntimeError("too long")
+            return super().loss(batch)
+
+    narrow = attrs.evolve(asked, trainer=Narrow(asked.trainer.config, asked.trainer.tokenizer))
+    found, _ = chosen(narrow)
+    assert found.tokens == 300
+
+
+def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[str]) -> None:
+    whole, some, least = (peak_with(level, words) for level in ("none", "selective", "full"))
+    assert least < some < whole
+    # 95 % of the memory is a step's.
+    memory = int(some / MARGIN) + 1
+    assert chosen(on_accelerator(words, memory)) == (
+        Choice(8192, "selective"),
+        f"recompute  selective: a step would take {gib(whole)} of {gib(memory)} GiB, and "
+        f"{gib(some)} with the products of gated layers computed again in backward",
+    )
+    memory = int(least / MARGIN) + 1
+    assert choose(on_accelerator(words, memory), any_tokens=False) == (
+        Choice(8192, "full"),
+        f"recompute  full: a step would take {gib(whole)} of {gib(memory)} GiB, and {gib(least)} "
+        "with every layer computed again in backward",
+    )
+
+
+def test_half_the_tokens_come_before_layers_again_where_they_still_keep_the_device_busy(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "ROUND", 1)
+    given = [*words, "--batch.tokens", "400"]
+    half = on_accelerator([*words, "--batch.tokens", "200"], GIB).estimate().peak
+    assert half < peak_with("selective", given)
+    memory = int(half / MARGIN) + 1
+    asked = on_accelerator(given, memory)
+    found, _ = chosen(asked)
+    assert found == Choice(400, "full")
+    monkeypatch.setattr(choice, "ENOUGH", 200 * asked.rehearsed.shape.mean_layer)
+    found, line = chosen(asked)
+    assert found == Choice(200, "auto")
+    assert line == (
+        f"tokens     200: a step would take {gib(asked.estimate().peak)} of {gib(memory)} GiB, and "
+        f"{gib(half)} with 200 tokens at once"
+    )
+
+
+def test_where_all_that_is_not_enough_there_are_fewer_tokens_too(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "ROUND", 1)
+    asked = on_accelerator([*words, "--batch.tokens", "400"], 1000)
+    largest = asked.largest_example()
+    found, line = chosen(asked)
+    assert found.recompute == "offload"
+    assert largest <= found.tokens < 2 * largest
+    assert re.match(rf"recompute  offload, {found.tokens} tokens at once: a step would take ", line)
+    assert line.endswith(f" from inputs that wait on the host, {found.tokens} tokens at once")
+
+
+@pytest.mark.parametrize("given", ["none", "selective", "full"])
+def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
+    asked = on_accelerator([*words, "--model.recompute", given], 1000)
+    assert choose(asked, any_tokens=False) == (Choice(8192, given), "")
+
+
+def test_the_host_and_an_unknown_memory_take_what_is_given(words: list[str]) -> None:
+    assert chosen(question(words, 1000)) == (Choice(8192, "auto"), "")
+    assert chosen(on_accelerator(words, 0)) == (Choice(8192, "auto"), "")
+
+
+def test_a_choice_is_of_the_run(words: list[str]) -> None:
+    asked = Choice(300, "full").of(question(words, GIB))
+    assert asked.config.batch.budget == 300
+    assert asked.config.model.recompute == "full"
+
+
+def test_what_was_chosen_is_no_advice_when_it_did_not_suffice(words: list[str]) -> None:
+    least = peak_with("offload", words)
+    request = read_config("sft", overrides=words)
+    asked = on_accelerator(words, least)
+    cause = torch.OutOfMemoryError("no more")
+    told = str(out_of_memory(request.config, prepare_data(request), asked.mesh, asked.hooks, cause))
+    assert f"a step was estimated at {gib(least)} GiB: " in told
+    assert "model.recompute" not in told
+
+
+def settled(words: list[str], trainer: Any = None) -> int:
+    request = read_config("sft", overrides=words)
+    data = prepare_data(request)
+    data = attrs.evolve(data, trainer=trainer(data)) if trainer else data
+    return data.settled(request.config).batch.budget
+
+
+def test_tokens_at_once_hold_the_largest_example(words: list[str], tmp_path: Any) -> None:
+    assert settled(words) == 8192
+    rows = [{"prompt": "one", "completion": " two" * 9000}]
+    more = ["--data", str(tiny.write_rows(tmp_path / "rows.jsonl", rows))]
+    found = settled([*words, *more, "--data.max_tokens", "100000"])
+    assert 9000 < found < 100_000
+    assert settled([*words, *more, "--data.max_tokens", "100000", "--batch.tokens", "99000"]) == (
+        99_000
+    )
+
+
+def test_tokens_at_once_hold_what_a_rollout_may_make(words: list[str]) -> None:
+    def rolling(data: Data) -> Any:
+        class Rolling(type(data.trainer)):  # type: ignore[misc]
+            def rollout(self, examples: Any, step: int) -> Any:
+                return examples
+
+        return Rolling(data.trainer.config, data.trainer.tokenizer)
+
+    assert settled([*words, "--data.max_tokens", "9000"], rolling) == 9000
+    assert settled([*words, "--data.max_tokens", "9000"]) == 8192

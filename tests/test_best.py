@@ -1,14 +1,18 @@
 """The best checkpoint by a chosen metric, and the end of a run that no longer improves."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 import tiny
 from rlhf import checkpoint
 from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
+from rlhf.stop import StopWatch
 from rlhf.testing.ranks import RankFailure, Ranks
 
 EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")
@@ -68,6 +72,88 @@ def test_patience_ends_the_run_and_a_resume_in_between_changes_nothing(
     assert run("halves", "--resume") == halves
     longer = run("halves", "--resume", "--train.patience", "3")
     assert list(evaluations(longer)) == [2, 4, 6, 8]
+
+
+def signalled(words: list[str], cache: str, step: int) -> tuple[int, list[dict[str, Any]]]:
+    """A run of which the second rank alone is told to stop after that step."""
+    reason = StopWatch.reason
+
+    def told(self: StopWatch, done: int) -> str | None:
+        if done == step and distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return reason(self, done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopWatch, "reason", told)
+        return tiny.run(words, cache)
+
+
+def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
+    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    def words(folder: str, *more: str) -> list[str]:
+        given = (*EVALUATED, "--train.steps", "20", "--train.patience", "2", *more)
+        return tiny.words(inputs, tmp_path / folder, *given)
+
+    (_, straight), _ = two.run(tiny.run, words("straight"), str(inputs.cache))
+    # All ranks know of it a step later.
+    told = two.run(signalled, words("halves"), str(inputs.cache), 3)
+    assert [code for code, _ in told] == [143, 143]
+    assert kept(tmp_path / "halves") == [2, 4]
+    assert list(evaluations(told[0][1])) == [2]
+    (_, halves), _ = two.run(tiny.run, words("halves", "--resume"), str(inputs.cache))
+    assert evaluations(halves) == evaluations(straight)
+    assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
+    # The last that patience allows is made up for too.
+    two.run(signalled, words("last"), str(inputs.cache), 5)
+    (_, last), _ = two.run(tiny.run, words("last", "--resume"), str(inputs.cache))
+    assert evaluations(last) == evaluations(straight)
+    assert tiny.steps(last, "loss") == tiny.steps(straight, "loss")
+
+
+FALLING = ("--train.eval_every", "2", "--checkpoint.best=eval/loss")
+
+
+def test_going_back_brings_the_best_of_then_back(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    def run(*more: str) -> list[dict[str, Any]]:
+        every = ("--train.steps", "6", "--checkpoint.keep", "9", "--checkpoint.every", "1")
+        words = tiny.words(inputs, tmp_path / "run", *FALLING, *every, *more)
+        ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+        assert code == 0
+        return metrics
+
+    run("--train.stop_at", "2")
+    early = weights(tmp_path / "run")
+    for step in ("2", "3"):
+        losses = evaluations(run("--resume"))
+        assert min(losses, key=losses.__getitem__) == 6
+        assert weights(tmp_path / "run") != early
+        # Nothing is evaluated from there on, so nothing is better.
+        run("--resume", f"step-{step}", "--train.stop_at", "3", "--train.eval_every", "9")
+        assert weights(tmp_path / "run") == early, step
+
+
+def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    def run(*more: str) -> list[dict[str, Any]]:
+        keep = ("--train.steps", "7", "--checkpoint.every", "1", "--checkpoint.keep", "3")
+        words = tiny.words(inputs, tmp_path / "run", *FALLING, *keep, *more)
+        ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+        assert code == 0
+        return metrics
+
+    run()
+    best = weights(tmp_path / "run")
+    assert kept(tmp_path / "run") == [5, 6, 7]
+    # The best until then was step 4. Without another evaluation the last weights are the model.
+    run("--resume", "step-5", "--train.stop_at", "6", "--train.eval_every", "9")
+    assert weights(tmp_path / "run") != best
+    again = run("--resume")
+    assert max(evaluations(again)) == 7
+    assert weights(tmp_path / "run") == best
 
 
 def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(

@@ -110,6 +110,45 @@ def test_a_manifest_of_any_other_shape_is_damage(tmp_path: Path, text: str) -> N
     assert checkpoint.damage(folder) == f"{folder}/manifest.json cannot be read"
 
 
+def test_a_checkpoint_that_is_written_anew_is_there_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 10, "first")
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.endswith(".part"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, 10, "second")
+    for found in (checkpoint.newest(tmp_path), checkpoint.named(tmp_path, "step-10")):
+        assert found is not None
+        assert checkpoint.damage(found) is None
+        assert (found / "policy" / "state.bin").read_text() == "first"
+        assert checkpoint.name_of(found) == "step-000010"
+    third = write(tmp_path, 10, "third")
+    assert checkpoint.newest(tmp_path) == third
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_what_was_replaced_just_before_a_kill_goes_with_the_next_rotation(tmp_path: Path) -> None:
+    left = write(tmp_path, 10).rename(tmp_path / ".step-000010.replaced")
+    write(tmp_path, 20)
+    checkpoint.rotate(tmp_path, keep=2)
+    assert left.is_dir(), "it is the only checkpoint of its step"
+    left.rename(tmp_path / "step-000010")
+    write(tmp_path, 10).rename(left)
+    newest = write(tmp_path, 10)
+    left.mkdir()
+    checkpoint.rotate(tmp_path, keep=2)
+    assert not left.exists()
+    assert newest.is_dir()
+
+
 def test_what_a_run_has_gone_back_behind_counts_no_more_and_goes_with_the_next(
     tmp_path: Path,
 ) -> None:

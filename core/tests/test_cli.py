@@ -130,7 +130,8 @@ def test_ctrl_c_is_130_told_once_and_a_defect_raises(
 
     replace(monkeypatch, "rlhf.launch", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
+    told = "error: interrupted; --resume goes on from the last checkpoint, if there is one\n"
+    assert capsys.readouterr().err == told
     monkeypatch.setenv("RLHF_PARENT", "1")
     assert main(["run", "toy"]) == 130
     assert capsys.readouterr().err == ""

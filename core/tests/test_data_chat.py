@@ -2,6 +2,7 @@
 marks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.formats import RawRow, Reader, Row, demonstrations
 from rlhf.errors import RLHFError
+from rlhf.model import load
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
@@ -317,13 +319,19 @@ def test_a_tokenizer_with_code_of_its_own_is_called_and_not_its_backend() -> Non
     assert tokenizer.decode([*row.prompt, *row.answers[0].tokens]) == "what is two</s>"
 
 
-def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
+def adding_bos(template: str) -> Any:
+    """A tokenizer that puts `<s>` before what it is given."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = tokenizer_of("bytes", LLAMA3)
+    tokenizer = tokenizer_of("bytes", template)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
+    return tokenizer
+
+
+def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
+    tokenizer = adding_bos(LLAMA3)
     for columns in ({"text": "two"}, {"prompt": "one", "completion": "two"}, {"messages": TALK}):
         (row,) = read(tokenizer, **columns)
         ids = [*row.prompt, *row.answers[0].tokens]
@@ -331,6 +339,58 @@ def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
         assert ids.count(tokenizer.bos_token_id) == 1
     (row,) = read(tokenizer, text="two")
     assert row.prompt == [tokenizer.bos_token_id]
+
+
+def test_a_conversation_has_what_its_template_writes_and_no_bos_beside() -> None:
+    tokenizer = adding_bos(CHATML)
+    (row,) = read(tokenizer, messages=TALK)
+    whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
+    ids = [*row.prompt, *row.answers[0].tokens]
+    assert ids == whole[: len(ids)]
+    assert tokenizer.bos_token_id not in ids
+    (row,) = read(tokenizer, prompt="one", completion="two")
+    assert row.prompt[0] == tokenizer.bos_token_id
+
+
+def test_what_stands_behind_the_last_turn_is_kept_where_it_is_wanted() -> None:
+    tokenizer = tokenizer_of("bytes", CHATML)
+    raw = [RawRow("rows.jsonl line 1", {"messages": TALK})]
+    ((cut,),) = demonstrations(raw, Reader(tokenizer))
+    ((whole,),) = demonstrations(raw, Reader(tokenizer, whole=True))
+    assert whole.prompt == cut.prompt
+    (short,), (long,) = cut.answers, whole.answers
+    assert tokenizer.decode(long.tokens[len(short.tokens) :]) == "\n"
+    assert long.tokens[: len(short.tokens)] == short.tokens
+    assert sum(long.trained) == (len(short.tokens) if short.trained is None else sum(short.trained))
+    assert not long.trained[-1]
+
+
+TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"messages": [TALK[0], TOOL_CALL]}, "chatml has no form for tool calls"),
+        ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "a message has no content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, TALK[1]]},
+            "chatml has no form for a part that is no text",
+        ),
+        ({"messages": TALK, "tools": [{"type": "function"}]}, "chatml has no form for tools"),
+    ],
+)
+def test_the_template_chatml_refuses_what_it_has_no_form_for(columns: Any, told: str) -> None:
+    with pytest.raises(RLHFError, match=re.escape(told)):
+        read(tokenizer_of("bytes", load.CHATML), **columns)
+
+
+def test_the_template_chatml_joins_parts_of_text() -> None:
+    tokenizer = tokenizer_of("bytes", load.CHATML)
+    parts = [{"type": "text", "text": word} for word in ("two ", "words")]
+    (row,) = read(tokenizer, messages=[{"role": "user", "content": parts}, TALK[1]])
+    (plain,) = read(tokenizer, messages=[{"role": "user", "content": "two words"}, TALK[1]])
+    assert row.prompt == plain.prompt
 
 
 def test_a_conversation_without_a_template_names_the_setting() -> None:

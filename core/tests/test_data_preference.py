@@ -237,6 +237,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"chosen": "one", "rejected": "two", "margin": math.inf},
         "`margin` must hold numbers, not inf",
     ),
+    (
+        "preference",
+        {**K_WISE, "ranks": [1, 2], "margin": "0.5"},
+        "`margin` must hold numbers, not text",
+    ),
     ("preference", {**K_WISE, "ranks": [1]}, "1 ranks for 2 answers: give each answer one"),
     ("preference", {**K_WISE, "scores": 3}, "int scores for 2 answers: give each answer one"),
     ("preference", {**K_WISE, "ranks": [1, True]}, "`ranks` must hold numbers, not bool"),
@@ -295,9 +300,12 @@ def test_a_cut_pair_keeps_what_fits_of_each_answer_and_a_lost_one_is_dropped(
         {"prompt": "say", "chosen": "one two three four", "rejected": "five"},
         {"prompt": "say " * 5, "chosen": "one", "rejected": "two"},
         {"prompt": "say", "chosen": "one", "rejected": "one"},
+        {"prompt": "say", "chosen": "one two three four", "rejected": "one two three five"},
     ]
     examples = made("preference", rows, tmp_path / "rows.jsonl", max_tokens=4, too_long="cut")
     (example,) = examples
     assert list(example.prompt) == [6]
     assert [list(answer.tokens) for answer in example.answers] == [[7, 8, 9], [11, 1]]
-    assert (examples.report.cut, examples.report.empty) == (1, 2)
+    assert (examples.report.cut, examples.report.empty) == (1, 3), (
+        "of the last no difference is left"
+    )

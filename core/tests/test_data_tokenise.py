@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
 from rlhf.data.cache import once
 from rlhf.data.example import Answer, Example
+from rlhf.data.files import Source
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
@@ -129,6 +130,24 @@ def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path) -> None:
         assert ids(examples) == WANTED, path
         assert examples.lengths.tolist() == [4] * 10
         assert examples.counts["tokens"].tolist() == [3] * 10
+
+
+def test_cells_of_csv_are_text_but_for_labels_and_margins(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "prompt,completion,label,margin\n1,None,True,0.5\n2,NA,0,\nq,007,false,2\n,nan,maybe,1e3\n"
+    )
+    for place in (path, path.with_suffix(".csv.gz")):
+        if place != path:
+            place.write_bytes(gzip.compress(path.read_bytes()))
+        source = Source(DataEntry(path=str(place)), "train", "unpaired")
+        rows = source.read(tmp_path)
+        assert [dict(source.row(row, 0).columns) for row in rows] == [
+            {"prompt": "1", "completion": "None", "label": True, "margin": 0.5},
+            {"prompt": "2", "completion": "NA", "label": 0},
+            {"prompt": "q", "completion": "007", "label": False, "margin": 2},
+            {"completion": "nan", "label": "maybe", "margin": 1000.0},
+        ]
 
 
 def test_the_demo_gives_rows_of_the_trainers_format() -> None:
@@ -249,6 +268,21 @@ def test_long_rows_are_cut_at_the_end_without_an_eos_over_the_last_token(tmp_pat
     assert ids(examples)[1] == ([2], [3] * 9)
     assert (examples.report.cut, examples.report.empty) == (1, 1)
     assert examples.longest_path.max() == 10
+
+
+def test_a_tree_of_which_an_answer_has_lost_what_was_trained_is_dropped(tmp_path: Path) -> None:
+    path = lines(tmp_path / "rows.jsonl", [{"number": 0}])
+    examples = made(path, trainer=Raw, data={"max_tokens": 3, "too_long": "cut"})
+    assert [list(answer.tokens) for answer in examples[0].answers] == [[3, 4], [6]]
+    with pytest.raises(RLHFError, match="1 with nothing to train on"):
+        made(path, trainer=Raw, data={"max_tokens": 2, "too_long": "cut"})
+
+
+def test_an_array_may_begin_after_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"\xef\xbb\xbf\n \r\n" + b'[{"prompt": "a", "completion": "b"}]')
+    (example,) = made(str(path))
+    assert len(example.answers) == 1
 
 
 def test_a_long_row_can_be_an_error(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_slurm_without_scontrol_says_what_to_set(
 ) -> None:
     for name in ("RANK", "MASTER_ADDR", "SLURM_STEP_NODELIST"):
         monkeypatch.delenv(name, raising=False)
-    values = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_NODELIST": "node[1-2]"}
+    values = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NODELIST": "node[1-2]"}
     for name, value in {**values, "PATH": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RLHFError) as error:
@@ -143,7 +143,7 @@ def test_slurm_tasks_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "node1")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     monkeypatch.setenv("SLURM_PROCID", "5")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "123")
@@ -152,3 +152,12 @@ def test_slurm_tasks_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ["5", "8", "1", "20123"]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         os.environ.pop(name)  # Not monkeypatch, whose undo would bring it back for other tests.
+
+
+def test_a_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    join_slurm()
+    assert "RANK" not in os.environ

@@ -18,6 +18,15 @@ def test_two_terms_have_two_denominators_in_one_step() -> None:
     assert weighted_loss(loss, {"answers": 2, "tokens": 16}).item() == 6 / 2 + 0.5 * 8 / 16
 
 
+def test_a_mean_over_weights_that_add_up_to_less_than_one_is_one_too() -> None:
+    loss = Loss((Term(scalar(0.5), "weight"),), {"mean": (torch.tensor(0.25), "weight")})
+    totals = {"weight": 0.125}
+    assert weighted_loss(loss, totals).item() == 4.0
+    sums = Sums(Mesh())
+    sums.add_terms(loss)
+    assert sums.reduce(totals).read(lambda found: {}) == {"loss": 4.0, "mean": 2.0}
+
+
 def test_a_count_of_zero_gives_no_loss_and_a_gradient_of_zero_instead_of_nan() -> None:
     total = scalar(0.0)
     weighted = weighted_loss(Loss((Term(total, "labels"),)), {"labels": 0})

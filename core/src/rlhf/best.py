@@ -73,6 +73,10 @@ class Best:
         """Whether patience is at an end."""
         return self.patience is not None and self.waited >= self.patience
 
+    def forget(self) -> None:
+        """The next evaluation counts as the first."""
+        self.step, self.value, self.waited = None, math.nan, 0
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must remember (plain data)."""
         return {name: getattr(self, name) for name in ("metric", *REMEMBERED)}

@@ -18,7 +18,10 @@ from rlhf.errors import RLHFError
 MANIFEST = "manifest.json"
 ASIDE = ".{}.aside"
 """What a checkpoint is called that the run has gone back behind."""
-NAME = re.compile(r"step-(\d{6,})$")
+REPLACED = ".{}.replaced"
+"""What a checkpoint is called for the moment in which another of its step takes its name; after a
+kill in that moment it is still that step's."""
+NAME = re.compile(r"step-(\d{6,})$|\.step-(\d{6,})\.replaced$")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -56,10 +59,13 @@ def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, 
     for folder in [*(path for path in part.rglob("*") if path.is_dir()), part]:
         _sync(folder)
     target = step_folder(checkpoints, step)
+    replaced = checkpoints / REPLACED.format(target.name)
     if target.exists():
-        shutil.rmtree(target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
     part.rename(target)
     _sync(checkpoints)
+    shutil.rmtree(replaced, ignore_errors=True)
     return target
 
 
@@ -67,11 +73,12 @@ def set_aside(checkpoints: Path, *, after: int) -> list[str]:
     """Take the checkpoints after that step out of the count: the run has gone back behind them.
     They go with the next rotation, when a new one is whole. Returns their names."""
     later = [folder for folder in all_checkpoints(checkpoints) if step_of(folder) > after]
-    for folder in later:
-        aside = checkpoints / ASIDE.format(folder.name)
+    names = [name_of(folder) for folder in later]
+    for folder, name in zip(later, names, strict=True):
+        aside = checkpoints / ASIDE.format(name)
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-    return [folder.name for folder in later]
+    return names
 
 
 def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
@@ -79,6 +86,9 @@ def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
     aside. Folders of other names are never touched."""
     for folder in checkpoints.glob(ASIDE.format("step-*")):
         shutil.rmtree(folder)
+    for folder in checkpoints.glob(REPLACED.format("step-*")):
+        if step_folder(checkpoints, step_of(folder)).exists():
+            shutil.rmtree(folder)
     for folder in all_checkpoints(checkpoints)[:-keep]:
         if step_of(folder) == spare:
             continue
@@ -92,7 +102,9 @@ def all_checkpoints(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if NAME.match(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    # Of two of one step the hidden one comes first here, and has been replaced.
+    by_step = {step_of(path): path for path in sorted(found)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def step_of(folder: Path) -> int:
@@ -100,7 +112,12 @@ def step_of(folder: Path) -> int:
     match = NAME.match(folder.name)
     if match is None:
         raise RLHFError(f"{folder} is not named like a checkpoint: give a folder step-NNNNNN")
-    return int(match[1])
+    return int(match[1] or match[2])
+
+
+def name_of(folder: Path) -> str:
+    """What a checkpoint is called, wherever it stands."""
+    return step_folder(folder.parent, step_of(folder)).name
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -118,14 +135,15 @@ def newest(checkpoints: Path) -> Path | None:
 def named(checkpoints: Path, name: str) -> Path:
     """The checkpoint of that name, whole, or RLHFError."""
     number = re.fullmatch(r"step-(\d+)", name)
-    folder = step_folder(checkpoints, int(number[1])) if number else checkpoints / name
-    if number is None or not folder.is_dir():
-        known = ", ".join(path.name for path in all_checkpoints(checkpoints)) or "none"
+    there = all_checkpoints(checkpoints)
+    folder = next((path for path in there if number and step_of(path) == int(number[1])), None)
+    if folder is None:
+        known = ", ".join(map(name_of, there)) or "none"
         raise RLHFError(f"there is no checkpoint {name!r} in {checkpoints}: there are {known}")
     problem = damage(folder)
     if problem is not None:
-        older = [path for path in all_checkpoints(checkpoints) if step_of(path) < step_of(folder)]
-        raise RLHFError(f"checkpoint {folder.name} is damaged: {problem}; {_older(older)}")
+        older = [path for path in there if step_of(path) < step_of(folder)]
+        raise RLHFError(f"checkpoint {name_of(folder)} is damaged: {problem}; {_older(older)}")
     return folder
 
 
@@ -150,7 +168,7 @@ def damage(folder: Path) -> str | None:
 
 
 def _older(folders: Iterable[Path]) -> str:
-    whole = [folder.name for folder in folders if damage(folder) is None]
+    whole = [name_of(folder) for folder in folders if damage(folder) is None]
     if not whole:
         return "there is no older one: start again with --overwrite"
     return f"go on from the one before with --resume {whole[-1]}"

@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if "RLHF_PARENT" not in os.environ:  # Else the launcher of ours that started it says so.
-            print("error: interrupted", file=sys.stderr)
+            more = "; --resume goes on from the last checkpoint, if there is one"
+            more *= words[:1] == ["run"]
+            print(f"error: interrupted{more}", file=sys.stderr)
         return 130
 
 

@@ -14,7 +14,7 @@ from rlhf import folder as run_folder
 from rlhf.config.reader import Request
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, ToldByFirst
-from rlhf.export import export_model
+from rlhf.export import export_checkpoint, export_model
 from rlhf.folder import RunFolder
 from rlhf.gateway import build_gateways, load_hooks
 from rlhf.loop import train
@@ -97,17 +97,43 @@ def on_first(mesh: Mesh, act: Callable[[], T], *, share: bool = True) -> T:
     return shared if share else value  # type: ignore[return-value]
 
 
+def bring_back_best(session: Session, *, step: int) -> str:
+    """After going back to `step`: `model/` of the best evaluation until then, which a later one may
+    have replaced; where its checkpoint is gone the best is looked for anew, in words. Collective.
+    """
+    best = session.best
+    if best.step is None:
+        return ""
+    if best.step == step:
+        export_model(session)
+        return ""
+    folder = checkpoint.step_folder(session.checkpoints, best.step)
+    if on_first(session.mesh, lambda: checkpoint.damage(folder)):
+        text = f"; the best until then, {folder.name}, is gone, so the best is looked for anew"
+        best.forget()
+        return text
+    on_first(session.mesh, lambda: export_checkpoint(folder, session.path))
+    return ""
+
+
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     """Resume, train, export. Returns why the training ended. Collective."""
     leads = session.folder is not None
     step = 0
     if resumed is not None:
         step = session.restore(resumed)
+        later = on_first(
+            session.mesh, lambda: checkpoint.set_aside(session.checkpoints, after=step)
+        )
+        lost = bring_back_best(session, step=step) if later else ""
         if leads:
-            later = checkpoint.set_aside(session.checkpoints, after=step)
             aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
+            aside += lost
             to_go = session.num_steps - step
-            print(f"resumed    {resumed.name}, {to_go:,} steps to go{aside}", flush=True)
+            print(
+                f"resumed    {checkpoint.name_of(resumed)}, {to_go:,} steps to go{aside}",
+                flush=True,
+            )
     elif request.resume is not None and leads:
         print(f"resumed    nothing: {session.path} holds no checkpoint, so this starts at step 0")
     judged = session.best.metric is None or session.best.seen == step

@@ -41,6 +41,16 @@ def export_model(session: Session) -> None:
     session.mesh.barrier()
 
 
+def export_checkpoint(folder: Path, run: Path) -> None:
+    """Write `model/` of the run folder from one of its checkpoints, on this rank alone."""
+    part, target = run / ".model.part", run / "model"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    _export(folder, part)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
+
+
 def export_command(source: str, output: str) -> int:
     """`rlhf export RUN/checkpoints/step-N OUT`, or a run folder for its newest checkpoint."""
     disable_progress_bar()

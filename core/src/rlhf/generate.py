@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from rlhf.engine import Engine, Mesh
 from rlhf.gateway import BackendGateway
+from rlhf.model.export import end_tokens
 
 PLAIN = {
     "do_sample": False,
@@ -32,11 +33,13 @@ def generate(
     *,
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """Greedy answers to `prompts` (token ids), without the prompt and without EOS. Collective."""
+    """Greedy answers to `prompts` (token ids), without the prompt and without the token that ends
+    an answer. Collective."""
     answers = _continued(
         engine, prompts, hooks, tokenizer, max_new_tokens=max_new_tokens, do_sample=False
     )
-    return [answer[: _end(answer, tokenizer.eos_token_id)] for answer in answers]
+    ends = end_tokens(tokenizer)
+    return [answer[: _length(answer, ends)] for answer in answers]
 
 
 def sample(
@@ -51,7 +54,8 @@ def sample(
     temperature: float,
     tokens: int,
 ) -> list[list[int]]:
-    """Answers drawn from the engine's own distribution, with EOS where they reached it.
+    """Answers drawn from the engine's own distribution, with the token that ends an answer (EOS, or
+    the trained turn's last) where they reached it.
 
     Every rank gives the same prompts and gets all answers. Prompts of like length run together, as
     many as fit into `tokens`; the groups are dealt out over the ranks. Each answer has a random
@@ -68,9 +72,9 @@ def sample(
             engine, [prompts[place] for place in group], hooks, tokenizer,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
-        eos = tokenizer.eos_token_id
+        ends = end_tokens(tokenizer)
         own |= {
-            place: answer[: _end(answer, eos) + 1]
+            place: answer[: _length(answer, ends) + 1]
             for place, answer in zip(group, answers, strict=True)
         }
     shares = mesh.gather(own)
@@ -127,7 +131,7 @@ def _continued(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),
             pad_token_id=pad,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=end_tokens(tokenizer) or None,
             **options,
             **keywords,
         )
@@ -135,5 +139,6 @@ def _continued(
     return answers
 
 
-def _end(answer: list[int], eos: int) -> int:
-    return answer.index(eos) if eos in answer else len(answer)
+def _length(answer: list[int], ends: Sequence[int]) -> int:
+    """Tokens before the first that ends the answer."""
+    return next((place for place, token in enumerate(answer) if token in ends), len(answer))

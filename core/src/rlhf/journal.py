@@ -42,6 +42,7 @@ class Journal:
     _outcome: StepOutcome | LaterOutcome | None = None
     _rate: float = 0.0
     _since: float = field(factory=time.perf_counter)
+    _paused: float = 0.0
     _plans: list[StepPlan] = field(factory=list)
     _in_one_row: bool = False
     _useful: int = 0
@@ -78,6 +79,11 @@ class Journal:
         if self._progress is not None:
             self._progress.step(step)
 
+    def evaluating(self) -> None:
+        """An evaluation begins, whose time is not that of steps."""
+        self.flush()
+        self._paused = time.perf_counter()
+
     def evaluated(self, step: int, report: Report) -> None:
         """An evaluation has ended."""
         metrics = {f"eval/{name}": value for name, value in report.read(self._derive).items()}
@@ -89,7 +95,7 @@ class Journal:
                 self._progress.evaluated(step, metrics)
             else:
                 print(evaluation_line(step, metrics), flush=True)
-        self._since = time.perf_counter()
+        self._since += time.perf_counter() - self._paused
 
     def flush(self) -> None:
         """Write what is still on its way."""

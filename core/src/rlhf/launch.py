@@ -61,7 +61,9 @@ def join_slurm() -> None:
     """Under `srun` with several tasks, give the process the variables that torch's rendezvous
     reads."""
     env = os.environ
-    if "RANK" in env or env.get("SLURM_NTASKS", "1") == "1" or "SLURM_PROCID" not in env:
+    # A batch script itself has the allocation's SLURM_NTASKS and no step's.
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in env or tasks == "1" or "SLURM_PROCID" not in env:
         return
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
@@ -75,7 +77,7 @@ def join_slurm() -> None:
             )
         env["MASTER_ADDR"] = found.stdout.split()[0]
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], tasks
     env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
 
 

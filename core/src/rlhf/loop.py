@@ -73,6 +73,8 @@ def take_steps(
     session.journal.start(first_step)
     reason, step, evaluated = None, first_step, None
     engine.train()
+    if session.owed and _due(config.train.eval_every, step):
+        reason, evaluated = make_up(session, step=step), step
     while step < session.num_steps and reason is None:
         trace.before(step)
         plan = order.step(step)
@@ -92,12 +94,23 @@ def take_steps(
         if reason is None and _due(config.train.eval_every, step):
             settle(session)
             improved, evaluated = improves(session, step=step), step
-            reason = "patience" if session.best.exhausted else None
+            reason = _impatient(session)
+        session.owed = reason == "signal" and _due(config.train.eval_every, step)
         if reason is not None or improved or _due(config.checkpoint.every, step):
             settle(session)
             session.journal.flush()
             session.save(step)
     return reason or "done", step, evaluated
+
+
+def make_up(session: Session, *, step: int) -> str | None:
+    """The evaluation that was due when the run was stopped; "patience" if it was one too many.
+    Collective."""
+    session.owed = False
+    improves(session, step=step)
+    session.journal.flush()
+    session.save(step)
+    return _impatient(session)
 
 
 def take_step(
@@ -164,7 +177,7 @@ def evaluate(session: Session, *, step: int) -> None:
     order, trainer, engine = session.eval_order, session.trainer, session.engine
     if order is None:
         return
-    session.journal.flush()
+    session.journal.evaluating()
     engine.eval()
     # Packed here: a fork beside live threads of the training's loader may never return.
     source = batches_from(order)
@@ -227,6 +240,11 @@ def not_finite(
         )
     advice = "no weight was changed; look at these rows, or lower optim.lr"
     return ToldByFirst(f"step {plan.step + 1}: {what}: {advice}")
+
+
+def _impatient(session: Session) -> str | None:
+    """Why to stop after an evaluation."""
+    return "patience" if session.best.exhausted else None
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -81,7 +81,19 @@ def prepare_data(request: Request) -> Data:
     }
     data = Data(trainer=trainer, train=found["train"], eval=found.get("eval"))
     _check_tokens(data, config)
+    _check_surveyed(data, config)
     return data
+
+
+def _check_surveyed(data: Data, config: Config) -> None:
+    """Raise now what would be raised when the survey first sees its examples."""
+    for name, part in (("train", data.train), ("eval", data.eval)):
+        if part is not None:
+            order = RunOrder.for_training(part, data.settled(config), Mesh(), data.trainer)
+            try:
+                order.surveyed(0)
+            except RLHFError as error:
+                raise RLHFError(f"data.{name}: {error}") from None
 
 
 def _check_tokens(data: Data, config: Config) -> None:

@@ -163,6 +163,8 @@ def choose_mode(
     seen = run.steps * run.config.batch.size
     if live or not rows:
         return "engine", "a second model, frozen: it is asked about more than the data's own rows"
+    if run.config.model.quantize is not None:
+        return "cache", "a second model would not be quantized"
     if seen >= rows:
         return "cache", "every row is trained on, so once for all, and no second model"
     return "engine", f"a second model, frozen: only {seen:,} of {rows:,} rows are trained on"

@@ -18,6 +18,7 @@ from rlhf.model.compiled import check_packed, compile_layers, compiles
 from rlhf.model.dropout import without_dropout
 from rlhf.model.load import Task, empty_model, load_model, parameter_groups, shape_of
 from rlhf.model.packed import decoder
+from rlhf.model.positions import check_positions
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.reference import Follower, Reference, ReferenceMode, make_reference
 from rlhf.reference_cache import attach, own_logprobs
@@ -78,6 +79,7 @@ class Run:
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
         empty = empty_model(config, task)
+        self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         check_packed(config.model, paths[0] if paths else "separate", reason)
         shape = shape_of(empty)

@@ -63,6 +63,8 @@ class Session:
     folder: RunFolder | None
     """Rank 0's hand on it; None on the other ranks."""
     best: Best
+    owed: bool = False
+    """Whether a signal left the evaluation out that was due after the last step."""
     taken: Taken | None = None
     """The last step, until its outcome is known."""
     journal: Journal = field(init=False)
@@ -106,6 +108,7 @@ class Session:
         self.journal.tokens_seen = state["tokens_seen"]
         self.journal.skipped = state["skipped"]
         self.best.load_state(state["best"])
+        self.owed = state["owed"]
         random_state.load(folder / f"rng-{self.mesh.rank:05d}.pt", self.mesh.device)
         return int(state["step"])
 
@@ -132,4 +135,5 @@ class Session:
             "tokens_seen": self.journal.tokens_seen,
             "skipped": self.journal.skipped,
             "best": self.best.state(),
+            "owed": self.owed,
         }

@@ -29,7 +29,7 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
     graph.
     """
     addends = [
-        term.sum * (term.weight / max(total_of(term.per, totals), 1.0)) for term in loss.terms
+        term.sum * (term.weight / (total_of(term.per, totals) or 1.0)) for term in loss.terms
     ]
     return torch.stack(addends).sum()
 
@@ -124,7 +124,7 @@ class Report:
             if per in (LEAST, MOST):
                 metrics[name] = value
                 continue
-            mean = value / max(total_of(per, self._totals), 1.0) if per else value
+            mean = value / (total_of(per, self._totals) or 1.0) if per else value
             if name == "loss" or name.startswith(TERM):
                 metrics["loss"] += mean
             elif per:

@@ -42,6 +42,9 @@ class Trainer(abc.ABC):
     rows: ClassVar[str | None] = None
     """The row format that core turns into token ids before `example` sees it
     (`rlhf.data.formats`), or None for the raw row."""
+    renders_whole: ClassVar[bool] = False
+    """Whether a conversation keeps what the chat template writes behind its last turn (a line
+    break, often): for models that are read at the end of a whole rendering."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self.config = config

@@ -105,12 +105,12 @@ def test_another_stage_or_number_of_ranks_is_refused(pair, single, tmp_path):
     for text in pair.run(refusal, Case(config=other, load=tmp_path)):
         assert text == (
             f"the checkpoint {tmp_path} was written with stage 2 but this run has 1: resume it "
-            "with stage 2."
+            "with deepspeed.stage 2."
         )
     (text,) = single.run(refusal, Case(config=written, load=tmp_path))
     assert text == (
         f"the checkpoint {tmp_path} was written with ranks 2 but this run has 1: resume it with "
-        "ranks 2."
+        "--nproc 2."
     )
 
 

@@ -1,6 +1,7 @@
 """Gradients of ZeRO 1 and 2, reduced beside backward: real DeepSpeed on two ranks, and whom streams
 wait for."""
 
+import platform
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -41,11 +42,13 @@ def told(calls):
         yield
 
 
-def train(settings, local="2", more=None):
-    """The outcome of a short training, so many ranks being on this host, and what was reduced."""
+def train(settings, apart=False, more=None):
+    """The outcome of a short training, with the ranks on one host or each on its own, and what was
+    reduced."""
     backend, calls = DeepSpeedBackend(), []
     with pytest.MonkeyPatch.context() as patch, told(calls):
-        patch.setenv("LOCAL_WORLD_SIZE", local)
+        if apart:
+            patch.setattr(platform, "node", lambda: f"host{distributed.get_rank()}")
         outcome, _, mesh = follow(backend, case_of(settings, **(more or {})))
     backend.close_mesh(mesh)
     return outcome, calls
@@ -55,10 +58,10 @@ def train(settings, local="2", more=None):
 def test_the_curve_is_the_same_in_buckets_of_any_size_over_any_hosts(pair, stage):
     (whole, _), _ = pair.run(train, {"stage": stage, "bucket_size": 10**6})
     for size in (400, A_WEIGHT, 1100):
-        for local in ("2", "1"):
-            for outcome, calls in pair.run(train, {"stage": stage, "bucket_size": size}, local):
+        for apart in (False, True):
+            for outcome, calls in pair.run(train, {"stage": stage, "bucket_size": size}, apart):
                 assert outcome == whole
-                assert all((rank is None) == (local == "1") for _, rank in calls)
+                assert all((rank is None) == apart for _, rank in calls)
 
 
 def reduced(settings):
@@ -279,10 +282,10 @@ def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
     ids=str,
 )
 def test_over_one_rank_and_three_the_curve_is_the_same(three, single, settings, more):
-    ((whole, _),) = single.run(train, {"stage": 0}, "1", more)
+    ((whole, _),) = single.run(train, {"stage": 0}, False, more)
     for outcome, _ in (
-        *three.run(train, settings, "3", more),
-        *single.run(train, settings, "1", more),
+        *three.run(train, settings, False, more),
+        *single.run(train, settings, False, more),
     ):
         assert outcome.norms == pytest.approx(whole.norms, rel=1e-4)
         assert outcome.losses == pytest.approx(whole.losses, rel=1e-4)

@@ -1,15 +1,20 @@
 """How DeepSpeed's operators come to be there."""
 
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
-from rlhf_plugin_deepspeed import optimizer
+from rlhf_plugin_deepspeed import building
 
 
 class Builder:
     """Takes its time."""
+
+    name = "test_operator"
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -24,11 +29,37 @@ TOLD = "building DeepSpeed's CPUAdam, once for this machine: a minute or two\n"
 @pytest.mark.parametrize(
     ("seconds", "local_rank", "told"), [(0.3, "0", TOLD), (0.3, "1", ""), (0.0, "0", "")]
 )
-def test_a_long_build_is_told_once_for_a_host(monkeypatch, capsys, seconds, local_rank, told):
+def test_a_long_build_is_told_once_for_a_host(
+    monkeypatch, capsys, tmp_path, seconds, local_rank, told
+):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     accelerator = SimpleNamespace(create_op_builder=lambda name: Builder(seconds))
-    monkeypatch.setattr(optimizer, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(optimizer, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(building, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(building, "SILENT_SECONDS", 0.1)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert optimizer._build.__wrapped__("CPUAdamBuilder") == ""
+    assert building.compiled.__wrapped__("CPUAdamBuilder") == ""
     time.sleep(0.2)
     assert capsys.readouterr().err == told
+
+
+def test_a_build_that_was_killed_holds_nobody_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    begun = f"""
+import time
+from torch.utils.file_baton import FileBaton
+from rlhf_plugin_deepspeed import building
+with building._alone(building.Path({str(tmp_path)!r})):
+    assert FileBaton({str(tmp_path / "lock")!r}).try_acquire()
+    print("building", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE) as process:
+        while b"building" not in process.stdout.readline():
+            assert process.poll() is None
+        process.kill()
+    assert (tmp_path / "lock").exists()
+    with building._alone(tmp_path):
+        assert FileBaton(str(tmp_path / "lock")).try_acquire()
+    # After a build that has ended such a file is somebody else's.
+    with building._alone(tmp_path):
+        assert (tmp_path / "lock").exists()

@@ -107,6 +107,34 @@ def started_from(model: list[str], words: list[str], *more: str) -> list[str]:
     return [*model, *words[2:], *more]
 
 
+LINES = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+"""A template that, like ChatML, writes a line break behind each turn's end."""
+
+
+def test_a_reward_is_read_where_the_rendering_ends(words: list[str], tmp_path: Path) -> None:
+    folder, template = tmp_path / "run" / "model", tmp_path / "template.jinja"
+    template.write_text(LINES)
+    given = [*words, "--output", str(folder.parent), "--data.chat_template", str(template)]
+    metrics = shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in conversations(words)]
+    assert all(text.endswith(tokenizer.eos_token + "\n") for text in texts)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    with torch.no_grad():
+        plain = torch.tensor([float(model(input_ids=torch.tensor([row])).logits) for row in ids])
+    assert metrics["eval/mean_reward"] == pytest.approx(plain.mean().item(), abs=1e-5)
+    assert metrics["eval/max_reward"] == pytest.approx(plain.max().item(), abs=1e-5)
+    prompt, answer = conversations(words)[0][:-1], conversations(words)[0][-1:]
+    assert Scorer(folder).rewards(prompt, [answer], normalise=False) == [
+        pytest.approx(plain[0].item(), abs=1e-5)
+    ]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_plain_transformers_scores_rendered_conversations_in_one_padded_batch(
     side: str, words: list[str], tmp_path: Path

@@ -29,8 +29,10 @@ PROBES = ("kilo", "zulu")
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
+        """With `whole` a text goes on to the end of the rendering, behind its last turn."""
         self.tokenizer = tokenizer
+        self._whole = whole
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
@@ -69,6 +71,9 @@ class ChatTemplate:
                 out[-1] = Marked(out[-1].text, spans + out[-1].spans)
             else:
                 out.append(Marked(text, spans))
+        if self._whole and out:
+            # The last turn's text is the first here.
+            out[0] = Marked(view.text(messages[: turns[-1] + 1]), out[0].spans)
         return out[::-1]
 
     def view(

@@ -44,7 +44,8 @@ class Piece:
 
 
 class Encoder:
-    """Tokenises texts in batches, each with exactly one BOS if the tokenizer adds one."""
+    """Tokenises texts in batches. Plain text gets BOS if the tokenizer adds one, exactly one; a
+    rendered conversation has what its template writes, as whoever serves the model will have it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -60,8 +61,9 @@ class Encoder:
         self._direct = _is_plain(tokenizer)
         self._anchored = self._puts_blank_first()
 
-    def encode(self, documents: Sequence[Marked]) -> list[Encoded]:
-        """Of each document its token ids and which of them are trained on.
+    def encode(self, documents: Sequence[Marked], plain: Sequence[bool]) -> list[Encoded]:
+        """Of each document, `plain` text or rendered, its token ids and which of them are trained
+        on.
 
         A token is trained on if and only if it lies wholly within a span. Every span's start is a
         boundary, so that what stands before it has the very ids that a prompt would have.
@@ -69,22 +71,24 @@ class Encoder:
         cut = [_cut(document) for document in documents]
         done = iter(self._encode_pieces([piece for pieces in cut for piece in pieces]))
         out = []
-        for pieces in cut:
+        for pieces, is_plain in zip(cut, plain, strict=True):
             ids: list[int] = []
             runs: list[tuple[int, int]] = []
             for part, kept in itertools.islice(done, len(pieces)):
                 if kept:
                     runs.append((len(ids), len(ids) + kept))
                 ids += part
-            if self.bos is not None and ids[:1] != [self.bos]:
+            if is_plain and self.bos is not None and ids[:1] != [self.bos]:
                 ids = [self.bos, *ids]
                 runs = [(start + 1, end + 1) for start, end in runs]
             out.append(Encoded(ids, runs))
         return out
 
-    def encode_stretches(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-        """Of each sequence of texts that follow one another the ids of each, with BOS in the
-        first."""
+    def encode_stretches(
+        self, texts: Sequence[Sequence[str]], plain: Sequence[bool]
+    ) -> list[list[list[int]]]:
+        """Of each sequence of texts that follow one another the ids of each, with BOS in the first
+        where that is `plain` text."""
         pieces = []
         for parts in texts:
             before = ""
@@ -93,10 +97,10 @@ class Encoder:
                 before += part
         done = iter(self._encode_pieces(pieces))
         out = []
-        for parts in texts:
+        for parts, is_plain in zip(texts, plain, strict=True):
             ids = [[*next(done)[0]] for _ in parts]
             start = next((number for number, part in enumerate(ids) if part), 0)
-            if self.bos is not None and ids[start][:1] != [self.bos]:
+            if is_plain and self.bos is not None and ids[start][:1] != [self.bos]:
                 ids[0] = [self.bos, *ids[0]]
             out.append(ids)
         return out

@@ -3,6 +3,7 @@ through `datasets`."""
 
 import codecs
 import contextlib
+import csv
 import functools
 import gzip
 import hashlib
@@ -22,6 +23,8 @@ from rlhf.errors import RLHFError
 
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+SCALARS = ("label", "margin")
+"""Columns that are true, false or numbers, which text is read as in CSV."""
 DEMO = "demo:"
 TEXT = "json text"
 """The column that holds a row of JSON as it stands in the file. Arrow's own JSON reader would give
@@ -49,6 +52,10 @@ class Source:
     def has_lines(self) -> bool:
         """Whether rows are lines of a text file, which error texts then name."""
         return not self.path.startswith(DEMO) and _suffix(Path(self.path)) in LINES
+
+    @functools.cached_property
+    def _is_csv(self) -> bool:
+        return TABLES.get(_suffix(Path(self.path))) == "csv"
 
     def digest(self) -> str:
         """A digest of the content, from the bytes of the files. Raises RLHFError if they are not
@@ -89,7 +96,8 @@ class Source:
         there."""
         if TEXT not in columns:
             where = f"{self.path} row {number}"
-            return RawRow(where, self._renamed(where, without_nulls(columns)))
+            row = self._renamed(where, without_nulls(columns))
+            return RawRow(where, _scalars(row) if self._is_csv else row)
         line = columns[LINE] if self.has_lines else 0
         where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
         return RawRow(where, self._renamed(where, _parse(where, columns[TEXT])))
@@ -140,6 +148,8 @@ class Source:
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
         try:
             with _quiet():
+                if what == "csv":
+                    keywords |= _as_text(keywords["data_files"])
                 return datasets.load_dataset(what, **keywords)
         except Exception as error:
             cause = error.__cause__ or error
@@ -201,10 +211,14 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with opener(path, "rb") as file:
+            first = True
             for number, line in enumerate(file, start=1):
-                if number == 1 and line.lstrip(codecs.BOM_UTF8 + WHITE).startswith(b"["):
+                if not line.strip(codecs.BOM_UTF8 + WHITE):
+                    continue
+                if first and line.lstrip(codecs.BOM_UTF8 + WHITE).startswith(b"["):
                     yield from _array(path, line + file.read())
                     return
+                first = False
                 if line.strip():
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -235,6 +249,26 @@ def _parse(where: str, text: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise RLHFError(f"{where}: a row must be a JSON object, not {text.strip()[:40]}")
     return row
+
+
+def _as_text(path: str) -> dict[str, Any]:
+    """How all cells of a CSV file stay text: pandas by itself reads the answers `None` and `NA` as
+    missing and `007` as 7."""
+    opener: Any = gzip.open if path.endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+        columns = next(csv.reader(file), [])
+    text = datasets.Features({name: datasets.Value("string") for name in columns}) or None
+    return {"features": text, "keep_default_na": False}
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of CSV: empty cells are missing, and what is to be a number is one."""
+    kept = {name: value for name, value in row.items() if value != ""}
+    for name in SCALARS:
+        if isinstance(kept.get(name), str):
+            with contextlib.suppress(ValueError):
+                kept[name] = json.loads(kept[name].strip().lower())
+    return kept
 
 
 def _suffix(path: Path) -> str:

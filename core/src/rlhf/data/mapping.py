@@ -74,7 +74,8 @@ class RowsToTrees:
         labels = _labels(example)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
-        if lost or bare or not sum(after) + labels:
+        alike = status == trees.CUT and _alike(example)
+        if lost or bare or alike or not sum(after) + labels:
             return Tree(
                 number, line, trees.EMPTY, Example([], []), labels_cut=labels_before - labels
             )
@@ -97,6 +98,12 @@ def _cut(example: Example, most: int) -> Example:
         for name, value in example.values.items()
     }
     return Example(prompt, answers, values, example.inputs)
+
+
+def _alike(example: Example) -> bool:
+    """Whether several answers are left of which none differs."""
+    first, *others = (list(answer.tokens) for answer in example.answers)
+    return bool(others) and all(answer == first for answer in others)
 
 
 def _predictions(example: Example) -> list[int]:

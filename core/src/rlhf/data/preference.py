@@ -40,10 +40,7 @@ def preferences(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
 
 def _preference(row: RawRow, reader: Reader) -> Draft:
     if has(row, "chosen", "rejected"):
-        columns = {**row.columns, "ranks": [1.0, 2.0]}
-        if has(row, "margin"):
-            columns["margin"] = _numbers(row, "margin", [row.columns["margin"]])[0]
-        return pair_paths(row, reader), columns
+        return pair_paths(row, reader), {**row.columns, **_margin(row), "ranks": [1.0, 2.0]}
     if has(row, "prompt", "answers"):
         return _ranked(row, reader)
     raise refuse(
@@ -108,7 +105,7 @@ def _ranked(row: RawRow, reader: Reader) -> Draft:
     if len(set(ranks)) == 1:
         return [], row.columns
     paths = answer_paths(row, reader, [f"answers[{n}]" for n in range(len(answers))], answers)
-    return paths, {**row.columns, given: numbers, "ranks": ranks}
+    return paths, {**row.columns, **_margin(row), given: numbers, "ranks": ranks}
 
 
 def _ranks(scores: Sequence[float]) -> list[float]:
@@ -149,6 +146,13 @@ def conversation_path(
             "let it end with one"
         )
     return paths[-1]
+
+
+def _margin(row: RawRow) -> dict[str, float]:
+    """The row's `margin` as a number, where it has one."""
+    if not has(row, "margin"):
+        return {}
+    return {"margin": _numbers(row, "margin", [row.columns["margin"]])[0]}
 
 
 def _numbers(row: RawRow, name: str, values: Sequence[Any]) -> list[float]:

@@ -35,9 +35,10 @@ class Row:
 class Reader:
     """What turns text and conversations into token ids."""
 
-    def __init__(self, tokenizer: Any, section: Any = None) -> None:
+    def __init__(self, tokenizer: Any, section: Any = None, *, whole: bool = False) -> None:
+        """With `whole` conversations keep what the template writes behind their last turn."""
         self.encoder = Encoder(tokenizer)
-        self.chat = ChatTemplate(tokenizer)
+        self.chat = ChatTemplate(tokenizer, whole=whole)
         self.separator: str = getattr(section, "separator", "\n")
         """What ends a step where no placeholder does: `separator` of the trainer's section."""
         self.placeholder: str | None = getattr(section, "placeholder", None)
@@ -50,7 +51,7 @@ class Path:
 
     text: Marked
     bare: bool
-    """Plain text: EOS must be put after it."""
+    """Plain text: BOS must be put before it and EOS after it."""
 
 
 def row_of_paths(encoded: Sequence[Encoded], columns: Mapping[str, Any]) -> Row:
@@ -67,8 +68,8 @@ def row_of_paths(encoded: Sequence[Encoded], columns: Mapping[str, Any]) -> Row:
 
 
 def encode_paths(paths: Sequence[Path], reader: Reader) -> list[Encoded]:
-    """Of each path its ids with EOS where it needs one, and which of them are trained on."""
-    encoded = reader.encoder.encode([path.text for path in paths])
+    """Of each path its ids with BOS and EOS where it needs them, and which are trained on."""
+    encoded = reader.encoder.encode([path.text for path in paths], [path.bare for path in paths])
     eos = reader.encoder.eos
     for path, found in zip(paths, encoded, strict=True):
         if path.bare and eos is not None and found.ids[-1:] != [eos]:

@@ -55,7 +55,8 @@ def stepwise(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
         prompt, pieces, ends = _pieces(row, reader)
         texts.append([prompt, *pieces])
         marks.append(ends)
-    encoded = reader.encoder.encode_stretches(texts)
+    plain = [not isinstance(row.columns.get("prompt"), list) for row in raw]
+    encoded = reader.encoder.encode_stretches(texts, plain)
     return [
         [_row(row, pieces, ends)] for row, pieces, ends in zip(raw, encoded, marks, strict=True)
     ]

@@ -124,9 +124,10 @@ def _tokenised(
         rows = rows.select(numbers)
     wanted = data.processes or len(os.sched_getaffinity(0))
     processes = max(1, min(wanted, len(numbers) // ROWS_PER_PROCESS))
+    reader = Reader(tokenizer, trainer.config, whole=trainer.renders_whole)
     with _quiet(processes):
         done = rows.with_format("arrow").map(
-            RowsToTrees(source, numbers, data, trainer, Reader(tokenizer, trainer.config)),
+            RowsToTrees(source, numbers, data, trainer, reader),
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,

@@ -34,11 +34,20 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm
 """torch's own modules that normalise."""
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['tool_calls'] %}{{ raise_exception('chatml has no form for tool calls') }}"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% elif message['content'] is iterable %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ raise_exception('chatml has no form for a part that is no text') }}{% endif %}"
+    "{% endfor %}"
+    "{% else %}{{ raise_exception('a message has no content') }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The template that many models share, for `data.chat_template: chatml`."""
+"""The template that many models share, for `data.chat_template: chatml`. What it has no form for it
+refuses."""
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -12,6 +12,7 @@ from rlhf.errors import RLHFError
 
 LEAST = "0.19.0"
 PRECISIONS = ("fp32", "bf16", "fp16")
+STAGES = (0, 1, 2, 3)
 
 
 @frozen(kw_only=True)
@@ -23,14 +24,20 @@ class Capability:
     """The key that asks for it, or "" where it is always there."""
     least: str = LEAST
     """Least DeepSpeed version."""
-    stages: tuple[int, ...] = (0, 1, 2, 3)
+    stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
     excludes: tuple[str, ...] = ()
     """Settings that it does not go with."""
     optional_stage: bool = False
-    """Whether `stage: auto` picks a stage where it holds."""
+    """Whether `stage: auto` picks a stage where it holds, if that is not every one."""
     alternative: str = ""
     """What to do at another stage, as the end of an error's sentence."""
+
+    def holds_at(self, stage: int | str) -> bool:
+        """Whether it acts at a stage, or at the one that `auto` picks."""
+        if stage == "auto":
+            return self.optional_stage or self.stages == STAGES
+        return stage in self.stages
 
 
 CAPABILITIES = (
@@ -113,9 +120,11 @@ def check_version(version: str) -> None:
         )
 
 
-def check_capabilities(settings: Collection[str], *, stage: int | str, version: str) -> None:
-    """Raise RLHFError for the first of `settings` that has no effect at `stage` or with
-    `version`."""
+def check_capabilities(
+    settings: Collection[str], *, stage: int | str, precision: str, version: str
+) -> None:
+    """Raise RLHFError for the first of `settings` that has no effect at `stage`, in `precision` or
+    with `version`."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
@@ -127,10 +136,15 @@ def check_capabilities(settings: Collection[str], *, stage: int | str, version: 
         for other in row.excludes:
             if other in settings:
                 raise RLHFError(f"{row.setting} does not go with {other}: drop one of the two.")
-        if stage not in row.stages and not (stage == "auto" and row.optional_stage):
+        if not row.holds_at(stage):
             raise RLHFError(
                 f"{row.setting} has no effect at ZeRO stage {stage}: it acts at "
                 f"{_listed(row.stages)} alone, so {row.alternative}."
+            )
+        if precision not in row.precisions:
+            raise RLHFError(
+                f"{row.setting} does not go with model.dtype {precision}: set model.dtype to "
+                f"{' or '.join(row.precisions)}."
             )
 
 

@@ -51,16 +51,20 @@ def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
     Collective."""
     note = read_note(directory)
     now = {
-        "stage": engine.stage,
-        "ranks": engine.mesh.world,
-        "precision": engine.precision,
-        "offload_optimizer": engine.deepspeed.zero_offload_optimizer() is not None,
+        "stage": (engine.stage, "deepspeed.stage"),
+        "ranks": (engine.mesh.world, "--nproc"),
+        "precision": (engine.precision, "model.dtype"),
+        "offload_optimizer": (
+            engine.deepspeed.zero_offload_optimizer() is not None,
+            "deepspeed.offload_optimizer",
+        ),
     }
-    for name, value in now.items():
+    for name, (value, setting) in now.items():
         if note[name] != value:
+            given = json.dumps(note[name]).strip('"')
             raise RLHFError(
                 f"the checkpoint {directory} was written with {name} {note[name]} but this run "
-                f"has {value}: resume it with {name} {note[name]}."
+                f"has {value}: resume it with {setting} {given}."
             )
     engine.wait_for_weights()
     _, client = engine.deepspeed.load_checkpoint(

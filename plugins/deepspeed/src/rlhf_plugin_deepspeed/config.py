@@ -122,7 +122,18 @@ def check(config: Any) -> None:
                 "does not fit one device."
             )
     resolved = resolve(section)
-    wanted = {
+    check_capabilities(
+        settings_of(config, resolved),
+        stage=resolved.stage,
+        precision=config.model.dtype,
+        version=installed_version(),
+    )
+
+
+def settings_of(config: Any, resolved: Resolved) -> list[str]:
+    """What of `capabilities.CAPABILITIES` the configuration asks for."""
+    section: DeepSpeedConfig = config.backend_section
+    asked = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
         "deepspeed.persistence_threshold": section.persistence_threshold is not None,
@@ -132,5 +143,4 @@ def check(config: Any) -> None:
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,
     }
-    settings = {name for name, is_wanted in wanted.items() if is_wanted}
-    check_capabilities(settings, stage=resolved.stage, version=installed_version())
+    return [name for name, is_asked in asked.items() if is_asked]

@@ -4,7 +4,7 @@ does harm."""
 import copy
 import itertools
 import math
-import os
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,7 +122,7 @@ class TrainingEngine(InferenceEngine):
             _pass_sooner(runner.optimizer.parameter_offload, module)
             self._fence = fence_of(runner.optimizer.parameter_offload)
         # To send to or from one rank is fast where all are linked alike, on one host.
-        on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world)
+        on_one_host = len(set(mesh.gather(platform.node()))) == 1
         self._reduction: GradientReduction | None = None
         if self.stage in (1, 2):
             self._reduction = take_over_reduction(runner.optimizer, module, to_owners=on_one_host)

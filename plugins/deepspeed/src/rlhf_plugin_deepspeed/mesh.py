@@ -41,7 +41,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     for name in numbers:
         if not os.environ[name].isdecimal():
             raise RLHFError(f"the launcher set {name} to {os.environ[name]!r}: give a number.")
-    local_rank = _local_rank(accelerator)
+    local_rank = _local_rank()
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     accelerator.set_device(local_rank)
     if not distributed.is_initialized() and not given:
@@ -136,7 +136,7 @@ def _check_precision(precision: str) -> None:
         )
 
 
-def _local_rank(accelerator: object) -> int:
+def _local_rank() -> int:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     devices = get_accelerator().device_count()
     if get_accelerator().device_name() != "cpu" and local_rank >= devices:

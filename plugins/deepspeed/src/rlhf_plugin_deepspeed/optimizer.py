@@ -1,12 +1,8 @@
 """AdamW (arXiv 1711.05101) by what the machine has: DeepSpeed's compiled ones, or torch's where
 none can be built."""
 
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from threading import Timer
 from typing import Any
 
 import torch
@@ -16,13 +12,11 @@ from torch import distributed
 from torch.optim import AdamW, Optimizer
 
 from rlhf.config.sections import OptimConfig
+from rlhf_plugin_deepspeed.building import compiled
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"
-ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
-SILENT_SECONDS = 5.0
-"""How long an operator may take to be there without a word."""
 
 
 def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
@@ -31,13 +25,13 @@ def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
     if rounded:
         return ROUNDED, ""
     if offloaded:
-        problem = _build("CPUAdamBuilder")
+        problem = compiled("CPUAdamBuilder")
         return ("DeepSpeedCPUAdam", "") if not problem else (TORCH, problem)
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed's FusedAdam for the CPU takes a compiler and 40 s; torch's needs neither and is
         # as fast.
         return TORCH, ""
-    problem = _build("FusedAdamBuilder")
+    problem = compiled("FusedAdamBuilder")
     return ("FusedAdam", "") if not problem else (TORCH, problem)
 
 
@@ -116,46 +110,3 @@ def replay_steps(optimizer: Optimizer) -> None:
         optimizer.ds_opt_adam.adam_update(
             optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, True, *scrap
         )
-
-
-@cache
-def _build(builder: str) -> str:
-    """Compile or load an operator of DeepSpeed's; returns why it cannot be had, or ""."""
-    with _own_architecture(), _said_if_long(builder.removesuffix("Builder")):
-        try:
-            get_accelerator().create_op_builder(builder).load(verbose=False)
-        except Exception as error:  # The compilers' failures have no type in common.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return f"DeepSpeed's own cannot be built here: {lines[0][:120]}"
-    return ""
-
-
-@contextmanager
-def _said_if_long(operator: str) -> Iterator[None]:
-    """One line on each host where this takes as long as compilers do."""
-    line = f"building DeepSpeed's {operator}, once for this machine: a minute or two"
-    timer = Timer(SILENT_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def _own_architecture() -> Iterator[None]:
-    """Build for the devices that are here: DeepSpeed cannot read entries such as "10.0a" in the
-    variable."""
-    before = os.environ.get(ARCHITECTURES)
-    if torch.version.cuda and torch.cuda.is_available():
-        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        os.environ[ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in sorted(found))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(ARCHITECTURES, None)
-        else:
-            os.environ[ARCHITECTURES] = before

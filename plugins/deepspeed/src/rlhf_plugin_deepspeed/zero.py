@@ -8,7 +8,7 @@ from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.memory import gib
 from rlhf_plugin_deepspeed.capabilities import stages_for
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
 
 SHARE = 0.6
@@ -123,15 +123,7 @@ def _choose_stage(
 
 def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
     """The stages that go with the other settings."""
-    settings = {
-        "deepspeed.offload_optimizer": resolved.offload_optimizer,
-        "deepspeed.bucket_size": config.backend_section.bucket_size is not None,
-        "model.quantize": config.model.quantize is not None,
-        "optim.states": config.optim.states == "bf16",
-        "model.kernels compile": config.model.kernels == "compile",
-        "model.fp8": config.model.fp8 is not None,
-    }
-    return stages_for([name for name, is_on in settings.items() if is_on])
+    return stages_for(settings_of(config, resolved))
 
 
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
@@ -143,6 +135,9 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
         shape, size, stage=stage, world=mesh.world, offload_optimizer=offloaded,
         quantized=config.model.quantize is not None,
     )  # fmt: skip
+    if resolved.offload_param:
+        # What is gathered for a moment is not what stays.
+        parts["weights"] = 0
     return sum(parts.values())
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlhf.data.example import Answer, Example
 from rlhf.engine import Engine
+from rlhf.errors import RLHFError
 from rlhf_plugin_kd.config import KDConfig
 
 
@@ -40,6 +41,22 @@ def with_new_answers(
             room = run.config.data.max_tokens - len(examples[place].prompt)
             made[place] = attrs.evolve(examples[place], answers=[Answer(tokens[:room])])
     return made
+
+
+def check_room(run: Any, config: KDConfig) -> None:
+    """Raise RLHFError where a new answer to the longest prompt could be larger than the budget."""
+    if not config.writes:
+        return
+    train = run.examples[0]
+    longest = int(train.prompt_lengths.argmax())
+    prompt = int(train.prompt_lengths[longest])
+    size = min(prompt + config.max_new_tokens, run.config.data.max_tokens)
+    if size > run.config.batch.budget:
+        raise RLHFError(
+            f"{train.name(longest)}: with a new answer the example may have {size} tokens but "
+            f"batch.tokens is {run.config.batch.budget}: set batch.tokens to at least {size}, or "
+            "lower kd.max_new_tokens"
+        )
 
 
 def chosen(

@@ -20,7 +20,7 @@ from rlhf.data.example import Example
 from rlhf.divergence import Mixture, distil, divergence
 from rlhf.teacher_cache import CachedTeacher
 from rlhf.trainer import Loss, Term, Trainer
-from rlhf_plugin_kd.answers import with_new_answers
+from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
 from rlhf_plugin_kd.teacher import load_teacher
 
@@ -34,6 +34,7 @@ class KDTrainer(Trainer):
     def setup(self, run: Any) -> None:
         config = self.config
         self.run = run
+        check_room(run, config)
         self.teacher = load_teacher(run, config)
         self.policy = run.load("policy")
         self.mixture = Mixture(

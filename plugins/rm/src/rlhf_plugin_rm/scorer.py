@@ -38,7 +38,7 @@ class Scorer:
             RawRow(f"answer {number}", {"prompt": prompt, "completion": answer, "label": True})
             for number, answer in enumerate(answers)
         ]
-        rows = format_of("unpaired")(raw, Reader(self.tokenizer))
+        rows = format_of("unpaired")(raw, Reader(self.tokenizer, whole=True))
         found = [self._reward([*row.prompt, *row.answers[0].tokens]) for (row,) in rows]
         asked = getattr(self.config, "reward_normalise", False) if normalise is None else normalise
         if not asked:

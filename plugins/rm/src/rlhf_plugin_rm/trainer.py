@@ -2,7 +2,8 @@
 
 Bradley-Terry loss of InstructGPT (arXiv 2203.02155) with the margin of Llama 2 (arXiv 2307.09288).
 Departure from common practice: a prompt is computed once for all its answers, and each reward is
-read at its answer's own last token, so no padding and no other row can change it.
+read at its answer's own last token, so no padding and no other row can change it. Of a conversation
+that is the last token of the whole rendering, where plain transformers and servers read it.
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from rlhf_plugin_rm import losses
 
 class RMTrainer(Trainer):
     rows = "preference"
+    renders_whole = True
 
     def example(self, row: Any) -> Example:
         margin = self.config.margin * (row.columns.get("margin") or 0.0)

@@ -42,6 +42,19 @@ def test_a_loss_with_a_survey_does_not_depend_on_the_split(
         assert split[-1][name] == pytest.approx(whole[-1][name], rel=1e-4), name
 
 
+def test_an_evaluation_is_one_mean_however_many_steps_it_takes(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    found = []
+    for size in ("2", "7"):
+        more = ("--batch.size", size, "--train.steps", "1", "--train.eval_at_start", "true")
+        words = tiny.words(inputs, tmp_path / size, *more)
+        ((_, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+        found.append(metrics[0])
+    for name in ("eval/loss", "eval/entropy", "eval/mean_token_accuracy"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
+
+
 def run_padded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
     """A run of a model for which padded rows are the best way."""
     with pytest.MonkeyPatch.context() as patch:

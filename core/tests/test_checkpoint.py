@@ -163,6 +163,23 @@ def test_what_a_run_has_gone_back_behind_counts_no_more_and_goes_with_the_next(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000012"]
 
 
+def test_what_a_kill_leaves_half_removed_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 10)
+    newest = write(tmp_path, 20)
+
+    def killed(folder: Path, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.rotate(tmp_path, keep=1)
+    assert checkpoint.damage(tmp_path / "step-000010") is not None
+    assert checkpoint.newest(tmp_path) == newest
+
+
 def test_rotation_keeps_the_newest_and_never_touches_foreign_folders(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write(tmp_path, step)

@@ -92,6 +92,7 @@ def made(
         train=TrainConfig(seed=settings.pop("seed", 0)),
     )
     tokenizer = word_tokenizer()
+    tokenizer.chat_template = settings.pop("template", tokenizer.chat_template)
     section = settings.pop("section", Section())
     return prepare(config, trainer(section, tokenizer), tokenizer, which="train")
 
@@ -395,6 +396,9 @@ def test_rows_are_tokenised_once_and_again_only_when_something_has_changed(tmp_p
     lines(tmp_path / "rows.jsonl", ROWS[:5])
     made(path)
     assert Demonstrations.calls == 35
+    made(path, template="{{ messages }}")
+    made(path, template="{{ messages }}")
+    assert Demonstrations.calls == 40
 
 
 def test_the_cache_holds_no_pickles(tmp_path: Path, cache: Path) -> None:

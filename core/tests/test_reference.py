@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf import reference_cache
+from rlhf import reference, reference_cache
 from rlhf.config.reader import read_config
 from rlhf.config.sections import (
     BatchConfig,
@@ -255,6 +255,10 @@ def test_auto_takes_the_cheapest_and_says_why(folder: Path) -> None:
     assert note(make_run(folder), live=True) == (
         "reference  engine: a second model, frozen: it is asked about more than the data's own rows"
     )
+    run = make_run(folder, steps=2)
+    model = attrs.evolve(run.config.model, quantize="nf4")
+    run.config = attrs.evolve(run.config, model=model)
+    assert reference.choose_mode(run, "auto", every=None, live=False)[0] == "cache"
     assert note(make_run(folder), every=3) == (
         "reference  engine: it moves towards the policy every 3 steps"
     )

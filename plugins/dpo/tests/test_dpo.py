@@ -189,6 +189,15 @@ def test_an_adapters_reference_is_right_at_every_stage(
         assert found == pytest.approx(tiny.steps(expected, key), rel=1e-4, abs=1e-5), key
 
 
+def test_a_reference_moves_after_the_step_that_completes_its_count(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    more = ("--train.steps", "4", "--dpo.reference_every", "2", "--dpo.reference_mix", "1")
+    metrics = one.run(run_dpo, words(inputs, tmp_path / "run", *more), str(inputs.cache))[0]
+    at_ln_2 = [loss == pytest.approx(LN_2, abs=1e-6) for loss in tiny.steps(metrics, "loss")]
+    assert at_ln_2 == [True, False, True, False]
+
+
 MOVING = ("--dpo.reference_every", "2", "--dpo.reference_mix", "0.5")
 
 

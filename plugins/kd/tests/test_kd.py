@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from rlhf.errors import RLHFError
 from rlhf.model.head import Head
 from rlhf.sums import weighted_loss
 from rlhf.testing.conformance import Other, TrainerConformance
-from rlhf_plugin_kd.answers import chosen, with_new_answers
+from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
 from rlhf_plugin_kd.losses import forward_kl
 from rlhf_plugin_kd.teacher import check_vocabulary
@@ -176,6 +177,29 @@ def test_other_tokens_of_the_same_number_are_refused() -> None:
         f"295 (the first is {first!r}, {vocabulary[last]}): choose a teacher with the student's "
         "tokenizer"
     )
+
+
+def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads() -> None:
+    def asked(budget: int, **settings: int) -> None:
+        examples = SimpleNamespace(
+            prompt_lengths=np.array([3, 8, 5]), name=lambda number: f"row {number}"
+        )
+        run = SimpleNamespace(
+            examples=[examples],
+            config=SimpleNamespace(
+                batch=SimpleNamespace(budget=budget), data=SimpleNamespace(max_tokens=100)
+            ),
+        )
+        check_room(run, KDConfig(on_policy=0.5, **settings))
+
+    asked(12, max_new_tokens=4)
+    with pytest.raises(RLHFError) as error:
+        asked(11, max_new_tokens=4)
+    assert str(error.value) == (
+        "row 1: with a new answer the example may have 12 tokens but batch.tokens is 11: set "
+        "batch.tokens to at least 12, or lower kd.max_new_tokens"
+    )
+    asked(100, max_new_tokens=400)
 
 
 class Writer:

@@ -1,6 +1,7 @@
 """Kahneman-Tversky optimisation against numbers worked by hand."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf import demo
+from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
+from rlhf.errors import RLHFError
+from rlhf.preparation import prepare_data
 from rlhf.sums import weighted_loss
+from rlhf.testing import tiny
 from rlhf_plugin_kto import plugin
 from rlhf_plugin_kto.config import KTOConfig
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
@@ -188,3 +194,16 @@ def test_the_warning_counts_the_training_rows() -> None:
     (line,) = trainer().remarks(rows)
     assert line.startswith("warning    weights of 1 and 1 on 1 desirable and 2 undesirable rows")
     assert trainer(desirable_weight=2.5).remarks(rows) == []
+
+
+def test_rows_too_few_for_the_estimate_of_kl_are_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    words = tiny.short_run(tmp_path, "unpaired")
+    (row, *_) = demo.rows("arithmetic", "eval", "unpaired")
+    held_out = tiny.write_rows(tmp_path / "one.jsonl", [row])
+    request = read_config("kto", overrides=[*words, "--data.eval", str(held_out)])
+    with pytest.raises(RLHFError) as error:
+        prepare_data(request)
+    assert str(error.value).startswith("data.eval: 1 of 1 examples come from the same row, so ")

@@ -1,0 +1,49 @@
+"""Rows that are longer than a model's positions reach."""
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+
+from rlhf.errors import RLHFError
+from rlhf.model.positions import check_positions
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+REACH = {"max_position_embeddings": 32}
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=24, n_layer=1)
+    ),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**SMALL, **REACH, ffn_dim=16, word_embed_proj_dim=16)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, **REACH, intermediate_size=16)),
+}
+
+
+def model(name: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return MODELS[name]()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_table_of_positions_ends_and_that_is_told_before_the_weights_load(name: str) -> None:
+    assert check_positions(model(name), 32, "policy m") == []
+    with pytest.raises(RLHFError) as error:
+        check_positions(model(name), 33, "policy m")
+    assert str(error.value) == (
+        "policy m knows 32 positions but the longest row has 33 tokens: set data.max_tokens to 32 "
+        "(data.too_long says what becomes of the rest)"
+    )
+
+
+def test_positions_that_are_computed_go_on_and_a_line_says_so() -> None:
+    assert check_positions(model("llama"), 32, "policy m") == []
+    assert check_positions(model("llama"), 33, "policy m") == [
+        "positions  policy m knows 32 positions but the longest row has 33 tokens: what stands "
+        "behind is learnt less well"
+    ]

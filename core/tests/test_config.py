@@ -102,6 +102,28 @@ def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> No
     ]
 
 
+def test_what_is_far_from_every_name_gets_no_guess(toy: Path) -> None:
+    (told,) = problems("--dpo.beta", "1")
+    assert told.startswith("dpo: no such setting; there are model, data, batch, ")
+
+
+def test_a_dotted_key_in_a_file_is_told_in_two_levels(toy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("optim.lr: 1.0e-3\n")
+    assert problems(str(file)) == [
+        "optim.lr: no such setting; in a file that is `optim: {lr: ...}`"
+    ]
+
+
+def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
+    assert read("--batch.tokens", "auto").batch.tokens == "auto"
+    assert read("--batch.tokens", "512").batch.budget == 512
+    assert problems("--batch.tokens", "0") == ["batch.tokens: must be > 0: 0"]
+    assert problems("--batch.tokens", "many") == [
+        'batch.tokens: a whole number or auto is expected, not "many"'
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [

@@ -51,3 +51,14 @@ def test_an_output_that_is_taken(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert told(run, run) == f"{run} is not empty: give a new folder"
     assert told(run, run / "config.yaml") == f"{run}/config.yaml is a file: give a new folder"
+
+
+def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    part = checkpoint.begin(run / "checkpoints", 2)
+    checkpoint.commit(part, run / "checkpoints", 2, {})
+    (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
+    for source in (run, run / "checkpoints" / "step-000002"):
+        assert told(source, tmp_path / "out").endswith(
+            f"; export the one before: rlhf export {run}/checkpoints/step-000001 OUT"
+        )

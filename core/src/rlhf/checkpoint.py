@@ -21,6 +21,7 @@ ASIDE = ".{}.aside"
 REPLACED = ".{}.replaced"
 """What a checkpoint is called for the moment in which another of its step takes its name; after a
 kill in that moment it is still that step's."""
+RESUME = "go on from the one before with --resume {}"
 NAME = re.compile(r"step-(\d{6,})$|\.step-(\d{6,})\.replaced$")
 
 
@@ -120,19 +121,19 @@ def name_of(folder: Path) -> str:
     return step_folder(folder.parent, step_of(folder)).name
 
 
-def newest(checkpoints: Path) -> Path | None:
+def newest(checkpoints: Path, *, instead: str = RESUME) -> Path | None:
     """The newest checkpoint, or None without one. Raises RLHFError when the newest is damaged:
-    which older one to take instead is the user's decision."""
+    which older one to take is the user's decision, and `instead` says how."""
     folders = all_checkpoints(checkpoints)
     if not folders:
         return None
     problem = damage(folders[-1])
     if problem is None:
         return folders[-1]
-    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_older(folders[:-1])}")
+    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_older(folders[:-1], instead)}")
 
 
-def named(checkpoints: Path, name: str) -> Path:
+def named(checkpoints: Path, name: str, *, instead: str = RESUME) -> Path:
     """The checkpoint of that name, whole, or RLHFError."""
     number = re.fullmatch(r"step-(\d+)", name)
     there = all_checkpoints(checkpoints)
@@ -143,7 +144,9 @@ def named(checkpoints: Path, name: str) -> Path:
     problem = damage(folder)
     if problem is not None:
         older = [path for path in there if step_of(path) < step_of(folder)]
-        raise RLHFError(f"checkpoint {name_of(folder)} is damaged: {problem}; {_older(older)}")
+        raise RLHFError(
+            f"checkpoint {name_of(folder)} is damaged: {problem}; {_older(older, instead)}"
+        )
     return folder
 
 
@@ -167,11 +170,11 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _older(folders: Iterable[Path]) -> str:
+def _older(folders: Iterable[Path], instead: str) -> str:
     whole = [name_of(folder) for folder in folders if damage(folder) is None]
     if not whole:
         return "there is no older one: start again with --overwrite"
-    return f"go on from the one before with --resume {whole[-1]}"
+    return instead.format(whole[-1])
 
 
 def _describe(path: Path) -> dict[str, object]:

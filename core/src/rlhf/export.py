@@ -105,7 +105,7 @@ def _newest_metrics(run: Path, *, until: int) -> dict[str, float]:
 def _checkpoint_folder(source: Path) -> Path:
     """The checkpoint that `source` names, undamaged."""
     if (source / "checkpoints").is_dir():
-        newest = checkpoint.newest(source / "checkpoints")
+        newest = checkpoint.newest(source / "checkpoints", instead=_instead(source / "checkpoints"))
         if newest is None:
             raise RLHFError(f"{source} holds no checkpoint yet: give another run folder")
         return newest
@@ -113,4 +113,8 @@ def _checkpoint_folder(source: Path) -> Path:
         raise RLHFError(
             f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
         )
-    return checkpoint.named(source.parent, source.name)
+    return checkpoint.named(source.parent, source.name, instead=_instead(source.parent))
+
+
+def _instead(checkpoints: Path) -> str:
+    return f"export the one before: rlhf export {checkpoints}/{{}} OUT"

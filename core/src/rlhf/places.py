@@ -13,7 +13,7 @@ from rlhf.errors import RLHFError
 FULL = {errno.ENOSPC, errno.EDQUOT}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.EIO,
+    errno.ENAMETOOLONG, errno.EIO, errno.ELOOP,
 }  # fmt: skip
 SIGNS = ("No space left on device", "PytorchStreamWriter failed", "unexpected pos")
 """What safetensors and torch say of a full disk, with no number of an error."""

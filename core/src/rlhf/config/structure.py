@@ -13,6 +13,8 @@ import cattrs
 from rlhf.config.foreign import FOREIGN
 
 Path = tuple[str, ...]
+CLOSE = 0.65
+"""How like a known name an unknown one must be to be taken for it (difflib's ratio)."""
 
 
 class ProblemsError(ValueError):
@@ -184,8 +186,11 @@ def _tell(path: Path, text: str, root: type) -> str:
     ours = anywhere.get(key) or FOREIGN.get(key)
     if ours:
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
+    if not above and "." in key:
+        section, _, rest = key.partition(".")
+        return f"{dotted}: no such setting; in a file that is `{section}: {{{rest}: ...}}`"
     for names in (here, anywhere):
-        for near in difflib.get_close_matches(key, names, n=1):
+        for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
             return f"{dotted}: no such setting; did you mean {names[near]}?"
     return f"{dotted}: no such setting; there are {', '.join(here)}"
 

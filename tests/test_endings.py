@@ -104,8 +104,9 @@ def start(inputs: tiny.Inputs, plugins: Path, tmp_path: Path):  # type: ignore[n
         words = tiny.words(inputs, tmp_path / "run", *more)
         command = [sys.executable, "-m", "rlhf", "run", "sft", *words]
         return subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
 
     return started
 
@@ -163,12 +164,42 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 143, errors
-    assert "stopped by SIGTERM after saving; go on with --resume" in output
+    assert "stopped by a signal after saving; go on with --resume" in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000018"
     code, output, errors = finish(start(*words, "--resume"))
     assert code == 0, errors
     assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
+    words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
+    process = start(*words, "--data.workers", "1", STEP_SECONDS="0.3")
+    wait_for(tmp_path / "told", '["step", 2]')
+    os.killpg(process.pid, signal.SIGINT)
+    code, output, errors = finish(process)
+    assert code == 143, errors
+    assert "stopped by a signal after saving; go on with --resume" in output
+    assert "stopping after this step, with a checkpoint; Ctrl-C again ends at once" in errors
+    assert "Traceback" not in errors
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name < "step-000009"
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
+    words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
+    process = start(*words, STEP_SECONDS="5")
+    wait_for(tmp_path / "told", '["step", 1]')
+    os.killpg(process.pid, signal.SIGINT)
+    while "Ctrl-C again ends at once" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, errors = finish(process)
+    assert code == 130
+    assert errors.splitlines()[-1].startswith("error: interrupted; --resume goes on from")
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

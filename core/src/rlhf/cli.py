@@ -23,7 +23,8 @@ Neither model nor data given: the trainer's own demo."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 for what the user can mend, 130 after Ctrl-C. A defect raises: 1."""
+    """The exit code: 0 done, 2 for what the user can mend, 130 after a Ctrl-C that nobody waited
+    for. A defect raises: 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(words)

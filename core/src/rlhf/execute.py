@@ -25,11 +25,11 @@ from rlhf.session import Session
 
 T = TypeVar("T")
 STOPPED = 143
-"""Exit code of a run that SIGTERM stopped and that has saved."""
+"""Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
 
 
 def run_rank(request: Request, *, backend: Any = None) -> int:
-    """The exit code of this rank: 0, or 143 when it was stopped by SIGTERM and has saved.
+    """The exit code of this rank: 0, or 143 when a signal stopped it and it has saved.
 
     `backend`, an object with hook implementations, stands in for the one that the configuration
     names.
@@ -150,7 +150,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
         session.journal.close()
     if reason == "signal":
         if leads:
-            print("stopped by SIGTERM after saving; go on with --resume", flush=True)
+            print("stopped by a signal after saving; go on with --resume", flush=True)
         return reason
     best = session.best
     if best.step is None:

@@ -1,8 +1,8 @@
 """Start the ranks of a run on this machine, or join the ones that a launcher has started.
 
 torch's elastic launcher exits 1 on SIGTERM, kills a save after 30 s and leaves its ranks behind
-when it is killed itself (tried); this one turns SIGTERM into a saved run and 143, and its ranks die
-with it.
+when it is killed itself (tried); this one turns SIGTERM and Ctrl-C into a saved run and 143, and
+its ranks die with it.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ from types import FrameType
 
 from rlhf.config.reader import Request
 from rlhf.errors import RLHFError
+from rlhf.signals import PARENT, catch, end_at_the_next, give_back
 
-PARENT = "RLHF_PARENT"
-STOPPED = 143
+STOPPED, INTERRUPTED = 143, 130
 PR_SET_PDEATHSIG = 1
 
 
@@ -103,7 +103,7 @@ class Ranks:
         self._deadline: float | None = None
         # A signal between the first start and the handler would leave ranks without a parent's
         # word.
-        self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._previous = catch(self._on_signal)
         self.processes: list[subprocess.Popen[bytes]] = []
         port = str(_free_port())
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
@@ -135,9 +135,11 @@ class Ranks:
             self._end(2.0)
             raise
         finally:
-            signal.signal(signal.SIGTERM, self._previous)
+            give_back(self._previous)
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            end_at_the_next(told=True)
         self._deadline = self._deadline or time.monotonic() + self._patience
         for process in self.processes:
             if process.poll() is None:
@@ -161,8 +163,8 @@ class Ranks:
             process.wait()
 
     def _verdict(self, codes: Sequence[int | None]) -> int:
-        if self._deadline is not None and -signal.SIGTERM in codes:
-            print("stopped by SIGTERM outside of the steps; go on with --resume", flush=True)
+        if self._deadline is not None and {-signal.SIGTERM, INTERRUPTED} & set(codes):
+            print("stopped outside of the steps; go on with --resume", flush=True)
             return STOPPED
         for rank, code in enumerate(codes):
             if code is not None and code < 0:

@@ -1,14 +1,15 @@
 """When a run ends before its schedule: a signal, the wall clock or `train.stop_at`, agreed by all
 ranks."""
 
+import os
 import signal
-import threading
 import time
 from types import FrameType
 
 from rlhf.config.sections import TrainConfig
 from rlhf.deferred import Deferred, on_device
 from rlhf.engine import Mesh
+from rlhf.signals import PARENT, catch, end_at_the_next, give_back
 
 
 class StopWatch:
@@ -19,31 +20,31 @@ class StopWatch:
         self._mesh = mesh
         self._stop_at = train.stop_at
         self._until = time.monotonic() + train.hours * 3600 if train.hours else None
-        self._signalled = threading.Event()
+        # Nothing with a lock: a second signal may come while the first is being handled.
+        self._signalled = False
         self._asked: Deferred | None = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        self._previous = catch(self._on_signal)
 
     def reason(self, steps_done: int) -> str | None:
         """Why to stop now: "signal", "hours" or "stop_at"; None to go on. The same on every rank.
         Collective."""
         if self._stop_at is not None and steps_done >= self._stop_at:
             return "stop_at"
-        signalled = self._signalled.is_set()
         late = self._until is not None and time.monotonic() > self._until
         if self._mesh.world == 1:
-            return _said(signalled, late)
-        wishes = on_device([float(signalled), float(late)], self._mesh.device)
+            return _said(self._signalled, late)
+        wishes = on_device([float(self._signalled), float(late)], self._mesh.device)
         asked, self._asked = self._asked, Deferred(self._mesh.sum(wishes))
         return None if asked is None else _said(*asked.read())
 
     def close(self) -> None:
-        """Give the signal back to whom it belonged."""
-        if hasattr(self, "_previous"):
-            signal.signal(signal.SIGTERM, self._previous)
+        """Give the signals back to whom they belonged."""
+        give_back(self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled.set()
+        if number == signal.SIGINT:
+            end_at_the_next(told=self._mesh.rank == 0 and PARENT not in os.environ)
+        self._signalled = True
 
 
 def _said(signals: float, clocks: float) -> str | None:

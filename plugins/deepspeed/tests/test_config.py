@@ -318,12 +318,23 @@ def test_what_is_named_goes_with_what_is_set(settings):
     made = plan(8, 800 * GIB, **settings).lighter
     assert made
     for words in made:
-        more = {}
+        more, states = {}, "fp32"
         for word in words.partition(" (")[0].split(" and "):
             name, _, value = word.partition(" ")
             if name.startswith("deepspeed."):
                 more[name.removeprefix("deepspeed.")] = yaml.safe_load(value)
-        resolve(DeepSpeedConfig(**settings | more))
+            else:
+                assert name == "optim.states"
+                states = value
+        named = evolve(config(**settings | more), optim=OptimConfig(states=states))
+        check(evolve(named, model=ModelConfig(dtype="bf16")))
+
+
+def test_parameters_on_the_host_are_no_states_of_the_accelerator():
+    run = config(preset="zero3_offload")
+    resolved = resolve(run.backend_section)
+    mesh = Mesh(world=2, device=torch.device("cpu"), memory=80 * GIB)
+    assert zero._needed(run, resolved, SHAPE, mesh, 3) < SHAPE.trainable * 2
 
 
 def test_what_is_refused_beside_states_in_bf16_is_no_advice():

@@ -234,6 +234,7 @@ def _contradictions(config: Config) -> list[str]:
     past = f"is past train.steps {steps}"
     rules = [
         ("model.quantize: needs lora or model.adapter", quantized and not adapted),
+        ("model.quantize: needs model.dtype bf16 or fp32", quantized and model.dtype == "fp16"),
         ("model.adapter: is trained on itself; take lora away", model.adapter and config.lora),
         ("model.adapter: does not fit model.init random", model.adapter and random),
         ("model.quantize: does not fit model.init random", quantized and random),

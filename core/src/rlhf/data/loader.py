@@ -1,5 +1,6 @@
 """The processes that pack a run's micro-batches ahead of the step."""
 
+import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,7 @@ def batches_from(
             collate_fn=_as_it_is,
             # It draws a seed: from the default generator that would move what a resumed run draws.
             generator=torch.Generator().manual_seed(order.seed),
-            worker_init_fn=_keep_to_one_thread if workers else None,
+            worker_init_fn=_keep_quiet if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator: a fork costs
             # nothing.
             multiprocessing_context="fork" if workers else None,
@@ -123,5 +124,7 @@ def _as_it_is(parcel: Parcel) -> Parcel:
     return parcel
 
 
-def _keep_to_one_thread(worker: int) -> None:
+def _keep_quiet(worker: int) -> None:
+    """One thread, and no end by a Ctrl-C, on which the run still takes a step."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -26,6 +26,7 @@ class Capability:
     """Least DeepSpeed version."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
+    """Those that core's configuration lets it have."""
     excludes: tuple[str, ...] = ()
     """Settings that it does not go with."""
     optional_stage: bool = False
@@ -120,11 +121,9 @@ def check_version(version: str) -> None:
         )
 
 
-def check_capabilities(
-    settings: Collection[str], *, stage: int | str, precision: str, version: str
-) -> None:
-    """Raise RLHFError for the first of `settings` that has no effect at `stage`, in `precision` or
-    with `version`."""
+def check_capabilities(settings: Collection[str], *, stage: int | str, version: str) -> None:
+    """Raise RLHFError for the first of `settings` that has no effect at `stage` or with
+    `version`."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
@@ -140,11 +139,6 @@ def check_capabilities(
             raise RLHFError(
                 f"{row.setting} has no effect at ZeRO stage {stage}: it acts at "
                 f"{_listed(row.stages)} alone, so {row.alternative}."
-            )
-        if precision not in row.precisions:
-            raise RLHFError(
-                f"{row.setting} does not go with model.dtype {precision}: set model.dtype to "
-                f"{' or '.join(row.precisions)}."
             )
 
 

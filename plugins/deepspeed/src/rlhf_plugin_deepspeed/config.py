@@ -122,12 +122,8 @@ def check(config: Any) -> None:
                 "does not fit one device."
             )
     resolved = resolve(section)
-    check_capabilities(
-        settings_of(config, resolved),
-        stage=resolved.stage,
-        precision=config.model.dtype,
-        version=installed_version(),
-    )
+    settings = settings_of(config, resolved)
+    check_capabilities(settings, stage=resolved.stage, version=installed_version())
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:

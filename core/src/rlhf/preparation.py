@@ -94,6 +94,8 @@ def _check_surveyed(data: Data, config: Config) -> None:
                 order.surveyed(0)
             except RLHFError as error:
                 raise RLHFError(f"data.{name}: {error}") from None
+            except Exception:  # A trainer of others may need what only `setup` gives it.
+                return
 
 
 def _check_tokens(data: Data, config: Config) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,19 +112,23 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
     assert tiny.steps(last, "loss") == tiny.steps(straight, "loss")
 
 
-FALLING = ("--train.eval_every", "2", "--checkpoint.best=eval/loss")
+def falling(
+    one: Ranks, inputs: tiny.Inputs, folder: Path, steps: str, keep: str, *more: str
+) -> list[dict[str, Any]]:
+    """A run whose best evaluation is the one with the least loss, with a checkpoint at every
+    step."""
+    best = ("--train.eval_every", "2", "--checkpoint.best=eval/loss", "--train.steps", steps)
+    saved = ("--checkpoint.every", "1", "--checkpoint.keep", keep)
+    words = tiny.words(inputs, folder, *best, *saved, *more)
+    ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+    assert code == 0
+    return metrics
 
 
 def test_going_back_brings_the_best_of_then_back(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    def run(*more: str) -> list[dict[str, Any]]:
-        every = ("--train.steps", "6", "--checkpoint.keep", "9", "--checkpoint.every", "1")
-        words = tiny.words(inputs, tmp_path / "run", *FALLING, *every, *more)
-        ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
-        assert code == 0
-        return metrics
-
+    run = partial(falling, one, inputs, tmp_path / "run", "6", "9")
     run("--train.stop_at", "2")
     early = weights(tmp_path / "run")
     for step in ("2", "3"):
@@ -138,13 +143,7 @@ def test_going_back_brings_the_best_of_then_back(
 def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    def run(*more: str) -> list[dict[str, Any]]:
-        keep = ("--train.steps", "7", "--checkpoint.every", "1", "--checkpoint.keep", "3")
-        words = tiny.words(inputs, tmp_path / "run", *FALLING, *keep, *more)
-        ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
-        assert code == 0
-        return metrics
-
+    run = partial(falling, one, inputs, tmp_path / "run", "7", "3")
     run()
     best = weights(tmp_path / "run")
     assert kept(tmp_path / "run") == [5, 6, 7]

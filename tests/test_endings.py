@@ -181,7 +181,7 @@ def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks
     code, output, errors = finish(process)
     assert code == 143, errors
     assert "stopped by a signal after saving; go on with --resume" in output
-    assert "stopping after this step, with a checkpoint; Ctrl-C again ends at once" in errors
+    assert "stopping; a step under way is finished and saved. Ctrl-C again ends at once" in errors
     assert "Traceback" not in errors
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000009"

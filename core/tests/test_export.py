@@ -54,7 +54,7 @@ def test_an_output_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -> None:
-    run = made(tmp_path / "run")
+    run = made(tmp_path / "run {a}")
     part = checkpoint.begin(run / "checkpoints", 2)
     checkpoint.commit(part, run / "checkpoints", 2, {})
     (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")

@@ -174,7 +174,7 @@ def _older(folders: Iterable[Path], instead: str) -> str:
     whole = [name_of(folder) for folder in folders if damage(folder) is None]
     if not whole:
         return "there is no older one: start again with --overwrite"
-    return instead.format(whole[-1])
+    return instead.replace("{}", whole[-1])
 
 
 def _describe(path: Path) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve, frozen
 
-from rlhf.headroom import MARGIN, ROUND, Headroom
+from rlhf.headroom import LEVELS, MARGIN, ROUND, Headroom
 from rlhf.memory import gib
 
 START = 8192
@@ -17,11 +17,6 @@ device then takes longer for a layer than the host (measured on an H200: 57 % fr
 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
 AMPLE = 0.8
 """Share of an accelerator's memory up to which tokens at once are raised."""
-AGAIN = {
-    "selective": "the products of gated layers computed again in backward",
-    "full": "every layer computed again in backward",
-    "offload": "every layer computed again in backward from inputs that wait on the host",
-}
 
 
 @frozen
@@ -110,7 +105,7 @@ def _told(given: Choice, chosen: Choice, *, whole: int, least: int, memory: int)
     short, long = [], []
     if chosen.recompute != given.recompute:
         short.append(chosen.recompute)
-        long.append(AGAIN[chosen.recompute])
+        long.append(LEVELS[chosen.recompute])
     name = "recompute" if short else "tokens"
     if chosen.tokens != given.tokens:
         short.append(at_once if short else str(chosen.tokens))

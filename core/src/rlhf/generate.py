@@ -35,10 +35,10 @@ def generate(
 ) -> list[list[int]]:
     """Greedy answers to `prompts` (token ids), without the prompt and without the token that ends
     an answer. Collective."""
-    answers = _continued(
-        engine, prompts, hooks, tokenizer, max_new_tokens=max_new_tokens, do_sample=False
-    )
     ends = end_tokens(tokenizer)
+    answers = _continued(
+        engine, prompts, hooks, tokenizer, ends, max_new_tokens=max_new_tokens, do_sample=False
+    )
     return [answer[: _length(answer, ends)] for answer in answers]
 
 
@@ -62,6 +62,7 @@ def sample(
     generator of its own, so it depends on its prompt and its seed alone, but for rounding.
     Collective.
     """
+    ends = end_tokens(tokenizer)
     groups = grouped([len(prompt) for prompt in prompts], max_new_tokens, tokens)
     own: dict[int, list[int]] = {}
     for first in range(0, len(groups), mesh.world):
@@ -69,10 +70,9 @@ def sample(
         group = groups[min(first + mesh.rank, len(groups) - 1)]
         noise = Noise([seeds[place] for place in group], temperature, engine.device)
         answers = _continued(
-            engine, [prompts[place] for place in group], hooks, tokenizer,
+            engine, [prompts[place] for place in group], hooks, tokenizer, ends,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
-        ends = end_tokens(tokenizer)
         own |= {
             place: answer[: _length(answer, ends) + 1]
             for place, answer in zip(group, answers, strict=True)
@@ -117,6 +117,7 @@ def _continued(
     prompts: Sequence[Sequence[int]],
     hooks: BackendGateway,
     tokenizer: Any,
+    ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
     """What the engine's model writes after each prompt, padded at the end."""
@@ -131,7 +132,7 @@ def _continued(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),
             pad_token_id=pad,
-            eos_token_id=end_tokens(tokenizer) or None,
+            eos_token_id=list(ends) or None,
             **options,
             **keywords,
         )

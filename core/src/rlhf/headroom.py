@@ -16,12 +16,16 @@ from rlhf.gateway import BackendGateway
 from rlhf.memory import Estimate, gib
 from rlhf.model.compiled import compiles
 from rlhf.model.weights import first_line
-from rlhf.rehearsal import Rehearsed, rehearse
+from rlhf.rehearsal import Rehearsed, UnknownError, rehearse
 from rlhf.trainer import Trainer
 
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
-LEVELS = ("selective", "full", "offload")
+LEVELS = {
+    "selective": "the products of gated layers computed again in backward",
+    "full": "every layer computed again in backward",
+    "offload": "every layer computed again in backward from inputs that wait on the host",
+}
 """Of `model.recompute`, the cheaper first."""
 ROUND = 1024
 """A budget of tokens is advised in multiples of this."""
@@ -72,7 +76,7 @@ class Headroom:
         """The line `memory` of the run's introduction; it never ends a run."""
         try:
             estimate = self.estimate()
-        except NotImplementedError as error:
+        except UnknownError as error:
             return f"memory     not estimated: {error}"
         except Exception as error:  # As above.
             return f"memory     not estimated: {type(error).__name__}: {first_line(error)}"

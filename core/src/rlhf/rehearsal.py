@@ -32,6 +32,10 @@ LOOK_AHEAD = 64
 """Steps among which the largest micro-batch is looked for."""
 
 
+class UnknownError(Exception):
+    """What a step takes cannot be told without values."""
+
+
 @frozen
 class Rehearsed:
     """What came of a rehearsal."""
@@ -48,7 +52,8 @@ def rehearse(
 ) -> Rehearsed:
     """What a step of `trainer` takes on each accelerator of `mesh`, without a collective.
 
-    `options` are those of `Run`. Raises what a model or a trainer raises that looks at values.
+    `options` are those of `Run`. Raises UnknownError, or what a model or a trainer raises that
+    looks at values.
     """
     run = Rehearsal(config, trainer.tokenizer, mesh, hooks, **options)
     actor = type(trainer)(trainer.config, trainer.tokenizer)
@@ -215,7 +220,7 @@ class Rehearsal(Run):
         shape = shape_of(module)
         paths, reason = candidates_of(module.causal, self.longest, self.on.device)
         if paths[:1] != ("tree",):
-            raise NotImplementedError(f"{reason}, which is not known without values")
+            raise UnknownError(f"{reason}, which is not known without values")
         plan = self.hooks.configure_zero(config=config, mesh=self.on, model_shape=shape)
         if not dropout:
             without_dropout(module)

@@ -30,4 +30,6 @@ def end_at_the_next(*, told: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if told:
         # A handler may have interrupted somebody who writes.
-        os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again ends at once\n")
+        os.write(
+            2, b"\nstopping; a step under way is finished and saved. Ctrl-C again ends at once\n"
+        )

@@ -1,5 +1,6 @@
 """How DeepSpeed's operators come to be there."""
 
+import errno
 import subprocess
 import sys
 import time
@@ -63,3 +64,12 @@ with building._alone(building.Path({str(tmp_path)!r})):
     # After a build that has ended such a file is somebody else's.
     with building._alone(tmp_path):
         assert (tmp_path / "lock").exists()
+
+
+def test_a_file_system_without_locks_builds_all_the_same(monkeypatch, tmp_path):
+    def refused(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(building.fcntl, "flock", refused)
+    with building._alone(tmp_path):
+        assert FileBaton(str(tmp_path / "lock")).try_acquire()

@@ -19,9 +19,9 @@ from attrs import frozen
 
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data.example import Answer, Example
+from rlhf.data.layout import costs, layout, steps
 from rlhf.data.mapping import RowsToTrees
 from rlhf.data.packing import pack
-from rlhf.data.schedule import costs, layout, steps
 from rlhf.trainer import Trainer
 
 ROWS, SIZE, TOKENS = 1_000_000, 128, 16_384

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config
 
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
+from rlhf.memory.rehearsal import META
 from rlhf.model.load import empty_model
 from rlhf.readouts import token_logprobs
-from rlhf.rehearsal import META
+from rlhf.request.reader import read_config
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 FREE = ("aten.empty", "aten.detach")

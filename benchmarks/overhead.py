@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from rlhf.config.reader import read_config
 from rlhf.data.loader import batches_from
-from rlhf.gateway import load_hooks
-from rlhf.loop import take_step
+from rlhf.loop.steps import take_step
 from rlhf.model.load import load_whole, read_architecture
 from rlhf.model.packed import PackedModel
-from rlhf.preparation import prepare_data, set_up
 from rlhf.readouts import token_logprobs
+from rlhf.registry.gateway import load_hooks
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import prepare_data, set_up
 
 
 def main() -> None:

@@ -7,13 +7,13 @@ operators instead of fused kernels. What is fast is held against it (`curves.py`
 import sys
 from typing import Any
 
-from rlhf import kernels
+from rlhf import engine as kernels
 
 kernels.fused_on = lambda kind: False
 
-from rlhf import run  # noqa: E402
-from rlhf.cli import main  # noqa: E402
+from rlhf.commands.main import main  # noqa: E402
 from rlhf.model.probe import AttentionPath  # noqa: E402
+from rlhf.run import context as run  # noqa: E402
 
 
 def padded(engine: Any, mesh: Any, *, longest: int) -> AttentionPath:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from rlhf.cli import main
+from rlhf.commands.main import main
 
 NEEDS = "a row needs `messages`, `text`, or `prompt` and `completion`, but this one has"
 TALK = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]'

@@ -10,10 +10,10 @@ import pytest
 from torch import distributed
 
 import tiny
-from rlhf import checkpoint
-from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
-from rlhf.stop import StopWatch
+from rlhf.folder import checkpoints as checkpoint
+from rlhf.loop.stop import StopWatch
+from rlhf.request.reader import read_config
 from rlhf.testing.ranks import RankFailure, Ranks
 
 EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config.reader import read_config
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
 from rlhf.errors import RLHFError
+from rlhf.request.reader import read_config
 from rlhf_plugin_deepspeed.config import check, resolve
 
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 import tiny
-from rlhf.cli import main
-from rlhf.config.reader import read_config
+from rlhf.commands.main import main
 from rlhf.demo import rows
-from rlhf.registry import installed
+from rlhf.registry.installed import installed
+from rlhf.request.reader import read_config
 from rlhf.testing.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,9 @@ import pytest
 
 import tiny
 from odd_trainers import HoardingTrainer
-from rlhf.config.reader import read_config
-from rlhf.execute import run_rank
 from rlhf.model import probe
+from rlhf.request.reader import read_config
+from rlhf.run.rank import run_rank
 from rlhf.testing.ranks import RankFailure, Ranks
 
 

@@ -7,15 +7,15 @@ import torch
 from transformers import Qwen2Config
 
 import tiny
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
-from rlhf.gateway import load_hooks
-from rlhf.memory import GIB, Estimate
+from rlhf.memory.estimate import GIB, Estimate
+from rlhf.memory.rehearsal import META, step_bytes
 from rlhf.model.load import empty_model, shape_of
 from rlhf.readouts import token_logprobs
-from rlhf.rehearsal import META, step_bytes
+from rlhf.registry.gateway import load_hooks
+from rlhf.request.reader import read_config
 from rlhf.testing.ranks import RankFailure, Ranks
 from rlhf.trainer import Loss, Term, Trainer
 from test_loop import run_odd

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf.data.example import Answer
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
-from rlhf.sums import Sums, weighted_loss
+from rlhf.journal.sums import Sums, weighted_loss
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.trainer import PRMTrainer

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from rlhf import checkpoint
+from rlhf.folder import checkpoints as checkpoint
 from rlhf.testing.ranks import RankFailure, Ranks
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")

@@ -8,7 +8,7 @@ import pytest
 HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torchdata"
 PROGRAM = f"""
 import sys
-from rlhf.cli import main
+from rlhf.commands.main import main
 try:
     main(sys.argv[1:])
 except SystemExit:

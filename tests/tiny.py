@@ -45,8 +45,8 @@ def words(inputs: Inputs, output: Path, *more: str) -> list[str]:
 
 def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, list[dict[str, Any]]]:
     """`rlhf run sft` on this rank: its exit code and what metrics.jsonl holds afterwards."""
-    from rlhf.config.reader import read_config
-    from rlhf.execute import run_rank
+    from rlhf.request.reader import read_config
+    from rlhf.run.rank import run_rank
 
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=arguments)

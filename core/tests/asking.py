@@ -5,11 +5,11 @@ from pathlib import Path
 import attrs
 import torch
 
-from rlhf.config.reader import read_config
 from rlhf.engine import Mesh
-from rlhf.gateway import build_gateways
-from rlhf.headroom import Headroom
-from rlhf.preparation import headroom, prepare_data
+from rlhf.memory.fit import Headroom
+from rlhf.registry.gateway import build_gateways
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import headroom, prepare_data
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 

@@ -57,7 +57,7 @@ TOY = """
     from typing import Literal
     from attrs import field, frozen, validators
     from rlhf.errors import RLHFError
-    from rlhf.records import BackendPlugin, TrainerPlugin
+    from rlhf.plugin import BackendPlugin, TrainerPlugin
 
     @frozen(kw_only=True)
     class ToyConfig:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rlhf.best import Best, objective
 from rlhf.errors import RLHFError
+from rlhf.loop.best import Best, objective
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import checkpoint
 from rlhf.errors import RLHFError
+from rlhf.folder import checkpoints as checkpoint
 
 
 def write(checkpoints: Path, step: int, text: str = "weights") -> Path:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from asking import on_accelerator, peak_with, question, small_run
 
-from rlhf import choice
-from rlhf.choice import AMPLE, Choice, choose
-from rlhf.config.reader import read_config
-from rlhf.headroom import MARGIN, Headroom
-from rlhf.memory import GIB, gib
-from rlhf.preparation import Data, out_of_memory, prepare_data
+from rlhf.memory import choice
+from rlhf.memory.choice import AMPLE, Choice, choose
+from rlhf.memory.estimate import GIB, gib
+from rlhf.memory.fit import MARGIN, Headroom
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import Data, out_of_memory, prepare_data
 from rlhf.testing import tiny
 
 

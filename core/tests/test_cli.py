@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-import rlhf.schedule
+import rlhf.loop.learning_rate
 import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
-from rlhf.cli import main
-from rlhf.config.reader import Request
+from rlhf.commands.main import main
 from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.request.reader import Request
 
 Install = Callable[..., Path]
 HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torchdata"
@@ -36,7 +36,7 @@ def test_run_hands_over_the_request_and_its_exit_code(
         requests.append(request)
         return 143
 
-    replace(monkeypatch, "rlhf.launch", "run_command", run_command)
+    replace(monkeypatch, "rlhf.commands.run", "run_command", run_command)
     words = ["run", "toy", "--model", "m", "--data", "d", "--nproc", "2", "--resume"]
     assert main(words) == 143
     (request,) = requests
@@ -48,9 +48,9 @@ def test_run_hands_over_the_request_and_its_exit_code(
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [
-        (["inspect", "toy"], "rlhf.inspect", "inspect_command"),
-        (["export", "run/checkpoints/step-1", "out"], "rlhf.export", "export_command"),
-        (["merge", "adapter", "out"], "rlhf.model.adapter", "merge_command"),
+        (["inspect", "toy"], "rlhf.commands.inspect", "inspect_command"),
+        (["export", "run/checkpoints/step-1", "out"], "rlhf.commands.export", "export_command"),
+        (["merge", "adapter", "out"], "rlhf.commands.merge", "merge_command"),
     ],
 )
 def test_the_other_commands_are_handed_over(
@@ -77,7 +77,7 @@ def test_a_users_mistake_is_one_line_and_2(
     def full(request: Request) -> int:
         raise RLHFError("the disk is full: free some of it")
 
-    replace(monkeypatch, "rlhf.launch", "run_command", full)
+    replace(monkeypatch, "rlhf.commands.run", "run_command", full)
     for words, told in (
         (["run", "toy"], "the disk is full: free some of it"),
         (["run", "toy", "--toy.beta"], "--toy.beta has no value: write --toy.beta VALUE"),
@@ -103,7 +103,7 @@ def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
             raise error
 
         monkeypatch.setenv("RANK", rank)
-        replace(monkeypatch, "rlhf.launch", "run_command", fail)
+        replace(monkeypatch, "rlhf.commands.run", "run_command", fail)
         assert main(["run", "toy"]) == 2
         assert capsys.readouterr().err == told
 
@@ -128,14 +128,14 @@ def test_ctrl_c_is_130_told_once_and_a_defect_raises(
     def defective(request: Request) -> int:
         raise ZeroDivisionError
 
-    replace(monkeypatch, "rlhf.launch", "run_command", interrupted)
+    replace(monkeypatch, "rlhf.commands.run", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
     told = "error: interrupted; --resume goes on from the last checkpoint, if there is one\n"
     assert capsys.readouterr().err == told
     monkeypatch.setenv("RLHF_PARENT", "1")
     assert main(["run", "toy"]) == 130
     assert capsys.readouterr().err == ""
-    replace(monkeypatch, "rlhf.launch", "run_command", defective)
+    replace(monkeypatch, "rlhf.commands.run", "run_command", defective)
     with pytest.raises(ZeroDivisionError):
         main(["run", "toy"])
 
@@ -201,7 +201,7 @@ TRAINER = """
         pass
 """
 RECORDS = """
-    from rlhf.records import BackendPlugin, TrainerPlugin
+    from rlhf.plugin import BackendPlugin, TrainerPlugin
     from toy_plugin import PlainConfig, ToyConfig
 
     half = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Half")
@@ -253,7 +253,7 @@ def test_plugins_check_loads_each_and_tells_what_is_broken(
 )
 def test_the_light_side_imports_nothing_heavy(toy: Path, words: str, code: int) -> None:
     program = (
-        "import sys\nfrom rlhf.cli import main\n"
+        "import sys\nfrom rlhf.commands.main import main\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
         f"assert not set(sys.modules) & set('{HEAVY}'.split())\nsys.exit(code)"
     )

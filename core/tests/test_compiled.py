@@ -9,15 +9,14 @@ import torch
 import transformers
 from test_model_families import FAMILIES, SIZES
 
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.gateway import build_gateways
-from rlhf.memory import LiveBytes
-from rlhf.model import attention, compiled
-from rlhf.model.compiled import (
+from rlhf.memory.estimate import LiveBytes
+from rlhf.model import attention
+from rlhf.model.kernels import compiled
+from rlhf.model.kernels.compiled import (
     check_compilable,
     check_packed,
     compile_layers,
@@ -26,7 +25,9 @@ from rlhf.model.compiled import (
     to_fp8,
 )
 from rlhf.model.packed import PackedModel, decoder
-from rlhf.run import Run
+from rlhf.registry.gateway import build_gateways
+from rlhf.request.reader import read_config
+from rlhf.run.context import Run
 from rlhf.testing.plain import PlainBackend
 
 LAYERS = 3

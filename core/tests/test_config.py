@@ -9,13 +9,13 @@ import attrs
 import pytest
 import yaml
 
-from rlhf.config.describe import describe, field_docs
 from rlhf.config.foreign import FOREIGN
-from rlhf.config.reader import changed_keys, config_class, read_config, to_tree
 from rlhf.config.sections import Config, DataEntry, OptimConfig
 from rlhf.config.structure import section_class, structure
-from rlhf.config.words import parse_words
 from rlhf.errors import RLHFError
+from rlhf.request.describe import describe, field_docs
+from rlhf.request.reader import changed_keys, config_class, read_config, to_tree
+from rlhf.request.words import parse_words
 
 Install = Callable[..., Path]
 GIVEN = ("--model", "tiny", "--data", "rows.jsonl")

@@ -12,7 +12,7 @@ from rlhf.testing.conformance import Other, TrainerConformance, make_bench, same
 
 PLUGIN = """
 from attrs import frozen
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 
 @frozen(kw_only=True)
 class Section:

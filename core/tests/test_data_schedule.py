@@ -4,7 +4,7 @@ hardware."""
 import numpy as np
 import pytest
 
-from rlhf.data.schedule import costs, layout, steps
+from rlhf.data.layout import costs, layout, steps
 from rlhf.errors import RLHFError
 
 

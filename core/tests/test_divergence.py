@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.data.batch import PackedBatch
-from rlhf.divergence import (
+from rlhf.model.head import Head
+from rlhf.model.probe import blank_batch
+from rlhf.readouts import logits, token_logprobs
+from rlhf.readouts.divergence import (
     READ,
     Mixture,
     TopTeacher,
@@ -20,10 +23,6 @@ from rlhf.divergence import (
     divergence,
     forward_kl,
 )
-from rlhf.model import logits
-from rlhf.model.head import Head
-from rlhf.model.probe import blank_batch
-from rlhf.readouts import token_logprobs
 
 NUM, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 7, 6, 5, 11
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import checkpoint
+from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
-from rlhf.export import export_command
+from rlhf.folder import checkpoints as checkpoint
 
 
 def made(folder: Path) -> Path:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf.config.reader import Request, read_config, to_tree
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.folder import RunFolder, check_resumable, choose
+from rlhf.folder.run_folder import RunFolder, check_resumable, choose
+from rlhf.request.reader import Request, read_config, to_tree
 
 
 def request(output: Path | None, *, resume: str | None = None, overwrite: bool = False) -> Any:

@@ -8,14 +8,14 @@ import torch
 import transformers
 from test_model_families import FAMILIES, SIZES, gradients, tree_batch
 
-from rlhf.divergence import WholeTeacher, compare, forward_kl, fused_compare
-from rlhf.model import logits as chunks
-from rlhf.model.compiled import compile_layers
-from rlhf.model.fused import FAMILIES as FUSED
-from rlhf.model.fused import fuse
 from rlhf.model.head import Head
+from rlhf.model.kernels.compiled import compile_layers
+from rlhf.model.kernels.fused import FAMILIES as FUSED
+from rlhf.model.kernels.fused import fuse
 from rlhf.model.packed import PackedModel, decoder
+from rlhf.readouts import logits as chunks
 from rlhf.readouts import token_logprobs
+from rlhf.readouts.divergence import WholeTeacher, compare, forward_kl, fused_compare
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -8,9 +8,9 @@ import transformers
 from test_model_families import FAMILIES, SIZES
 
 from rlhf.errors import RLHFError
-from rlhf.memory import LiveBytes
-from rlhf.model.fused import check_forgettable, check_fusible, not_fusible
-from rlhf.model.gates import forget_products, gates_of
+from rlhf.memory.estimate import LiveBytes
+from rlhf.model.kernels.fused import check_forgettable, check_fusible, not_fusible
+from rlhf.model.kernels.gates import forget_products, gates_of
 from rlhf.model.packed import decoder
 
 KINDS = ("LlamaConfig", "Gemma3TextConfig", "Phi3Config")

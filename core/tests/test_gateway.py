@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import rlhf.schedule  # noqa: F401  The fixture `install` hides torch.
-from rlhf.config.reader import read_config
+import rlhf.loop.learning_rate  # noqa: F401  The fixture `install` hides torch.
 from rlhf.errors import RLHFError
-from rlhf.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
 from rlhf.hookspecs import BackendHooks, ObserverHooks, hookimpl
-from rlhf.registry import load_object
+from rlhf.registry.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
+from rlhf.registry.installed import load_object
+from rlhf.request.reader import read_config
 
 Install = Callable[..., Path]
 HERE = __name__

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.generate import generate, sample
-from rlhf.session import Session
+from rlhf.loop.session import Session
+from rlhf.run.generate import generate, sample
 from rlhf.testing import tiny
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>{{ '\n' }}{% endfor %}"

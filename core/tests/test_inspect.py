@@ -12,11 +12,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.config.reader import Request
+from rlhf.commands.inspect import inspect_command, show_example, show_histogram
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, ModelConfig
 from rlhf.data.example import Answer, Example
-from rlhf.inspect import inspect_command, show_example, show_histogram
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
+from rlhf.request.reader import Request
 
 TRAINER = """
 from rlhf.data.example import Example

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf import journal
 from rlhf.engine import Mesh, StepOutcome
-from rlhf.session import Session
-from rlhf.sums import Sums
+from rlhf.journal import journal
+from rlhf.journal.sums import Sums
+from rlhf.loop.session import Session
 from rlhf.testing import tiny
 from rlhf.trainer import Loss
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.model import logits as chunks
+from rlhf.readouts import logits as chunks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_fused_cuda.py has these")
 CASES = [(1.0, None), (0.5, None), (1.0, 4.0), (0.5, 4.0)]
@@ -57,7 +57,7 @@ def test_rows_are_padded_with_zeros(shape: tuple[int, ...]) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("triton")
-    from rlhf.model import logits_triton
+    from rlhf.readouts import logits_triton
 
     monkeypatch.setattr(logits_triton, "BLOCK", 64)
     return logits_triton

@@ -20,13 +20,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.commands.merge import merge_command
 from rlhf.config.sections import Config, LoraConfig, ModelConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.adapter import merge_command
-from rlhf.model.export import save_model, save_tokenizer_and_config, verify_export
 from rlhf.model.load import CHATML, load_model
 from rlhf.model.packed import PackedModel
+from rlhf.model.save import save_model, save_tokenizer_and_config, verify_export
 
 SIZES = {
     "vocab_size": 40,

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import blank_batch
-from rlhf.model.rows import (
+from rlhf.model.unfold import (
     in_whole_blocks,
     padded_groups,
     padded_rows,

@@ -25,22 +25,22 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.commands.merge import merge_command
 from rlhf.config.sections import Config, LoraConfig, ModelConfig, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.adapter import merge_command
-from rlhf.model.export import (
+from rlhf.model.head import read_head
+from rlhf.model.load import load_model, model_shape
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import AttentionPath, choose_path
+from rlhf.model.save import (
     save_model,
     save_tokenizer_and_config,
     verify_export,
     with_padding,
 )
-from rlhf.model.head import read_head
-from rlhf.model.load import load_model, model_shape
-from rlhf.model.packed import PackedModel
-from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.readouts import scores, token_scores
 
 SIZES: dict[str, Any] = {

@@ -12,12 +12,12 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from rlhf.memory import LiveBytes
-from rlhf.model import fused
-from rlhf.model.norms import Formula, formula_of, fuse_norms
+from rlhf.memory.estimate import LiveBytes
+from rlhf.model.kernels import fused
+from rlhf.model.kernels.norms import Formula, formula_of, fuse_norms
 
 pytest.importorskip("triton")
-from rlhf.model.norms_triton import RMSNorm
+from rlhf.model.kernels.norms_triton import RMSNorm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(1, 5, 96), (1, 9, 4, 32), (3, 5000)]
@@ -47,7 +47,7 @@ def test_norms_and_their_gradients_are_those_of_transformers(
 
 
 def test_programs_share_the_rows_of_a_long_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf.model import norms_triton
+    from rlhf.model.kernels import norms_triton
 
     monkeypatch.setattr(norms_triton, "PROGRAMS", 2)
     monkeypatch.setattr(norms_triton, "ELEMENTS", 64)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_compiled import model, row
 
-from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
-from rlhf.memory import LiveBytes
+from rlhf.memory.estimate import LiveBytes
+from rlhf.model.kernels.offload import HostInputs, Kept
 from rlhf.model.load import check_recomputable
-from rlhf.model.offload import HostInputs, Kept
 from rlhf.model.packed import PackedModel
 from rlhf.model.trainable import recompute
+from rlhf.request.reader import read_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

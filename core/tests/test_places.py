@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf.places import new_folder, write_whole, writing
+from rlhf.folder.disk import new_folder, write_whole, writing
 
 
 def write_text() -> None:

@@ -8,10 +8,10 @@ from attrs import evolve
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
-from rlhf.model import logits
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
-from rlhf.readouts import (
+from rlhf.readouts import logits
+from rlhf.readouts.logprobs import (
     SummedLogprobs,
     answer_logprobs,
     hidden_at,

@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf import reference, reference_cache
-from rlhf.config.reader import read_config
 from rlhf.config.sections import (
     BatchConfig,
     Config,
@@ -29,11 +27,14 @@ from rlhf.data.tokenise import prepare
 from rlhf.demo import rows, scratch
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.gateway import build_gateways
-from rlhf.introduction import curve_line
 from rlhf.model.load import load_tokenizer
 from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
-from rlhf.run import Run
+from rlhf.reference import live as reference
+from rlhf.reference import table as reference_cache
+from rlhf.registry.gateway import build_gateways
+from rlhf.request.reader import read_config
+from rlhf.run.context import Run
+from rlhf.run.introduction import curve_line
 from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, Trainer
 

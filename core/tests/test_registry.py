@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import rlhf.registry
+import rlhf.registry.installed
 from rlhf.errors import RLHFError
-from rlhf.registry import (
+from rlhf.registry.installed import (
     demo_file,
     find,
     find_backend,
@@ -20,7 +20,7 @@ from rlhf.registry import (
 )
 
 Install = Callable[..., Path]
-KNOWN = Path(rlhf.registry.__file__).with_name("known_plugins.txt")
+KNOWN = Path(rlhf.registry.installed.__file__).with_name("known_plugins.txt")
 PLUGINS = Path(__file__).parents[2] / "plugins"
 
 
@@ -36,7 +36,7 @@ def known_plugins() -> str:
     for path in PLUGINS.glob("*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
         for group, entries in project["entry-points"].items():
-            kind = rlhf.registry.GROUPS[group]
+            kind = rlhf.registry.installed.GROUPS[group]
             lines += [f"{kind} {name} {project['name']}\n" for name in entries]
     return "".join(sorted(lines))
 
@@ -166,14 +166,14 @@ def test_no_backend_proposes_ours(install: Install) -> None:
 def test_a_record_of_another_kind_is_refused(toy: Path, install: Install) -> None:
     groups = {"trainers": {"wrong": "wrong_plugin:plugin", "plain": "wrong_plugin:other"}}
     source = """
-        from rlhf.records import TrainerPlugin
+        from rlhf.plugin import TrainerPlugin
         plugin = {}
         other = TrainerPlugin(config=int, trainer="a:b")
     """
     install("rlhf-wrong", groups, {"wrong_plugin": source})
     assert error_of(load_record, find("trainer", "wrong")) == (
         "trainer 'wrong' of rlhf-wrong 1.0: wrong_plugin:plugin is a dict, "
-        "not a rlhf.records.TrainerPlugin"
+        "not a rlhf.plugin.TrainerPlugin"
     )
     assert error_of(load_record, find("trainer", "plain")) == (
         "trainer 'plain' of rlhf-wrong 1.0: its config <class 'int'> is no attrs class"
@@ -183,7 +183,7 @@ def test_a_record_of_another_kind_is_refused(toy: Path, install: Install) -> Non
 def test_a_missing_requirement_of_a_record_is_named(install: Install) -> None:
     source = """
         import attrs
-        from rlhf.records import TrainerPlugin
+        from rlhf.plugin import TrainerPlugin
         Config = attrs.make_class("Config", {})
         plugin = TrainerPlugin(config=Config, trainer="a:b", requires=("rlhf-toy-extras>=2",))
     """

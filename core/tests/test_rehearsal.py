@@ -12,14 +12,14 @@ import torch
 from asking import on_accelerator, question, small_run
 from torch.utils.checkpoint import checkpoint
 
-from rlhf import rehearsal
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
-from rlhf.execute import ran_out
 from rlhf.hookspecs import hookimpl
-from rlhf.memory import GIB, Estimate, LiveBytes, gib
-from rlhf.rehearsal import StepBytes, step_bytes
-from rlhf.sums import weighted_loss
+from rlhf.journal.sums import weighted_loss
+from rlhf.memory import rehearsal
+from rlhf.memory.estimate import GIB, Estimate, LiveBytes, gib
+from rlhf.memory.rehearsal import StepBytes, step_bytes
+from rlhf.run.rank import ran_out
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, Term

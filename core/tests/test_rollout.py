@@ -12,8 +12,8 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.order import RunOrder, StepPlan
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.generate import Noise, grouped
-from rlhf.rollout import roll_out
+from rlhf.loop.rollout import roll_out
+from rlhf.run.generate import Noise, grouped
 
 
 class Rows(list[Example]):

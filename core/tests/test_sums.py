@@ -5,7 +5,7 @@ import torch
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.sums import Sums, poison_unless_finite, weighted_loss
+from rlhf.journal.sums import Sums, poison_unless_finite, weighted_loss
 from rlhf.trainer import Loss, Term
 
 

@@ -11,7 +11,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.order import StepPlan
 from rlhf.data.packing import filler, pack
 from rlhf.engine import Mesh
-from rlhf.survey import StepTotals, Survey
+from rlhf.loop.survey import StepTotals, Survey
 from rlhf.testing.ranks import Ranks, ranks_fixture
 from rlhf.trainer import Trainer
 

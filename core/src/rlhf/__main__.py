@@ -2,7 +2,7 @@
 
 import sys
 
-from rlhf.cli import main
+from rlhf.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

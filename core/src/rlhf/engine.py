@@ -2,7 +2,9 @@
 backend."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -10,7 +12,6 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
-from rlhf.deferred import Deferred
 
 Readout = Callable[..., Mapping[str, Tensor]]
 """`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
@@ -97,6 +98,26 @@ class Mesh:
             torch.distributed.barrier(device_ids=own)
 
 
+class Deferred:
+    """A copy of `values` [K] that has been started; `read` waits only for what is not there yet."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event = None
+        if values.device.type == "cpu":
+            self._host = values.detach().clone()
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values.detach(), non_blocking=True)
+        self._event = torch.get_device_module(values.device).Event()
+        self._event.record()
+
+    def read(self) -> list[float]:
+        """The values as floats."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
 @frozen(kw_only=True)
 class StepOutcome:
     """What one optimizer step did."""
@@ -157,3 +178,21 @@ class Engine(Protocol):
 
     def eval(self) -> None:
         """Dropout and recomputation off."""
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, or rows of them, as a tensor on `device`; `torch.tensor(..., device=...)` would wait
+    for it."""
+    host = torch.tensor(values)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def fused_on(kind: str) -> bool:
+    """Whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta device, on
+    which a run is rehearsed, speaks for the machine's accelerator."""
+    if kind == "meta":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return kind == "cuda" and find_spec("triton") is not None

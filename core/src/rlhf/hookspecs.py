@@ -104,7 +104,7 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:
         """Gather the weights on rank 0's host, one parameter at a time on the accelerator, and
-        write them with `rlhf.model.export.save_model(module, weights, directory)`. Returns True.
+        write them with `rlhf.model.save.save_model(module, weights, directory)`. Returns True.
         Collective."""
 
     @hookspec(firstresult=True)

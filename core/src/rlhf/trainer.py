@@ -58,7 +58,8 @@ class Trainer(abc.ABC):
     @abc.abstractmethod
     def setup(self, run: Any) -> None:
         """Load the models: `self.policy = run.load("policy")`. A second instance's may be called
-        with models that have shapes and no values, before any weight is read (`rlhf.rehearsal`)."""
+        with models that have shapes and no values, before any weight is read
+        (`rlhf.memory.rehearsal`)."""
 
     @abc.abstractmethod
     def loss(self, batch: PackedBatch) -> Loss:

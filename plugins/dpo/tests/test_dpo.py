@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import pytest
 
 import tiny
-from rlhf.config.reader import read_config
 from rlhf.demo import rows
-from rlhf.execute import run_rank
+from rlhf.request.reader import read_config
+from rlhf.run.rank import run_rank
 from rlhf.testing.conformance import Other, TrainerConformance
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.ranks import Ranks

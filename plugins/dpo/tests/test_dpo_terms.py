@@ -11,7 +11,7 @@ import torch
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
-from rlhf.sums import weighted_loss
+from rlhf.journal.sums import weighted_loss
 from rlhf_plugin_dpo import plugin
 from rlhf_plugin_dpo.config import DPOConfig, LossEntry
 from rlhf_plugin_dpo.trainer import DPOTrainer

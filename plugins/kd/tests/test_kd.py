@@ -18,10 +18,10 @@ from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
-from rlhf.divergence import Mixture
 from rlhf.errors import RLHFError
+from rlhf.journal.sums import weighted_loss
 from rlhf.model.head import Head
-from rlhf.sums import weighted_loss
+from rlhf.readouts.divergence import Mixture
 from rlhf.testing.conformance import Other, TrainerConformance
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.divergence import Mixture, WholeTeacher, divergence
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
+from rlhf.readouts.divergence import Mixture, WholeTeacher, divergence
 from rlhf_plugin_kd import losses
 from rlhf_plugin_kd.losses import (
     forward_kl,

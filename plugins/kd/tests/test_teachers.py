@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from rlhf import demo
-from rlhf.config.reader import read_config
 from rlhf.errors import RLHFError
+from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.conformance import STAGES, column, without_timings
 from rlhf.testing.ranks import shared

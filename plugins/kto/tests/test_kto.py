@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from rlhf import demo
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
-from rlhf.preparation import prepare_data
-from rlhf.sums import weighted_loss
+from rlhf.journal.sums import weighted_loss
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import prepare_data
 from rlhf.testing import tiny
 from rlhf_plugin_kto import plugin
 from rlhf_plugin_kto.config import KTOConfig

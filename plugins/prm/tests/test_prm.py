@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer
 from rlhf.data.packing import filler, pack
 from rlhf.demo import base_model_folder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.journal.sums import Sums, weighted_loss
 from rlhf.model.head import Head
-from rlhf.sums import Sums, weighted_loss
+from rlhf.request.reader import read_config
 from rlhf_plugin_prm import measures
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss

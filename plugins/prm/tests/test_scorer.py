@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
-from rlhf.config.reader import read_config
+from rlhf.commands.merge import merge_command
 from rlhf.errors import RLHFError
-from rlhf.model.adapter import merge_command
-from rlhf.preparation import prepare_data
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import prepare_data
 from rlhf.testing import tiny
 from rlhf.testing.ranks import shared
 from rlhf_plugin_prm.scorer import Scorer

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.config.reader import read_config
 from rlhf.data.example import Answer
 from rlhf.data.packing import filler, kind_of, pack
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.journal.sums import Sums, weighted_loss
 from rlhf.model.head import Head
-from rlhf.sums import Sums, weighted_loss
+from rlhf.request.reader import read_config
 from rlhf_plugin_rm import losses
 from rlhf_plugin_rm.config import RMConfig
 from rlhf_plugin_rm.trainer import RMTrainer

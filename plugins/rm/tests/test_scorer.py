@@ -9,9 +9,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf.commands.export import export_command
+from rlhf.commands.merge import merge_command
 from rlhf.errors import RLHFError
-from rlhf.export import export_command
-from rlhf.model.adapter import merge_command
 from rlhf.testing import tiny
 from rlhf.testing.ranks import shared
 from rlhf_plugin_rm.scorer import Scorer

@@ -9,8 +9,8 @@ import torch
 
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
+from rlhf.journal.sums import weighted_loss
 from rlhf.model.head import Head
-from rlhf.sums import weighted_loss
 from rlhf_plugin_sft.config import SFTConfig
 from rlhf_plugin_sft.trainer import SFTTrainer
 

@@ -1,4 +1,4 @@
-"""What a run is asked to do; `rlhf.config.reader` reads it."""
+"""What a run is asked to do; `rlhf.request.reader` reads it."""
 
 from rlhf.config.sections import Config
 

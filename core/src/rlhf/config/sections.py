@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.best import objective
+from rlhf.config.objective import objective
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)

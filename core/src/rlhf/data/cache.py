@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rlhf.places import writing
+from rlhf.folder.disk import writing
 
 POLL_SECONDS = 0.2
 OURS = (

@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, SurveyRows
-from rlhf.data.schedule import Rows
 
 NO_STATE_EVERY = 1 << 30
 """The plan is the only truth about where a run is, so the loader's own state is never carried

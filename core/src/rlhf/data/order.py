@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples, Packable
+from rlhf.data.layout import Rows, costs, layout, steps
 from rlhf.data.packing import pack
-from rlhf.data.schedule import Rows, costs, layout, steps
 
 if TYPE_CHECKING:
     from rlhf.engine import Mesh

@@ -1,42 +1,14 @@
-"""Exported models opened again, and `rlhf merge`: an adapter folded into its base."""
+"""Exported models opened again."""
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoConfig
 
 from rlhf.errors import RLHFError
 from rlhf.model.task import FORMS, Form
 from rlhf.model.trainable import adapter_settings, load_adapter
 from rlhf.model.weights import first_line, quiet
-from rlhf.places import new_folder
-
-
-def merge_command(adapter: str, output: str) -> int:
-    """Write base plus adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
-
-    `adapter` is an adapter folder, or a run folder whose `model/` is one.
-    """
-    disable_progress_bar()
-    with new_folder(Path(output)) as target:
-        source = adapter_folder(Path(adapter))
-        base = _merge(source, target)
-    print(f"merged {source} into {base} and wrote {output}")
-    return 0
-
-
-def _merge(source: Path, target: Path) -> str:
-    """Fill the empty folder `target`; the name of the base."""
-    settings = adapter_settings(str(source))
-    merged = exported_model(source, form_of(settings.task_type)).merge_and_unload()
-    merged.save_pretrained(target)
-    if (source / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    if (source / "generation_config.json").is_file():
-        text = (source / "generation_config.json").read_text(encoding="utf-8")
-        (target / "generation_config.json").write_text(text, encoding="utf-8")
-    return str(settings.base_model_name_or_path)
 
 
 def exported_model(folder: Path, form: Form, *, dtype: Any = "auto") -> Any:
@@ -76,11 +48,3 @@ def exported_model(folder: Path, form: Form, *, dtype: Any = "auto") -> Any:
 def form_of(task_type: str | None) -> Form:
     """The task that peft calls so."""
     return next((form for form in FORMS.values() if form.peft == task_type), FORMS["causal"])
-
-
-def adapter_folder(path: Path) -> Path:
-    """The folder with the adapter's config."""
-    for folder in (path, path / "model"):
-        if (folder / "adapter_config.json").is_file():
-            return folder
-    raise RLHFError(f"{path} is no adapter folder: it has no adapter_config.json")

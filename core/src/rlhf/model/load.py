@@ -10,13 +10,12 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, ModelShape, Plan
+from rlhf.engine import Mesh, ModelShape, Plan, fused_on
 from rlhf.errors import RLHFError
-from rlhf.kernels import fused_on
-from rlhf.model.compiled import check_compilable, compiles, rehearse_compiled
-from rlhf.model.fused import check_forgettable, check_fusible, fuse, products_of
-from rlhf.model.gates import forget_products
 from rlhf.model.head import read_head
+from rlhf.model.kernels.compiled import check_compilable, compiles, rehearse_compiled
+from rlhf.model.kernels.fused import check_forgettable, check_fusible, fuse, products_of
+from rlhf.model.kernels.gates import forget_products
 from rlhf.model.packed import PackedModel, decoder
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 from rlhf.model.trainable import four_bits, prepare_trainable

@@ -15,7 +15,7 @@ from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.head import read_head
 from rlhf.model.masks import Tree, TreeTokens
-from rlhf.model.rows import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
+from rlhf.model.unfold import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
 
 PathName = Literal["tree", "packed", "padded", "separate"]
 """tree: a prompt once for all its answers; packed: every answer with its own copy of the prompt,

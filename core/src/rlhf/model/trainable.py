@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.model.offload import HostInputs
+from rlhf.model.kernels.offload import HostInputs
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.weights import first_line
 

@@ -23,8 +23,8 @@ import yaml
 from attrs import define, field, frozen
 
 from rlhf import demo
-from rlhf.config.reader import read_config, to_tree
-from rlhf.registry import load_object
+from rlhf.registry.installed import load_object
+from rlhf.request.reader import read_config, to_tree
 from rlhf.testing import tiny
 from rlhf.testing.ranks import shared
 from rlhf.testing.tiny import Metrics
@@ -127,7 +127,7 @@ class TrainerConformance:
 
     def test_the_record_imports_neither_torch_nor_transformers(self) -> None:
         code = (
-            "import sys; from rlhf.config.reader import read_config; "
+            "import sys; from rlhf.request.reader import read_config; "
             f"read_config({self.trainer!r}, inputs=False); "
             "print(sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)))"
         )

@@ -19,7 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh, ModelShape, Plan, Readout, StepOutcome
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import hookimpl
-from rlhf.model.export import save_model
+from rlhf.model.save import save_model
 
 FILE = "plain.pt"
 

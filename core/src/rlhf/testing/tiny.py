@@ -15,21 +15,21 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf import demo
-from rlhf.config.reader import read_config
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
-from rlhf.execute import run_rank
-from rlhf.gateway import build_gateways
-from rlhf.headroom import Headroom
 from rlhf.hookspecs import hookimpl
-from rlhf.loop import take_step
+from rlhf.loop.rollout import roll_out
+from rlhf.loop.session import Session
+from rlhf.loop.steps import take_step
+from rlhf.memory.fit import Headroom
+from rlhf.memory.rehearsal import largest, step_bytes
 from rlhf.model.packed import PathName
-from rlhf.preparation import headroom, prepare_data, set_up
-from rlhf.rehearsal import largest, step_bytes
-from rlhf.rollout import roll_out
-from rlhf.session import Session
+from rlhf.registry.gateway import build_gateways
+from rlhf.request.reader import read_config
+from rlhf.run.preparation import headroom, prepare_data, set_up
+from rlhf.run.rank import run_rank
 from rlhf.testing.plain import PlainBackend, PlainEngine
 
 Metrics = list[dict[str, Any]]

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.hookspecs import hookimpl
-from rlhf.model.export import save_model
+from rlhf.model.save import save_model
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.batch import PackedBatch
-from rlhf.deferred import Deferred
-from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
+from rlhf.engine import Deferred, LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf_plugin_deepspeed.ahead import fence_of, run_ahead
 from rlhf_plugin_deepspeed.bookkeeping import remember_parameters
 from rlhf_plugin_deepspeed.broadcasts import broadcast_beside_forward

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rlhf.kernels import fused_on
+from rlhf.engine import fused_on
 
 CHUNK = 1 << 24
 """Elements that are in float32 at the same time where there is no fused kernel."""

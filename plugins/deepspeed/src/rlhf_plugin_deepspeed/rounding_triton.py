@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf.deferred import on_device
+from rlhf.engine import on_device
 
 PIECE = 1 << 28
 """Elements of a piece: places in it are 32-bit counters of the random numbers."""

@@ -6,7 +6,7 @@ from attrs import evolve
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
-from rlhf.memory import gib
+from rlhf.memory.estimate import gib
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states

@@ -1,6 +1,6 @@
 """Direct preference optimisation: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_dpo.config import DPOConfig, check
 
 plugin = TrainerPlugin(

@@ -1,6 +1,6 @@
 """Knowledge distillation: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_kd.config import KDConfig, check
 
 plugin = TrainerPlugin(

@@ -8,7 +8,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.load import load_tokenizer, read_architecture
-from rlhf.teacher_cache import CachedTeacher, cached_teacher, running_teacher
+from rlhf.reference.teacher import CachedTeacher, cached_teacher, running_teacher
 from rlhf_plugin_kd.config import KDConfig
 
 

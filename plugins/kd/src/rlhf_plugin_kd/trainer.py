@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.divergence import Mixture, distil, divergence
-from rlhf.teacher_cache import CachedTeacher
+from rlhf.readouts.divergence import Mixture, distil, divergence
+from rlhf.reference.teacher import CachedTeacher
 from rlhf.trainer import Loss, Term, Trainer
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure

@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_kto.config import KTOConfig, check
 
 plugin = TrainerPlugin(

@@ -1,6 +1,6 @@
 """Process reward models: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_prm.config import PRMConfig
 
 plugin = TrainerPlugin(

@@ -1,6 +1,6 @@
 """Reward models: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_rm.config import RMConfig, check
 
 plugin = TrainerPlugin(

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the record that the registry reads first."""
 
-from rlhf.records import TrainerPlugin
+from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_sft.config import SFTConfig
 
 plugin = TrainerPlugin(

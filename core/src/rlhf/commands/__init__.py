@@ -1,0 +1,1 @@
+"""One file per command of `rlhf`; imported by nobody else."""

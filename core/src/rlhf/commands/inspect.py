@@ -1,0 +1,139 @@
+"""`rlhf inspect NAME ...`: the rows as the model sees them, and how they fill the micro-batches; no
+weights are read."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from rlhf.config.sections import Config
+from rlhf.data.example import Example
+from rlhf.data.order import RunOrder
+from rlhf.data.packing import PER_TOKEN, kind_of
+from rlhf.data.tokenise import Examples
+from rlhf.engine import Mesh
+from rlhf.request.reader import Request
+from rlhf.run.preparation import prepare_data
+
+SHOWN_ROWS = 3
+SHOWN_STEPS = 50
+SHOWN_TOKENS = 400
+"""Of a longer stretch of one kind the middle is left out."""
+BINS, BAR = 8, 40
+PROMPT, TRAINED, UNTRAINED = "dim", "green", "yellow"
+
+
+def inspect_command(request: Request, console: Console | None = None) -> int:
+    """Show the rows, their lengths and the fill of the micro-batches on one device. Returns the
+    exit code 0."""
+    console = console or Console(highlight=False)
+    data = prepare_data(request)
+    config = data.settled(request.config)
+    train, tokenizer = data.train, data.trainer.tokenizer
+    for which, examples in (("train", train), ("eval", data.eval)):
+        if examples is None:
+            continue
+        console.print(Text(f"{which}: {examples.report}", style="bold"))
+        for reason, rows in examples.report.lost.items():
+            console.print(Text(f"  {reason.replace('_', ' ')}: {', '.join(rows)}", style=UNTRAINED))
+    console.print(_legend())
+    for number in range(min(SHOWN_ROWS, len(train))):
+        show_example(train[number], train.name(number), tokenizer, console)
+    console.print(Text("\ntokens per example", style="bold"))
+    show_histogram(train.lengths, console)
+    show_fill(train, config, console)
+    return 0
+
+
+def show_example(example: Example, name: str, tokenizer: Any, console: Console) -> None:
+    """One tree: its prompt, then its answers, each stretch in the colour of what is done with
+    it."""
+    sizes = " + ".join(str(len(answer.tokens)) for answer in example.answers)
+    console.print(
+        Text(f"\n{name}: {len(example.prompt)} prompt tokens, {sizes} in answers", style="bold")
+    )
+    text = Text()
+    text.append_text(_stretch(example.prompt, tokenizer, PROMPT))
+    for number, answer in enumerate(example.answers, start=1):
+        if len(example.answers) > 1:
+            text.append(f"\n[answer {number}] ", style="bold")
+        mask = (
+            np.ones(len(answer.tokens), bool)
+            if answer.trained is None
+            else np.asarray(answer.trained)
+        )
+        labels = _labels(example, number - 1)
+        edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, len(mask)})
+        for low, high in itertools.pairwise([0, *edges]):
+            style = TRAINED if mask[low] else UNTRAINED
+            text.append_text(_stretch(answer.tokens[low:high], tokenizer, style))
+            text.append(labels.get(high, ""), style="bold")
+    console.print(text)
+    for key, value in example.values.items():
+        if kind_of(value) != PER_TOKEN:
+            console.print(Text(f"{key}: {_brief(value)}", style=PROMPT))
+
+
+def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
+    """How many examples have how many tokens, as bars."""
+    counts, edges = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        bar = "#" * round(BAR * count / counts.max())
+        console.print(Text(f"  {int(np.ceil(low)):>7} to {int(high):>7}  {bar} {count:,}"))
+
+
+def show_fill(examples: Examples, config: Config, console: Console) -> None:
+    """How many micro-batches a step takes on one device, and how full they are."""
+    order = RunOrder.for_training(examples, config, Mesh(device=torch.device("cpu")))
+    plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
+    micro = [len(plan.micro) for plan in plans]
+    tokens = sum(int(plan.lengths.sum()) for plan in plans)
+    fill = tokens / (sum(micro) * config.batch.budget)
+    console.print(
+        Text(
+            f"\n{order.steps_per_epoch:,} steps of {config.batch.size} examples per epoch; "
+            f"on one device {min(micro)} to {max(micro)} micro-batches per step, "
+            f"{100 * fill:.0f} % of batch.tokens {config.batch.budget} filled; "
+            f"{tokens / len(plans):,.0f} tokens per step"
+        )
+    )
+
+
+def _labels(example: Example, answer: int) -> dict[int, str]:
+    """The values per token of an answer, by the number of tokens after which they are shown."""
+    shown: dict[int, str] = {}
+    for name, value in example.values.items():
+        if kind_of(value) == PER_TOKEN:
+            row = np.asarray(value[answer], float)
+            for place in np.flatnonzero(~np.isnan(row)).tolist():
+                shown[place + 1] = f"{shown.get(place + 1, '')}[{name} {row[place]:g}]"
+    return shown
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        "\n", ("prompt", PROMPT), "  ", ("trained on", TRAINED), "  ", ("not trained on", UNTRAINED)
+    )
+
+
+def _stretch(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
+    """The tokens as text, special ones too; bytes that are no characters as a replacement mark."""
+    ids = [int(token) for token in tokens]
+    if len(ids) <= SHOWN_TOKENS:
+        return Text.assemble((tokenizer.decode(ids), style))
+    half = SHOWN_TOKENS // 2
+    left_out = f" ... {len(ids) - 2 * half} tokens ... "
+    return Text.assemble(
+        (tokenizer.decode(ids[:half]), style), left_out, (tokenizer.decode(ids[-half:]), style)
+    )
+
+
+def _brief(value: Any) -> str:
+    if not hasattr(value, "__len__"):
+        return f"{value:g}"
+    return f"[{', '.join(map(_brief, value))}]"

@@ -1,0 +1,45 @@
+"""`rlhf merge`: a LoRA adapter folded into its base model."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rlhf.errors import RLHFError
+from rlhf.folder.disk import new_folder
+from rlhf.model.adapter import exported_model, form_of
+from rlhf.model.trainable import adapter_settings
+
+
+def merge_command(adapter: str, output: str) -> int:
+    """Write base plus adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
+
+    `adapter` is an adapter folder, or a run folder whose `model/` is one.
+    """
+    disable_progress_bar()
+    with new_folder(Path(output)) as target:
+        source = adapter_folder(Path(adapter))
+        base = _merge(source, target)
+    print(f"merged {source} into {base} and wrote {output}")
+    return 0
+
+
+def _merge(source: Path, target: Path) -> str:
+    """Fill the empty folder `target`; the name of the base."""
+    settings = adapter_settings(str(source))
+    merged = exported_model(source, form_of(settings.task_type)).merge_and_unload()
+    merged.save_pretrained(target)
+    if (source / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    if (source / "generation_config.json").is_file():
+        text = (source / "generation_config.json").read_text(encoding="utf-8")
+        (target / "generation_config.json").write_text(text, encoding="utf-8")
+    return str(settings.base_model_name_or_path)
+
+
+def adapter_folder(path: Path) -> Path:
+    """The folder with the adapter's config."""
+    for folder in (path, path / "model"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    raise RLHFError(f"{path} is no adapter folder: it has no adapter_config.json")

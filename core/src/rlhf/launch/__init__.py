@@ -1,0 +1,1 @@
+"""Ranks are started, joined and signalled."""

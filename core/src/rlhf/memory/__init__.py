@@ -1,0 +1,1 @@
+"""What a step takes of a device, and what is chosen from it."""

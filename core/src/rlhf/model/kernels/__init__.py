@@ -1,0 +1,1 @@
+"""Fused, compiled and recomputed layers."""

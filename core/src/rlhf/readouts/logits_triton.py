@@ -1,0 +1,114 @@
+"""The Triton kernels of `rlhf.readouts.logits`: logits are read once forward, and once backward
+overwritten by their derivative.
+
+The normaliser is kept while a row goes by (Milakov and Gimelshein, arXiv 1805.02867), the entropy
+likewise: with m the largest value so far and s = sum(exp(x - m)), t = sum(exp(x - m) * (x - m)), a
+new largest value m' turns s into s * exp(m - m') and t into (t + s * (m - m')) * exp(m - m').
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+
+
+def read_rows(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Normaliser, log-probability of the target, entropy and whether the target is the likeliest
+    token (the first of several): [4, n] in float32, of logits [n, V]."""
+    rows, vocabulary = logits.shape
+    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _read[(rows,)](
+            logits, targets, found, logits.stride(0), rows, scale, softcap or 1.0,
+            VOCABULARY=vocabulary, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return found
+
+
+def pull_rows_(
+    logits: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    gradient: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Logits [n, V] turned in place into the derivative of the targets' log-probabilities weighted
+    by `gradient` [n]."""
+    rows, vocabulary = logits.shape
+    if rows:
+        _pull[(rows, triton.cdiv(vocabulary, BLOCK))](
+            logits, targets, normaliser, gradient.contiguous(), logits.stride(0), scale,
+            softcap or 1.0, VOCABULARY=vocabulary, CAPPED=softcap is not None,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return logits
+
+
+@triton.jit
+def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]  # noqa: N803
+    x = raw.to(tl.float32) * scale
+    if CAPPED:
+        # tanh by the exponential, which is exact enough at both ends.
+        x = cap * (1 - 2 / (tl.exp(2 * x / cap) + 1))
+    return x
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    logits, targets, found, stride, rows, scale, cap,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    target = tl.load(targets + row)
+    most = float("-inf")
+    likeliest = VOCABULARY
+    total = 0.0
+    tilted = 0.0
+    for first in range(0, VOCABULARY, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < VOCABULARY
+        x = _value(tl.load(start + place, mask=inside, other=0.0), scale, cap, CAPPED)
+        x = tl.where(inside, x, float("-inf"))
+        here = tl.max(x, 0)
+        nearest = tl.min(tl.where(x == here, place, VOCABULARY), 0)
+        likeliest = tl.where(here > most, nearest, likeliest)
+        new = tl.maximum(most, here)
+        shrunk = tl.where(total > 0, tl.exp(most - new), 0.0)
+        moved = tl.where(total > 0, total * (most - new), 0.0)
+        exponential = tl.exp(x - new)
+        tilted = (tilted + moved) * shrunk + tl.sum(
+            tl.where(inside, exponential * (x - new), 0.0), 0
+        )
+        total = total * shrunk + tl.sum(exponential, 0)
+        most = new
+    normaliser = tl.log(total) + most
+    at = _value(tl.load(start + target), scale, cap, CAPPED)
+    tl.store(found + row, normaliser)
+    tl.store(found + rows + row, at - normaliser)
+    tl.store(found + 2 * rows + row, tl.log(total) - tilted / total)
+    tl.store(found + 3 * rows + row, (likeliest == target).to(tl.float32))
+
+
+@triton.jit
+def _pull(  # type: ignore[no-untyped-def]
+    logits, targets, normaliser, gradient, stride, scale, cap,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < VOCABULARY
+    here = logits + row * stride + place
+    x = _value(tl.load(here, mask=inside, other=0.0), scale, cap, CAPPED)
+    change = tl.where(place == tl.load(targets + row), 1.0, 0.0)
+    change -= tl.exp(x - tl.load(normaliser + row))
+    change *= tl.load(gradient + row) * scale
+    if CAPPED:
+        change *= 1 - (x / cap) * (x / cap)
+    tl.store(here, change.to(logits.dtype.element_ty), mask=inside)

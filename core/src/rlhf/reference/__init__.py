@@ -1,0 +1,1 @@
+"""References and teachers, live or cached on disk."""

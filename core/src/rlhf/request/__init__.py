@@ -1,0 +1,1 @@
+"""The words of a command line and a YAML file become one checked configuration."""

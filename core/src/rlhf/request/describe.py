@@ -1,0 +1,75 @@
+"""A configuration as YAML with the documentation of its fields."""
+
+import ast
+import functools
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import attrs
+import yaml
+
+from rlhf.config.structure import expected, section_class
+from rlhf.request.reader import Request, to_tree
+
+
+def describe(request: Request) -> str:
+    """YAML with every value in force; it reads back to the same configuration."""
+    config = request.config
+    head = [f"The configuration of `rlhf run {request.name}`.", *request.notes]
+    return "\n".join([*_comment(" ".join(head)), *_lines(type(config), to_tree(config)), ""])
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a class, its bases included, read from the source."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        body = _class_bodies(base.__module__).get(base.__name__, [])
+        for line, below in itertools.pairwise(body):
+            match line, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    source = getattr(sys.modules[module], "__file__", None) or ""
+    tree = ast.parse(Path(source).read_text() if source.endswith(".py") else "")
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Iterator[str]:
+    """A section that is off shows its fields as comments."""
+    for item in attrs.fields(cls):
+        section, value = section_class(item.type), tree[item.name]
+        yield from gap
+        if section is None:
+            yield from _comment(_doc(cls, item))
+            flow = yaml.safe_dump(
+                {item.name: value}, default_flow_style=True, sort_keys=False, width=10**6
+            )
+            yield flow[1:-2]
+            continue
+        yield from _comment(" ".join((section.__doc__ or "").split()))
+        yield f"{item.name}: null" if value is None else f"{item.name}:"
+        for line in _lines(section, to_tree(section()) if value is None else value, ()):
+            off = value is None and not line.startswith("#")
+            yield f"  {'# ' * off}{line}"
+
+
+def _doc(cls: type, item: attrs.Attribute) -> str:
+    doc = field_docs(cls).get(item.name, "")
+    entries = next(filter(attrs.has, get_args(item.type)), None)
+    if entries is not None:
+        doc += f" An entry has {', '.join(each.name for each in attrs.fields(entries))}."
+    choices = [kind for kind in (item.type, *get_args(item.type)) if get_origin(kind) is Literal]
+    return f"{doc} ({expected(item.type)})" if choices else doc
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, 96)]

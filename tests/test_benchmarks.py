@@ -1,12 +1,16 @@
 """The benchmarks run, on the smallest shapes: how fast is nothing that a test could say."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NEXT = math.nextafter(0.1, 1)
 
 
 def run(script: str, *words: str) -> str:
@@ -47,3 +51,31 @@ def test_the_step_is_measured_against_a_bare_loop(tmp_path: Path) -> None:
     (found,) = json.loads(numbers.read_text())
     assert found["bare"] > 0
     assert table.splitlines()[-1].startswith("| 0 | ")
+
+
+@pytest.mark.matrix
+def test_bits_of_a_run_are_recorded_and_equal_those_of_the_same_run(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("before.json", "after.json")]
+    for file in files:
+        run("bits.py", "record", str(file), "--only", "one rank")
+    (record,) = json.loads(files[0].read_text()).values()
+    assert [line["step"] for line in record["metrics"]] == [1, 2, 3, 4, 5, 6, 7, 7]
+    assert record["weights"]
+    assert "| one rank | 8 | " in run("bits.py", "compare", *map(str, files))
+
+
+def test_one_bit_that_differs_is_named(tmp_path: Path) -> None:
+    record = {"metrics": [{"step": 1, "loss": 0.1}], "weights": {"head": "0a"}}
+    changes = {
+        "step 1 loss: 0.1, then 0.10000000000000002": {"metrics": [{"step": 1, "loss": NEXT}]},
+        "weight head": {"weights": {"head": "0b"}},
+        "1 lines of metrics, then 0": {"metrics": []},
+    }
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(json.dumps({"one": record}))
+    for difference, change in changes.items():
+        after.write_text(json.dumps({"one": record | change}))
+        command = [sys.executable, str(BENCHMARKS / "bits.py"), "compare", str(before), str(after)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert done.stdout.endswith(f" | {difference} |\n")

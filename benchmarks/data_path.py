@@ -111,7 +111,7 @@ class Empty:
 class Demonstrations(Trainer):
     """A trainer that takes rows as they come."""
 
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers)

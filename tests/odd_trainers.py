@@ -14,7 +14,7 @@ from rlhf.trainer import Loss, Term, Trainer
 class SurveyTrainer(Trainer):
     """A loss that is no sum over micro-batches: each answer against the mean of the whole step."""
 
-    rows = "demonstration"
+    row_format = "demonstration"
     asked = 0
 
     def example(self, row: Any) -> Example:
@@ -77,7 +77,7 @@ class HoardingTrainer(SurveyTrainer):
 class PoisonedTrainer(Trainer):
     """Not a number for the row whose answer is the longest."""
 
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row: Any) -> Example:
         poison = float("the poisoned row" in str(row.columns))
@@ -95,7 +95,7 @@ class PoisonedTrainer(Trainer):
 class GreedyTrainer(Trainer):
     """Wants more memory than there is, as an accelerator would say it."""
 
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers)

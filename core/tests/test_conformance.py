@@ -35,7 +35,7 @@ from rlhf.readouts import token_logprobs
 from rlhf.trainer import Loss, Term, Trainer
 
 class Sound(Trainer):
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row):
         return Example(row.prompt, row.answers)

@@ -30,7 +30,7 @@ class Plain(Trainer):
 
     def example(self, row: Any) -> Example:
         self.seen.append(row)
-        values = {"label": [label_per_token(row)]} if self.rows == "stepwise" else {}
+        values = {"label": [label_per_token(row)]} if self.row_format == "stepwise" else {}
         return Example(row.prompt, row.answers, values)
 
     def setup(self, run: Any) -> None: ...
@@ -39,7 +39,7 @@ class Plain(Trainer):
 
 def made(format: str, entry: DataEntry, **data: Any) -> tuple[list[Row], Any, Any]:
     """The rows, the examples and the tokenizer of one entry, with the demo's base model."""
-    trainer_class = type("OfFormat", (Plain,), {"rows": format, "seen": []})
+    trainer_class = type("OfFormat", (Plain,), {"row_format": format, "seen": []})
     data = {"max_tokens": 1 << 14, "processes": 1, **data}
     config = Config(data=DataConfig(train=(entry,), **data), batch=BatchConfig(tokens=1 << 14))
     tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())

@@ -27,7 +27,7 @@ NUM_ROWS = 53
 class Numbers(Trainer):
     """Rows of different lengths."""
 
-    rows = None
+    row_format = None
 
     def example(self, row: Any) -> Example:
         if row["number"] == self.config.deadly:
@@ -83,7 +83,7 @@ def examples(config: Config) -> Examples:
 class Surveying(Numbers):
     """A survey of each prompt with another row's answer."""
 
-    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Mismatched:
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Mismatched:
         return Mismatched(examples, draw)
 
     def survey(self, batch: Any) -> Any: ...

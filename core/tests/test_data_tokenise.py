@@ -38,7 +38,7 @@ class Section:
 
 
 class Demonstrations(Trainer):
-    rows: ClassVar[str | None] = "demonstration"
+    row_format: ClassVar[str | None] = "demonstration"
     calls = 0
 
     def example(self, row: Any) -> Example:
@@ -52,7 +52,7 @@ class Demonstrations(Trainer):
 class Raw(Demonstrations):
     """Takes raw rows: two answers with values of every kind."""
 
-    rows = None
+    row_format = None
 
     def example(self, row: Any) -> Example:
         number = row["number"]

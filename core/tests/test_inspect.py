@@ -23,7 +23,7 @@ from rlhf.data.example import Example
 from rlhf.trainer import Trainer
 
 class OwnTrainer(Trainer):
-    rows = "demonstration"
+    row_format = "demonstration"
     def example(self, row):
         return Example(row.prompt, row.answers)
     def setup(self, run): ...

@@ -52,7 +52,7 @@ class PairConfig(Config):
 class Pairs(Trainer):
     """What makes trees of pairs, for data alone."""
 
-    rows = "preference"
+    row_format = "preference"
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers)

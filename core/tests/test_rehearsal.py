@@ -103,7 +103,7 @@ class Chain:
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
         self.again = again
 
-    def surveys(self) -> bool:
+    def needs_survey(self) -> bool:
         return False
 
     def loss(self, batch: Any) -> Loss:

@@ -90,7 +90,7 @@ class OfFormat(Trainer):
     """Takes the rows of any format as they come; `rows` is set by `made`."""
 
     def example(self, row: Any) -> Example:
-        values = {"label": [label_per_token(row)]} if self.rows == "stepwise" else {}
+        values = {"label": [label_per_token(row)]} if self.row_format == "stepwise" else {}
         return Example(row.prompt, row.answers, values)
 
     def setup(self, run: Any) -> None: ...
@@ -102,7 +102,7 @@ def made(
 ) -> Examples:
     """The examples of rows that are written to `path`."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kind = type("OfFormat", (OfFormat,), {"rows": format})
+    kind = type("OfFormat", (OfFormat,), {"row_format": format})
     config = Config(data=DataConfig(train=(DataEntry(path=str(path)),), **data))
     trainer = kind(section or Section(), TOKENIZER)
     return prepare(config, trainer, TOKENIZER, which="train")

@@ -39,7 +39,7 @@ class Loss:
 class Trainer(abc.ABC):
     """A workflow. Subclasses implement `example`, `setup` and `loss`; the rest is optional."""
 
-    rows: ClassVar[str | None] = None
+    row_format: ClassVar[str | None] = None
     """The row format that core turns into token ids before `example` sees it
     (`rlhf.data.formats`), or None for the raw row."""
     renders_whole: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class Trainer(abc.ABC):
         examples, they stand in `batch.step`."""
         return {}
 
-    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Packable:
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
         """What `survey` sees: by default the loss's own examples, in the loss's own micro-batches.
 
         Another sequence of the same length (`rlhf.data.mismatch.Mismatched`, say) is packed for the
@@ -84,7 +84,7 @@ class Trainer(abc.ABC):
         """What the user should know about the training rows before the first step, a line each."""
         return ()
 
-    def surveys(self) -> bool:
+    def needs_survey(self) -> bool:
         """Whether `survey` is to run: where a trainer has one, unless its settings need none."""
         return type(self).survey is not Trainer.survey
 
@@ -95,7 +95,7 @@ class Trainer(abc.ABC):
         same. Collective."""
         return examples
 
-    def rolls_out(self) -> bool:
+    def needs_rollout(self) -> bool:
         """Whether `rollout` is to run: where a trainer has one, unless its settings need none."""
         return type(self).rollout is not Trainer.rollout
 

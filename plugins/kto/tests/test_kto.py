@@ -141,8 +141,8 @@ def test_a_side_without_rows_has_no_mean() -> None:
 def test_the_survey_is_of_the_policy_against_the_reference() -> None:
     values = trainer().survey(pack(ROWS, [0, 2]))
     assert values["kl"].tolist() == [2.0, 3.0]
-    assert trainer().surveys()
-    assert not trainer(loss="apo_zero_unpaired").surveys()
+    assert trainer().needs_survey()
+    assert not trainer(loss="apo_zero_unpaired").needs_survey()
 
 
 def test_apo_zero_asks_for_no_survey_and_has_no_divergence() -> None:

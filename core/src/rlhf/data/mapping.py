@@ -50,9 +50,9 @@ class RowsToTrees:
         return trees.to_table(out)
 
     def _rows(self, raw: Sequence[RawRow]) -> Sequence[Sequence[Row | Mapping[str, Any]]]:
-        if self.trainer.rows is None:
+        if self.trainer.row_format is None:
             return [[row.columns] for row in raw]
-        return format_of(self.trainer.rows)(raw, self.reader)
+        return format_of(self.trainer.row_format)(raw, self.reader)
 
     def _tree(self, raw: RawRow, number: int, line: int, item: Row | Mapping[str, Any]) -> Tree:
         example = self.trainer.example(item)

@@ -170,12 +170,12 @@ class RunOrder:
     def surveyed(self, epoch: int) -> Packable:
         """The examples that the survey sees in this epoch: those of the loss where it has no
         others, or where a rollout makes them."""
-        if self.trainer is None or self.trainer.rolls_out() or not self.trainer.surveys():
+        if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
             return self.examples
         if epoch not in self._surveyed:
             draw = np.random.Generator(np.random.PCG64([self.seed, epoch, SURVEY_STREAM]))
             self._surveyed.clear()
-            self._surveyed[epoch] = self.trainer.surveyed(self.examples, draw)
+            self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
 
     def row_names(self, numbers: Iterable[int]) -> str:

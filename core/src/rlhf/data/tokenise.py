@@ -38,7 +38,7 @@ def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> 
     and for an example larger than `batch.tokens`.
     """
     entries: Sequence[DataEntry] = getattr(config.data, which)
-    format = trainer.rows or "raw"
+    format = trainer.row_format or "raw"
     made = [
         _prepare_entry(Source(entry, which, format), place, config, trainer, tokenizer)
         for place, entry in enumerate(entries)

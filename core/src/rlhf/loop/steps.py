@@ -65,7 +65,7 @@ def take_steps(
     source = batches_from(
         order,
         first_step=first_step,
-        workers=0 if session.trainer.rolls_out() else config.data.workers,
+        workers=0 if session.trainer.needs_rollout() else config.data.workers,
         pin=engine.device.type == "cuda",
     )
     if first_step == 0 and config.train.eval_at_start:
@@ -78,7 +78,7 @@ def take_steps(
     while step < session.num_steps and reason is None:
         trace.before(step)
         plan = order.step(step)
-        if session.trainer.rolls_out():
+        if session.trainer.needs_rollout():
             plan, batches = roll_out(session.trainer, order, plan, session.mesh)
         else:
             batches = list(itertools.islice(source, plan.num_batches))
@@ -164,7 +164,7 @@ def surveyed(
     """The loss's batches on the device, with what the survey found, and what is counted over the
     whole step. Collective."""
     batches = [batch.to(session.engine.device) for batch in given]
-    if not session.trainer.surveys():
+    if not session.trainer.needs_survey():
         return batches, plan.totals
     seen, batches = batches[: len(plan.survey)], batches[len(plan.survey) :]
     batches = session.survey.take(batches, plan, seen=seen)

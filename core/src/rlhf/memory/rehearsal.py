@@ -139,7 +139,7 @@ def step_bytes(
     hooks = [weight.register_post_accumulate_grad_hook(let_go) for weight in trained]
     try:
         with LiveBytes(known=weights) as counter:
-            if trainer.surveys():
+            if trainer.needs_survey():
                 batch = attrs.evolve(batch, step=_surveyed(trainer, batch))
             loss = trainer.loss(batch)
             total = weighted_loss(loss, {term.per: 1.0 for term in loss.terms})

@@ -51,7 +51,7 @@ class Data:
         example, and every one that a rollout may make."""
         if config.batch.tokens != "auto":
             return config
-        made = config.data.max_tokens if self.trainer.rolls_out() else 0
+        made = config.data.max_tokens if self.trainer.needs_rollout() else 0
         tokens = max(START, made, *(int(part.lengths.max()) for part in self.parts))
         return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
 
@@ -102,7 +102,7 @@ def _check_tokens(data: Data, config: Config) -> None:
     trainer, known = data.trainer, known_tokens(config)
     tokenizer = trainer.tokenizer
     # Only a trainer of raw rows can make up tokens that the tokenizer does not have.
-    made_up = trainer.rows is None
+    made_up = trainer.row_format is None
     if known is None or (not made_up and max(tokenizer.get_vocab().values()) < known):
         return
     for part in data.parts:

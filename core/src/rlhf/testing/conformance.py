@@ -200,7 +200,7 @@ class TrainerConformance:
 
 def make_bench(kit: type[TrainerConformance], folder: Path) -> Bench:
     """Models, rows and command line in `folder`, which is empty."""
-    format = load_object(read_config(kit.trainer, inputs=False).plugin.trainer).rows
+    format = load_object(read_config(kit.trainer, inputs=False).plugin.trainer).row_format
     rows = kit.rows or demo.rows("arithmetic", "train", format or "raw")
     train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
     held_out = rows[NUM_ROWS : NUM_ROWS + NUM_HELD_OUT]

@@ -149,7 +149,7 @@ def in_plain_torch(
 def _moment(session: Session, number: int, *, alone: bool) -> Moment:
     order = session.train_order
     plan = order.step(number)
-    if session.trainer.rolls_out():
+    if session.trainer.needs_rollout():
         plan, batches = roll_out(session.trainer, order, plan, session.mesh)
     else:
         plan, batches = _batches(order, plan, alone=alone)

@@ -24,7 +24,7 @@ from rlhf_plugin_dpo.losses import LOSSES, compared
 
 
 class DPOTrainer(Trainer):
-    rows = "preference"
+    row_format = "preference"
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -47,7 +47,7 @@ class DPOTrainer(Trainer):
                 mix=self.config.reference_mix,
             )
 
-    def surveys(self) -> bool:
+    def needs_survey(self) -> bool:
         return any(kind.centred for _, kind, _ in self.pair_losses)
 
     def survey(self, batch: PackedBatch) -> Mapping[str, Tensor]:

@@ -26,7 +26,7 @@ from rlhf_plugin_kd.teacher import load_teacher
 
 
 class KDTrainer(Trainer):
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers)
@@ -43,7 +43,7 @@ class KDTrainer(Trainer):
             nll=config.sft,
         )
 
-    def rolls_out(self) -> bool:
+    def needs_rollout(self) -> bool:
         return self.config.writes
 
     def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:

@@ -25,19 +25,19 @@ SIDES = ("chosen", "rejected")
 
 
 class KTOTrainer(Trainer):
-    rows = "unpaired"
+    row_format = "unpaired"
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers, {"desirable": float(row.columns["label"])})
 
     def setup(self, run: Any) -> None:
         self.policy = run.load("policy", dropout=False)
-        self.reference = run.reference(self.config.reference, live=self.surveys())
+        self.reference = run.reference(self.config.reference, live=self.needs_survey())
 
-    def surveys(self) -> bool:
+    def needs_survey(self) -> bool:
         return self.config.loss == "kto"
 
-    def surveyed(self, examples: Examples, draw: np.random.Generator) -> Packable:
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
         return Mismatched(examples, draw)
 
     def survey(self, batch: PackedBatch) -> Mapping[str, Tensor]:
@@ -48,7 +48,7 @@ class KTOTrainer(Trainer):
         config, desirable = self.config, batch.values["desirable"]
         logprobs = self.policy(batch, answer_logprobs)["logprobs"]
         logratios = logprobs - self.reference.answer_logprobs(batch)
-        kl = divergence(batch.step["kl"]) if self.surveys() else logprobs.new_zeros(())
+        kl = divergence(batch.step["kl"]) if self.needs_survey() else logprobs.new_zeros(())
         losses = kto(
             logratios,
             desirable,

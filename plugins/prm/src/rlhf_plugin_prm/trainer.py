@@ -24,7 +24,7 @@ from rlhf_plugin_prm.measures import derived, step_sums
 
 
 class PRMTrainer(Trainer):
-    rows = "stepwise"
+    row_format = "stepwise"
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

@@ -20,7 +20,7 @@ from rlhf_plugin_rm import losses
 
 
 class RMTrainer(Trainer):
-    rows = "preference"
+    row_format = "preference"
     renders_whole = True
 
     def example(self, row: Any) -> Example:

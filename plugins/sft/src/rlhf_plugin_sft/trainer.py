@@ -14,7 +14,7 @@ from rlhf.trainer import Loss, Term, Trainer
 
 
 class SFTTrainer(Trainer):
-    rows = "demonstration"
+    row_format = "demonstration"
 
     def example(self, row: Any) -> Example:
         if self.config.train_on == "answers":

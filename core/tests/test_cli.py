@@ -15,7 +15,7 @@ import yaml
 import rlhf.loop.learning_rate
 import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
 from rlhf.commands.main import main
-from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.request.reader import Request
 
 Install = Callable[..., Path]
@@ -95,8 +95,8 @@ def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
 ) -> None:
     for error, rank, told in (
         (RLHFError("no device 1"), "1", "error on rank 1: no device 1\n"),
-        (ToldByFirst("the disk is full"), "1", ""),
-        (ToldByFirst("the disk is full"), "0", "error: the disk is full\n"),
+        (SameOnAllRanks("the disk is full"), "1", ""),
+        (SameOnAllRanks("the disk is full"), "0", "error: the disk is full\n"),
     ):
 
         def fail(request: Request, error: RLHFError = error) -> int:

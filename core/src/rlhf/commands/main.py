@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Never
 
-from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.errors import RLHFError, SameOnAllRanks
 
 WORDS = "[CONFIG.yaml] [--section.field VALUE ...]"
 SETTINGS = """\
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.act(options, words) or 0
     except RLHFError as error:
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, ToldByFirst):
+        if rank == "0" or not isinstance(error, SameOnAllRanks):
             where = f" on rank {rank}" * (rank != "0")
             print(f"error{where}: {error}", file=sys.stderr, flush=True)
         return 2

@@ -19,7 +19,8 @@ from attrs import frozen
 
 from rlhf.config.sections import DataEntry
 from rlhf.data.rows import RawRow
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
+from rlhf.folder.disk import sha256
 
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -66,9 +67,9 @@ class Source:
         if place is None:
             return str(self._hub()._fingerprint)
         if place.is_file():
-            return f"{_file_digest(place)}{_suffix(place)}"
+            return f"{sha256(place)}{_suffix(place)}"
         files = sorted(file for file in place.rglob("*") if file.is_file())
-        return _digest(f"{f.relative_to(place)} {_file_digest(f)}".encode() for f in files)
+        return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
 
     def read(self, scratch: Path) -> datasets.Dataset:
         """The rows, mapped into memory; `scratch` is a folder for what must be written for that."""
@@ -130,7 +131,9 @@ class Source:
         try:
             found = datasets.load_from_disk(str(place))
         except Exception as error:
-            raise RLHFError(f"data.{self.which}: cannot read {place}: {_line(error)}") from error
+            raise RLHFError(
+                f"data.{self.which}: cannot read {place}: {first_line(error)}"
+            ) from error
         if isinstance(found, datasets.Dataset):
             if self.entry.split is not None:
                 raise RLHFError(f"data.{self.which}: {place} has no splits: take split away")
@@ -154,7 +157,7 @@ class Source:
         except Exception as error:
             cause = error.__cause__ or error
             raise RLHFError(
-                f"data.{self.which}: cannot read {self.path}: {_line(cause)}"
+                f"data.{self.which}: cannot read {self.path}: {first_line(cause)}"
             ) from error
 
     def _demo_rows(self) -> list[dict[str, Any]]:
@@ -222,9 +225,9 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise RLHFError(f"{path} line {number}: not UTF-8: {_line(error)}") from error
+        raise RLHFError(f"{path} line {number}: not UTF-8: {first_line(error)}") from error
     except (OSError, EOFError) as error:
-        raise RLHFError(f"{path} line {number + 1}: cannot be read: {_line(error)}") from error
+        raise RLHFError(f"{path} line {number + 1}: cannot be read: {first_line(error)}") from error
 
 
 def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
@@ -281,13 +284,3 @@ def _digest(parts: Iterator[bytes]) -> str:
     for part in parts:
         whole.update(part + b"\n")
     return whole.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an exception's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -5,7 +5,6 @@ file) and renamed. The newest one is found by looking, never by a pointer that c
 go only afterwards.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf.errors import RLHFError
+from rlhf.folder.disk import sha256
 
 MANIFEST = "manifest.json"
 ASIDE = ".{}.aside"
@@ -165,7 +165,7 @@ def damage(folder: Path) -> str | None:
             return f"{path} is missing"
         if path.stat().st_size != expected["size"]:
             return f"{path} has {path.stat().st_size} bytes instead of {expected['size']}"
-        if _hash(path) != expected["sha256"]:
+        if sha256(path) != expected["sha256"]:
             return f"{path} has other content than was written"
     return None
 
@@ -179,12 +179,7 @@ def _older(folders: Iterable[Path], instead: str) -> str:
 
 def _describe(path: Path) -> dict[str, object]:
     _sync(path)
-    return {"size": path.stat().st_size, "sha256": _hash(path)}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 folder is there whole or not at all."""
 
 import errno
+import hashlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refusal(error: BaseException, place: Path) -> str | None:

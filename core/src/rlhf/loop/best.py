@@ -7,7 +7,7 @@ from typing import Any
 from attrs import define
 
 from rlhf.config.objective import objective
-from rlhf.errors import ToldByFirst
+from rlhf.errors import SameOnAllRanks
 
 REMEMBERED = ("step", "value", "waited", "seen")
 
@@ -35,7 +35,7 @@ class Best:
         name, sign = objective(self.metric)
         if name not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
-            raise ToldByFirst(
+            raise SameOnAllRanks(
                 f"checkpoint.best is {self.metric} but an evaluation of this run has {known}"
             )
         self.seen = step

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
 from rlhf.engine import Engine, Mesh
-from rlhf.errors import ToldByFirst
+from rlhf.errors import SameOnAllRanks
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.run_folder import RunFolder
 from rlhf.journal.speed import Speed
@@ -117,7 +117,7 @@ class Session:
         """The steps that are to come were laid out for the rows of then."""
         if before != self._data():
             (rows, tokens), (rows_now, tokens_now) = before, self._data()
-            raise ToldByFirst(
+            raise SameOnAllRanks(
                 f"{folder} was written in training on {rows:,} examples of {tokens:,} tokens and "
                 f"data.train has {rows_now:,} of {tokens_now:,} now: bring the old rows back, or "
                 "start again with --overwrite"

@@ -13,7 +13,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
 from rlhf.data.order import StepPlan
 from rlhf.engine import LaterOutcome, StepOutcome
-from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.journal.sums import Report, Sums, Totals, poison_unless_finite, weighted_loss
 from rlhf.loop.export import export_model
 from rlhf.loop.rollout import roll_out
@@ -239,7 +239,7 @@ def not_finite(
             f"the loss is finite but the norm of its gradient is {grad_norm}, in {names(plan.rows)}"
         )
     advice = "no weight was changed; look at these rows, or lower optim.lr"
-    return ToldByFirst(f"step {plan.step + 1}: {what}: {advice}")
+    return SameOnAllRanks(f"step {plan.step + 1}: {what}: {advice}")
 
 
 def _impatient(session: Session) -> str | None:

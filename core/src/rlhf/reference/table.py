@@ -27,6 +27,7 @@ from rlhf.data.layout import layout
 from rlhf.data.packing import pack
 from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
+from rlhf.folder.disk import sha256
 from rlhf.model.load import resolved
 from rlhf.readouts import token_logprobs
 
@@ -259,11 +260,6 @@ def _folder(model: ModelConfig) -> Path:
 
 def _contents(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Name and SHA-256 of the folder's files of these patterns."""
-
-    def describe(path: Path) -> str:
-        with path.open("rb") as file:
-            return f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}"
-
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(describe, paths))
+        return list(pool.map(lambda path: f"{path.name} {sha256(path)}", paths))

@@ -14,7 +14,7 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.sections import Config
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import BackendPlugin, TrainerPlugin
 
 GROUPS = {
@@ -115,7 +115,7 @@ def load_object(path: str, plugin: Installed | None = None) -> Any:
     except RLHFError:
         raise
     except Exception as error:  # A stranger's module may raise anything.
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = f"{type(error).__name__}: {first_line(error)}"
         advice = f"`python -c 'import {module}'` shows where"
         raise RLHFError(f"{plugin or path} does not import: {said} ({advice})") from error
 

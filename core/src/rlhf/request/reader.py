@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from rlhf.config.sections import Config, OptimConfig
 from rlhf.config.structure import as_mapping, section_class, structure
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import TrainerPlugin
 from rlhf.registry.installed import Installed, demo_file, find, find_backend, load_record
 from rlhf.request.words import parse_words
@@ -160,7 +160,7 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RLHFError(f"{path} line {line}: {error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RLHFError(f"{path} is no YAML text: {str(error).splitlines()[0]}") from error
+        raise RLHFError(f"{path} is no YAML text: {first_line(error)}") from error
     if not isinstance(tree or {}, dict):
         raise RLHFError(
             f"{path} holds a {type(tree).__name__}, not sections such as `optim: {{lr: 1e-5}}`"

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, ToldByFirst
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder import run_folder as run_folder
 from rlhf.folder.disk import writing
@@ -93,7 +93,7 @@ def on_first(mesh: Mesh, act: Callable[[], T], *, share: bool = True) -> T:
     if error is not None:
         raise error
     if message is not None:
-        raise ToldByFirst(message)
+        raise SameOnAllRanks(message)
     return shared if share else value  # type: ignore[return-value]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 AXES = ("data", "sequence", "tensor")
@@ -61,7 +61,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
             raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RLHFError(
-            f"the ranks cannot meet at {place} ({str(error).splitlines()[0]}): check MASTER_ADDR "
+            f"the ranks cannot meet at {place} ({first_line(error)}): check MASTER_ADDR "
             "and MASTER_PORT."
         ) from error
     # DeepSpeed communicates over a copy of the world's group, which it would make with torch's own

@@ -159,7 +159,7 @@ SETTINGS = {
     "--data.train '/gone.jsonl'": "data.train: there is no file or folder /gone.jsonl",
     "--data.train {path: TRAIN, split: test}": "data.train: TRAIN is a file, which has no split",
     "--data.train {path: TRAIN, subset: en}": "data.train: TRAIN is a file, which has no subset",
-    "--model.revision main": "model.revision: has no effect on a folder",
+    "--model.revision main": "model.revision has no effect on a local folder; remove it",
     "--train.seed 9223372036854775808": (
         "train.seed: must be < 9223372036854775808: 9223372036854775808"
     ),
@@ -172,13 +172,13 @@ SETTINGS = {
         "data.too_long to drop or cut"
     ),
     "--deepspeed.timeout 1e300": "deepspeed.timeout: must be <= 1000000: 1e+300",
-    "--optim.lr= ": "optim.lr: a number is expected, not null",
+    "--optim.lr= ": "optim.lr: expected a number, got null",
     "--optim.lr -1": "optim.lr: must be > 0: -1.0",
     "--checkpoint.best eval/nope": (
         "checkpoint.best: say whether eval/nope should rise or fall: +eval/nope or -eval/nope"
     ),
     "--backend nope": (
-        "no backend 'nope' is installed; installed: deepspeed (rlhf-plugin-deepspeed 0.1.0)"
+        "backend 'nope' is not installed; available: deepspeed (rlhf-plugin-deepspeed 0.1.0)"
     ),
 }
 
@@ -219,7 +219,7 @@ def test_a_launcher_has_the_say_about_ranks(
     words = ["run", "sft", *tiny.words(inputs, tmp_path / "run")]
     monkeypatch.setenv("RANK", "0")
     assert told([*words, "--nproc", "2"], capsys) == (
-        "--nproc 2 has no effect under a launcher, which starts the ranks: take it away"
+        "--nproc 2 has no effect under a launcher, which starts the ranks; remove it"
     )
     for name, value in (("WORLD_SIZE", "x"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)

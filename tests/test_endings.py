@@ -164,7 +164,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 143, errors
-    assert "stopped by a signal after saving; go on with --resume" in output
+    assert "stopped by a signal after saving; continue with --resume" in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000018"
     code, output, errors = finish(start(*words, "--resume"))
@@ -180,8 +180,8 @@ def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks
     os.killpg(process.pid, signal.SIGINT)
     code, output, errors = finish(process)
     assert code == 143, errors
-    assert "stopped by a signal after saving; go on with --resume" in output
-    assert "stopping; a step under way is finished and saved. Ctrl-C again ends at once" in errors
+    assert "stopped by a signal after saving; continue with --resume" in output
+    assert "finished and saved; press Ctrl-C again to quit immediately" in errors
     assert "Traceback" not in errors
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000009"
@@ -193,7 +193,7 @@ def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> No
     process = start(*words, STEP_SECONDS="5")
     wait_for(tmp_path / "told", '["step", 1]')
     os.killpg(process.pid, signal.SIGINT)
-    while "Ctrl-C again ends at once" not in process.stderr.readline():
+    while "press Ctrl-C again to quit immediately" not in process.stderr.readline():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     code, _, errors = finish(process)

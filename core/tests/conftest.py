@@ -76,7 +76,7 @@ TOY = """
 
     def check(config):
         if config.plain.stage == 1 and config.model.dtype == "fp16":
-            raise RLHFError("plain.stage: 1 does not go with model.dtype fp16")
+            raise RLHFError("plain.stage 1 cannot be combined with model.dtype fp16")
 
     trainer = TrainerPlugin(
         config=ToyConfig, trainer="toy_trainer:Toy", defaults={"optim.lr": 1e-6}, demo="toy.yaml"

@@ -80,7 +80,7 @@ def test_a_users_mistake_is_one_line_and_2(
     replace(monkeypatch, "rlhf.commands.run", "run_command", full)
     for words, told in (
         (["run", "toy"], "the disk is full: free some of it"),
-        (["run", "toy", "--toy.beta"], "--toy.beta has no value: write --toy.beta VALUE"),
+        (["run", "toy", "--toy.beta"], "--toy.beta needs a value; write --toy.beta VALUE"),
         (["run"], "the following arguments are required: NAME; see `rlhf run --help`"),
         ([], "the following arguments are required: COMMAND; see `rlhf --help`"),
         (["merge", "a"], "the following arguments are required: OUTPUT; see `rlhf merge --help`"),
@@ -115,7 +115,7 @@ def test_several_mistakes_stand_below_one_head(
     assert capsys.readouterr().err == (
         "error: 2 problems in the configuration\n"
         "  batch.size: must be > 0: 0\n"
-        "  toy.bta: no such setting; did you mean toy.beta?\n"
+        "  toy.bta: unknown setting; did you mean toy.beta?\n"
     )
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_is_130_told_once_and_a_defect_raises(
 
     replace(monkeypatch, "rlhf.commands.run", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
-    told = "error: interrupted; --resume goes on from the last checkpoint, if there is one\n"
+    told = "error: interrupted; --resume continues from the last checkpoint, if there is one\n"
     assert capsys.readouterr().err == told
     monkeypatch.setenv("RLHF_PARENT", "1")
     assert main(["run", "toy"]) == 130
@@ -172,7 +172,7 @@ def test_plugins_lists_each_with_its_problem(
         "name   kind     distribution  version  summary\n"
         "plain  backend  rlhf-toy      1.0      What rlhf-toy is\n"
         "old    trainer  rlhf-old      1.0      PROBLEM: it needs rlhf-core<0.1, "
-        "and rlhf-core 0.1.0 is installed\n"
+        "but rlhf-core 0.1.0 is installed\n"
         "toy    trainer  rlhf-toy      1.0      What rlhf-toy is\n"
     )
     assert main(["plugins", "--json"]) == 0
@@ -228,14 +228,16 @@ def test_plugins_check_loads_each_and_tells_what_is_broken(
     assert main(["plugins", "check"]) == 2
     more = "of rlhf-more 1.0"
     assert capsys.readouterr().out.splitlines() == [
-        f"broken  backend 'empty' {more}: backend toy_trainer.Wrong lacks the hook 'setup_mesh'",
-        "broken  backend 'plain' of rlhf-toy 1.0: does not import: ModuleNotFoundError: "
+        f"broken      backend 'empty' {more}: backend toy_trainer.Wrong lacks the hook "
+        "'setup_mesh'",
+        "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
-        f"broken  observer 'ear' {more}: OSError: no ear",
-        f"broken  trainer 'half' {more}: toy_trainer:Half lacks loss, setup",
-        f"broken  trainer 'lost' {more}: its demo {toy}/lost.yaml does not exist",
-        "ok      trainer 'toy' of rlhf-toy 1.0",
-        f"broken  trainer 'wrong' {more}: toy_trainer:Wrong is no subclass of rlhf.trainer.Trainer",
+        f"broken      observer 'ear' {more}: OSError: no ear",
+        f"broken      trainer 'half' {more}: toy_trainer:Half does not define loss, setup",
+        f"broken      trainer 'lost' {more}: its demo {toy}/lost.yaml does not exist",
+        "ok          trainer 'toy' of rlhf-toy 1.0",
+        f"broken      trainer 'wrong' {more}: toy_trainer:Wrong is not a subclass of "
+        "rlhf.trainer.Trainer",
     ]
 
 

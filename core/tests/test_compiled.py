@@ -151,28 +151,29 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
     [
         (
             ["--model.fp8", "tensorwise", "--model.dtype", "fp32"],
-            "model.fp8: needs model.dtype bf16",
+            "model.fp8 needs model.dtype bf16",
         ),
         (
             ["--model.fp8", "tensorwise", "--lora", "4"],
-            "model.fp8: trains whole weights; take the adapter away",
+            "model.fp8 trains all weights; remove the adapter",
         ),
         (
             ["--model.fp8", "rowwise", "--model.kernels", "liger"],
-            "model.fp8: needs compiled layers; set model.kernels to auto",
+            "model.fp8 needs compiled layers; set model.kernels to auto",
         ),
         (
             ["--model.kernels", "compile", "--lora", "4", "--model.quantize", "nf4"],
-            "model.quantize: does not go with model.kernels compile",
+            "model.quantize cannot be combined with model.kernels compile",
         ),
         (
             ["--model.kernels", "compile", "--model.recompute", "selective"],
-            "model.recompute: selective does not go with model.kernels compile; set it to auto, "
-            "none or full",
+            "model.recompute selective cannot be combined with model.kernels compile; set it to "
+            "auto, none or full",
         ),
         (
             ["--model.fp8", "tensorwise", "--model.recompute", "offload"],
-            "model.recompute: offload does not go with model.fp8; set it to auto, none or full",
+            "model.recompute offload cannot be combined with model.fp8; set it to auto, none "
+            "or full",
         ),
         (
             ["--model.kernels", "compile", "--deepspeed.stage", "3"],

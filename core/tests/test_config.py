@@ -9,12 +9,14 @@ import attrs
 import pytest
 import yaml
 
+from rlhf.commands.config import describe
+from rlhf.config.field_docs import field_docs
 from rlhf.config.foreign import FOREIGN
 from rlhf.config.sections import Config, DataEntry, OptimConfig
 from rlhf.config.structure import section_class, structure
 from rlhf.errors import RLHFError
-from rlhf.request.describe import describe, field_docs
-from rlhf.request.reader import changed_keys, config_class, read_config, to_tree
+from rlhf.request.layers import changed_keys, to_tree
+from rlhf.request.reader import config_class, read_config
 from rlhf.request.words import parse_words
 
 Install = Callable[..., Path]
@@ -84,35 +86,33 @@ def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> No
     words += ["--toy.loss", "sigmiod", "--data.train", "[{pth: a}, {path: 3}]"]
     words += ["--train.beta", "1", "--zzz", "1", "--lora.rank", "0"]
     assert problems(*words) == [
-        "optm: no such setting; did you mean optim?",
+        "optm: unknown setting; did you mean optim?",
         "'learning_rate' is optim.lr here",
-        "zzz: no such setting; there are model, data, batch, optim, train, checkpoint, lora, "
+        "zzz: unknown setting; available: model, data, batch, optim, train, checkpoint, lora, "
         "backend, extensions, observers, output, toy, plain",
-        "data.train.0.pth: no such setting; did you mean data.train.0.path?",
-        "data.train.0.path: has no default: give it",
-        "data.train.1.path: text is expected, not 3; quote it: '3' in YAML, \"'3'\" in a shell",
-        "optim.lrr: no such setting; did you mean optim.lr?",
+        "data.train.0.pth: unknown setting; did you mean data.train.0.path?",
+        "data.train.0.path: is required",
+        "data.train.1.path: expected text, got 3; quote it: '3' in YAML, \"'3'\" in a shell",
+        "optim.lrr: unknown setting; did you mean optim.lr?",
         "optim.clip: must be >= 0: -1.0",
         "train.max_epochs: 'max_epochs' is train.epochs here",
         "train.beta: 'beta' is toy.beta here",
-        "train.epochs: a whole number is expected, not 2.7",
+        "train.epochs: expected a whole number, got 2.7",
         "lora.rank: must be > 0: 0",
-        "toy.los: no such setting; did you mean toy.loss?",
-        'toy.loss: one of sigmoid, hinge is expected, not "sigmiod"; did you mean sigmoid?',
+        "toy.los: unknown setting; did you mean toy.loss?",
+        'toy.loss: expected one of sigmoid, hinge, got "sigmiod"; did you mean sigmoid?',
     ]
 
 
 def test_what_is_far_from_every_name_gets_no_guess(toy: Path) -> None:
     (told,) = problems("--dpo.beta", "1")
-    assert told.startswith("dpo: no such setting; there are model, data, batch, ")
+    assert told.startswith("dpo: unknown setting; available: model, data, batch, ")
 
 
 def test_a_dotted_key_in_a_file_is_told_in_two_levels(toy: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("optim.lr: 1.0e-3\n")
-    assert problems(str(file)) == [
-        "optim.lr: no such setting; in a file that is `optim: {lr: ...}`"
-    ]
+    assert problems(str(file)) == ["optim.lr: unknown setting; in a file, write `optim: {lr: ...}`"]
 
 
 def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
@@ -120,30 +120,30 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
     assert read("--batch.tokens", "512").batch.budget == 512
     assert problems("--batch.tokens", "0") == ["batch.tokens: must be > 0: 0"]
     assert problems("--batch.tokens", "many") == [
-        'batch.tokens: a whole number or auto is expected, not "many"'
+        'batch.tokens: expected a whole number or auto, got "many"'
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("train.deterministic", "'false'", 'true or false is expected, not "false"'),
-        ("train.deterministic", "1", "true or false is expected, not 1"),
-        ("train.epochs", "true", "a whole number is expected, not true"),
-        ("train.epochs", "2.0", "a whole number is expected, not 2.0"),
-        ("train.epochs", "'2'", 'a whole number is expected, not "2"'),
-        ("train.hours", "soon", 'a number is expected, not "soon"'),
-        ("optim.lr", "true", "a number is expected, not true"),
-        ("optim.lr", ".nan", "a number is expected, not NaN"),
-        ("optim.lr", "null", "a number is expected, not null"),
-        ("optim.betas", "[0.9]", "a list of 2 is expected, not of 1"),
-        ("optim.betas", "0.9", "a list is expected, not 0.9"),
-        ("model.path", "2024-01-02", 'text is expected, not "2024-01-02"'),
-        ("lora.rank", "1.5", "a whole number is expected, not 1.5"),
-        ("plain.stage", "true", "one of auto, 0, 1 is expected, not true"),
-        ("lora.targets", "{a: b}", 'text or a list is expected, not {"a": "b"}'),
-        ("data.train", "null", "a list is expected, not null"),
-        ("output", "[a]", 'text is expected, not ["a"]'),
+        ("train.deterministic", "'false'", 'expected true or false, got "false"'),
+        ("train.deterministic", "1", "expected true or false, got 1"),
+        ("train.epochs", "true", "expected a whole number, got true"),
+        ("train.epochs", "2.0", "expected a whole number, got 2.0"),
+        ("train.epochs", "'2'", 'expected a whole number, got "2"'),
+        ("train.hours", "soon", 'expected a number, got "soon"'),
+        ("optim.lr", "true", "expected a number, got true"),
+        ("optim.lr", ".nan", "expected a number, got NaN"),
+        ("optim.lr", "null", "expected a number, got null"),
+        ("optim.betas", "[0.9]", "expected a list of 2 values, got 1"),
+        ("optim.betas", "0.9", "expected a list, got 0.9"),
+        ("model.path", "2024-01-02", 'expected text, got "2024-01-02"'),
+        ("lora.rank", "1.5", "expected a whole number, got 1.5"),
+        ("plain.stage", "true", "expected one of auto, 0, 1, got true"),
+        ("lora.targets", "{a: b}", 'expected text or a list, got {"a": "b"}'),
+        ("data.train", "null", "expected a list, got null"),
+        ("output", "[a]", 'expected text, got ["a"]'),
     ],
 )  # fmt: skip
 def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, told: str) -> None:
@@ -160,7 +160,7 @@ def test_a_number_may_be_text_and_a_list_of_text_one_word(toy: Path) -> None:
 def test_the_rate_of_lora_is_ten_times_the_trainers_unless_it_is_given(toy: Path) -> None:
     request = read_config("toy", overrides=[*GIVEN, "--lora", "16"])
     assert request.config.optim.lr == 1e-5
-    assert request.notes == ("optim.lr is 1e-05 by LoRA: ten times the default of toy",)
+    assert request.notes == ("optim.lr is 1e-05 with LoRA: ten times the default of toy",)
     request = read_config("toy", overrides=[*GIVEN, "--lora", "16", "--optim.lr", "1e-6"])
     assert (request.config.optim.lr, request.notes) == (1e-6, ())
 
@@ -177,10 +177,10 @@ def test_neither_model_nor_data_is_the_demo_under_the_users_words(toy: Path) -> 
 
 def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
     assert problems(given=["--data", "rows.jsonl"]) == [
-        "model.path: no model is given; add --model FOLDER_OR_HUB_NAME"
+        "model.path is missing; pass --model FOLDER_OR_HUB_NAME"
     ]
     assert problems(given=["--model", "tiny"]) == [
-        "data.train: no data are given; add --data FILE_OR_HUB_NAME"
+        "data.train is missing; pass --data FILE_OR_HUB_NAME"
     ]
     words = ["--model.init", "random", "--data", "rows.jsonl"]
     assert read_config("toy", overrides=words).config.model.path == ""
@@ -190,28 +190,31 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--model.quantize nf4", "model.quantize: needs lora or model.adapter"),
+        ("--model.quantize nf4", "model.quantize needs lora or model.adapter"),
         (
             "--model.quantize nf4 --lora 8 --model.dtype fp16",
-            "model.quantize: needs model.dtype bf16 or fp32",
+            "model.quantize needs model.dtype bf16 or fp32",
         ),
-        ("--model.adapter a --lora 8", "model.adapter: is trained on itself; take lora away"),
-        ("--model.adapter a --model.init random", "model.adapter: does not fit model.init random"),
+        ("--model.adapter a --lora 8", "model.adapter continues an existing adapter; remove lora"),
+        (
+            "--model.adapter a --model.init random",
+            "model.adapter cannot be combined with model.init random",
+        ),
         (
             "--model.quantize nf4 --lora 8 --model.init random",
-            "model.quantize: does not fit model.init random",
+            "model.quantize cannot be combined with model.init random",
         ),
-        ("--train.steps 5 --train.stop_at 6", "train.stop_at: 6 is past train.steps 5"),
-        ("--train.steps 5 --train.trace 5", "train.trace: 5 is past train.steps 5"),
-        ("--train.steps 5 --optim.warmup 6", "optim.warmup: 6 is past train.steps 5"),
-        ("--optim.warmup 1.5", "optim.warmup: give a share below 1 or whole steps"),
+        ("--train.steps 5 --train.stop_at 6", "train.stop_at 6 is past train.steps 5"),
+        ("--train.steps 5 --train.trace 5", "train.trace 5 is past train.steps 5"),
+        ("--train.steps 5 --optim.warmup 6", "optim.warmup 6 is past train.steps 5"),
+        ("--optim.warmup 1.5", "optim.warmup must be a share below 1 or a whole number of steps"),
         (
             "--optim.schedule constant --optim.min_lr 0.1",
-            "optim.min_lr: has no effect with schedule constant",
+            "optim.min_lr has no effect with optim.schedule constant",
         ),
-        ("--train.eval_every 5", "train.eval_every: needs data.eval"),
-        ("--train.eval_at_start true", "train.eval_at_start: needs data.eval"),
-        ("--plain 1 --model.dtype fp16", "plain.stage: 1 does not go with model.dtype fp16"),
+        ("--train.eval_every 5", "train.eval_every needs data.eval"),
+        ("--train.eval_at_start true", "train.eval_at_start needs data.eval"),
+        ("--plain 1 --model.dtype fp16", "plain.stage 1 cannot be combined with model.dtype fp16"),
     ],
 )
 def test_what_cannot_go_together_is_refused(toy: Path, words: str, told: str) -> None:
@@ -220,42 +223,44 @@ def test_what_cannot_go_together_is_refused(toy: Path, words: str, told: str) ->
 
 def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
     file = yaml_file(toy, "optim:\n  lr: 1\n  lr: 2\n")
-    assert problems(file) == [f"{file} line 3: 'lr' stands twice"]
+    assert problems(file) == [f"{file} line 3: duplicate key 'lr'"]
     file = yaml_file(toy, "optim: {lr: 1\n")
     assert problems(file) == [f"{file} line 2: expected ',' or '}}', but got '<stream end>'"]
     file = yaml_file(toy, "- optim")
-    assert problems(file) == [f"{file} holds a list, not sections such as `optim: {{lr: 1e-5}}`"]
-    assert problems("gone.yaml") == ["gone.yaml cannot be read: No such file or directory"]
+    assert problems(file) == [
+        f"{file} contains a list; expected sections such as `optim: {{lr: 1e-5}}`"
+    ]
+    assert problems("gone.yaml") == ["cannot read gone.yaml: No such file or directory"]
     assert read(yaml_file(toy, "")).own.beta == 0.1
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--overwrit"], "--overwrit has no value: did you mean --overwrite?"),
-        (["--lora"], "--lora has no value: write --lora VALUE"),
-        (["--nproc", "two"], "--nproc takes a number of processes, not 'two'"),
-        (["--nproc"], "--nproc takes a number of processes, not 'nothing'"),
-        (["--nproc", "0"], "--nproc takes a number of processes, not '0'"),
-        (["--nproc=-1"], "--nproc takes a number of processes, not '-1'"),
-        (["--nproc", "1.5"], "--nproc takes a number of processes, not '1.5'"),
-        (["--nproc", "\N{SUPERSCRIPT TWO}"], "--nproc takes a number of processes, not '\xb2'"),
-        (["--overwrite=no"], "--overwrite takes no value, not 'no'"),
-        (["--resume=5"], "--resume takes step-N or nothing, not '5'"),
-        (["--resume", "step-x"], "--resume takes step-N or nothing, not 'step-x'"),
+        (["--overwrit"], "--overwrit needs a value; did you mean --overwrite?"),
+        (["--lora"], "--lora needs a value; write --lora VALUE"),
+        (["--nproc", "two"], "--nproc expects a number of processes, got 'two'"),
+        (["--nproc"], "--nproc expects a number of processes"),
+        (["--nproc", "0"], "--nproc expects a number of processes, got '0'"),
+        (["--nproc=-1"], "--nproc expects a number of processes, got '-1'"),
+        (["--nproc", "1.5"], "--nproc expects a number of processes, got '1.5'"),
+        (["--nproc", "\N{SUPERSCRIPT TWO}"], "--nproc expects a number of processes, got '\xb2'"),
+        (["--overwrite=no"], "--overwrite expects no value, got 'no'"),
+        (["--resume=5"], "--resume expects step-N or no value, got '5'"),
+        (["--resume", "step-x"], "--resume expects step-N or no value, got 'step-x'"),
         (
             ["--resume", "--overwrite"],
-            "--resume goes on with a run and --overwrite replaces it: give one of them",
+            "--resume continues a run and --overwrite replaces it; pass only one",
         ),
-        (["--"], "'--' is no setting: write --section.field VALUE"),
-        (["--=1"], "'--=1' is no setting: write --section.field VALUE"),
-        (["--optim..lr", "1"], "'--optim..lr' is no setting: write --section.field VALUE"),
-        (["--optim.=1"], "'--optim.=1' is no setting: write --section.field VALUE"),
-        (["a.yaml", "b.yaml"], "'b.yaml' is one word too many: the configuration is a.yaml"),
-        (["a.jsonl"], "'a.jsonl' is no YAML file: data is given as --data, a model as --model"),
+        (["--"], "'--' is not a setting; write --section.field VALUE"),
+        (["--=1"], "'--=1' is not a setting; write --section.field VALUE"),
+        (["--optim..lr", "1"], "'--optim..lr' is not a setting; write --section.field VALUE"),
+        (["--optim.=1"], "'--optim.=1' is not a setting; write --section.field VALUE"),
+        (["a.yaml", "b.yaml"], "unexpected argument 'b.yaml': the config file is already a.yaml"),
+        (["a.jsonl"], "'a.jsonl' is not a YAML file; pass data with --data, a model with --model"),
         (
             ["--toy", "{a"],
-            "--toy {a: the value does not parse as YAML "
+            "--toy {a: the value is not valid YAML "
             "(expected ',' or '}', but got '<stream end>')",
         ),
     ],
@@ -301,7 +306,7 @@ def test_what_is_printed_reads_back_to_the_same(toy: Path, words: list[str]) -> 
 
 def test_what_is_printed_has_the_documentation_of_each_field(toy: Path) -> None:
     text = describe(read_config("toy", overrides=["--lora.rank", "4"], inputs=False))
-    assert "by LoRA: ten times the default of toy" in text
+    assert "with LoRA: ten times the default of toy" in text
     assert (
         "\n# A toy workflow.\ntoy:\n  # Strength of the toy.\n  beta: 0.1\n"
         "  # Which loss, with a text that is long enough to be wrapped over two lines of comment "
@@ -342,10 +347,10 @@ def test_a_trainer_and_a_backend_cannot_share_a_name() -> None:
     with pytest.raises(RLHFError) as caught:
         config_class("same", OptimConfig, "same", OptimConfig)
     assert str(caught.value) == (
-        "trainer and backend are both called 'same': choose another backend"
+        "trainer and backend are both called 'same'; choose another backend"
     )
 
 
 def test_a_field_without_a_default_is_asked_for() -> None:
     _, told = structure({"data": {"train": {"weight": 1}}}, Config)
-    assert told == ["data.train.0.path: has no default: give it"]
+    assert told == ["data.train.0.path: is required"]

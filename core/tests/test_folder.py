@@ -11,7 +11,8 @@ import yaml
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder, check_resumable, choose
-from rlhf.request.reader import Request, read_config, to_tree
+from rlhf.request.layers import to_tree
+from rlhf.request.reader import Request, read_config
 
 
 def request(output: Path | None, *, resume: str | None = None, overwrite: bool = False) -> Any:
@@ -88,7 +89,7 @@ def test_a_config_that_cannot_be_read_stops_a_resume(tmp_path: Path) -> None:
     folder = with_run(tmp_path / "run")
     for text, told in (
         ("[unclosed", "line 1: expected ',' or ']', but got '<stream end>'"),
-        ("[a]", "holds a list, not sections such as `optim: {lr: 1e-5}`"),
+        ("[a]", "contains a list; expected sections such as `optim: {lr: 1e-5}`"),
     ):
         (folder / "config.yaml").write_text(text)
         with pytest.raises(RLHFError) as error:

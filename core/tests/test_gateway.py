@@ -11,7 +11,7 @@ import rlhf.loop.learning_rate  # noqa: F401  The fixture `install` hides torch.
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks, hookimpl
 from rlhf.registry.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
-from rlhf.registry.installed import load_object
+from rlhf.registry.load import load_object
 from rlhf.request.reader import read_config
 
 Install = Callable[..., Path]
@@ -274,12 +274,12 @@ def test_the_configuration_names_backend_extensions_and_observers(
     with pytest.raises(RLHFError) as caught:
         load_hooks(request.config)
     assert str(caught.value) == (
-        "extension 'broken' of rlhf-ears 1.0 does not import: ModuleNotFoundError: "
+        "extension 'broken' of rlhf-ears 1.0 cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_gone' (`python -c 'import toy_gone'` shows where)"
     )
     with pytest.raises(RLHFError) as caught:
         read_config("toy", overrides=["--extensions", "lod"])
     assert str(caught.value) == (
-        "no extension 'lod' is installed (did you mean 'loud'?); "
-        "installed: broken (rlhf-ears 1.0), loud (rlhf-ears 1.0)"
+        "extension 'lod' is not installed (did you mean 'loud'?); "
+        "available: broken (rlhf-ears 1.0), loud (rlhf-ears 1.0)"
     )

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.launch.ranks import PARENT, Ranks, join_slurm
+from rlhf.launch.ranks import Ranks
+from rlhf.launch.signals import PARENT
+from rlhf.launch.slurm import join_slurm
 
 OK = "pass"
 FAILS_ON_RANK_1 = (
@@ -70,7 +72,7 @@ def test_sigterm_while_the_ranks_still_start_is_143_too(
     threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
     assert started.wait() == 143
     out, err = capfd.readouterr()
-    assert (out, err) == ("stopped outside of the steps; go on with --resume\n", "")
+    assert (out, err) == ("stopped before or after training steps; continue with --resume\n", "")
 
 
 def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
@@ -80,7 +82,7 @@ def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
     threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
     assert started.wait() == 143
     assert capfd.readouterr().err == (
-        "error: the run was stopped and did not save within 0.5 s: raise checkpoint.stop_timeout\n"
+        "error: the stopped run did not save within 0.5 s; raise checkpoint.stop_timeout\n"
     )
 
 
@@ -135,7 +137,7 @@ def test_slurm_without_scontrol_says_what_to_set(
     with pytest.raises(RLHFError) as error:
         join_slurm()
     assert str(error.value) == (
-        "the first host of 'node[1-2]' cannot be found with scontrol: set MASTER_ADDR"
+        "cannot find the first host of 'node[1-2]' with scontrol; set MASTER_ADDR"
     )
 
 

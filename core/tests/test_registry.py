@@ -9,15 +9,8 @@ import pytest
 
 import rlhf.registry.installed
 from rlhf.errors import RLHFError
-from rlhf.registry.installed import (
-    demo_file,
-    find,
-    find_backend,
-    installed,
-    load_object,
-    load_own,
-    load_record,
-)
+from rlhf.registry.installed import find, find_backend, installed
+from rlhf.registry.load import demo_file, load_object, load_own, load_record
 
 Install = Callable[..., Path]
 KNOWN = Path(rlhf.registry.installed.__file__).with_name("known_plugins.txt")
@@ -66,29 +59,29 @@ def test_a_plugin_that_does_not_import_names_its_distribution_and_the_exception(
     groups = {"trainers": {"bad": "bad_plugin:plugin"}}
     install("rlhf-bad", groups, {"bad_plugin": "raise ValueError('at import')"})
     assert error_of(load_record, find("trainer", "bad")) == (
-        "trainer 'bad' of rlhf-bad 1.0 does not import: ValueError: at import "
+        "trainer 'bad' of rlhf-bad 1.0 cannot be imported: ValueError: at import "
         "(`python -c 'import bad_plugin'` shows where)"
     )
 
 
 def test_an_unknown_name_gets_what_is_near_and_what_is_installed(toy: Path) -> None:
     assert error_of(find, "trainer", "toi") == (
-        "no trainer 'toi' is installed (did you mean 'toy'?); installed: toy (rlhf-toy 1.0)"
+        "trainer 'toi' is not installed (did you mean 'toy'?); available: toy (rlhf-toy 1.0)"
     )
-    assert error_of(find, "observer", "toy") == "no observer 'toy' is installed; installed: none"
+    assert error_of(find, "observer", "toy") == "observer 'toy' is not installed; available: none"
 
 
 def test_an_install_is_proposed_for_our_own_plugins_only(toy: Path) -> None:
     assert error_of(find, "trainer", "sft") == (
-        "no trainer 'sft' is installed (`pip install rlhf-plugin-sft` adds it); "
-        "installed: toy (rlhf-toy 1.0)"
+        "trainer 'sft' is not installed (run `pip install rlhf-plugin-sft`); "
+        "available: toy (rlhf-toy 1.0)"
     )
     assert error_of(find, "trainer", "stf") == (
-        "no trainer 'stf' is installed (did you mean 'sft'? "
-        "`pip install rlhf-plugin-sft` adds it); installed: toy (rlhf-toy 1.0)"
+        "trainer 'stf' is not installed (did you mean 'sft'? "
+        "run `pip install rlhf-plugin-sft`); available: toy (rlhf-toy 1.0)"
     )
     assert error_of(find, "trainer", "requests") == (
-        "no trainer 'requests' is installed; installed: toy (rlhf-toy 1.0)"
+        "trainer 'requests' is not installed; available: toy (rlhf-toy 1.0)"
     )
 
 
@@ -97,14 +90,14 @@ def test_two_distributions_with_one_name_are_told_apart_by_an_at_sign(
 ) -> None:
     install("other-toy", {"trainers": {"toy": "other:plugin"}}, version="2.0")
     told = (
-        "other-toy 2.0 and rlhf-toy 1.0 both give that name: say which, as in toy@other-toy, "
+        "other-toy 2.0 and rlhf-toy 1.0 both provide it; choose one as in toy@other-toy, "
         "or uninstall one"
     )
     assert error_of(find, "trainer", "toy") == f"trainer 'toy' cannot be used: {told}"
     assert [row.problem for row in installed() if row.kind == "trainer"] == [told, told]
     assert find("trainer", "toy@Other_Toy").distribution == "other-toy"
     assert find("trainer", "toy@rlhf-toy").distribution == "rlhf-toy"
-    assert error_of(find, "trainer", "toy@third").startswith("no trainer 'toy@third' is installed")
+    assert error_of(find, "trainer", "toy@third").startswith("trainer 'toy@third' is not installed")
 
 
 def test_a_distribution_that_is_found_twice_is_one(install: Install, tmp_path: Path) -> None:
@@ -121,8 +114,8 @@ def test_a_distribution_that_is_found_twice_is_one(install: Install, tmp_path: P
         ("rlhf-core>=0.1; python_version > '3'", None),
         ("rlhf-core-extras>=7", None),
         ("rlhf-core>=7; extra == 'new'", None),
-        ("rlhf-core<0.1", "it needs rlhf-core<0.1, and rlhf-core 0.1.0 is installed"),
-        ("rlhf_core>=0.2,<0.3", "it needs rlhf_core>=0.2,<0.3, and rlhf-core 0.1.0 is installed"),
+        ("rlhf-core<0.1", "it needs rlhf-core<0.1, but rlhf-core 0.1.0 is installed"),
+        ("rlhf_core>=0.2,<0.3", "it needs rlhf_core>=0.2,<0.3, but rlhf-core 0.1.0 is installed"),
     ],
 )
 def test_a_range_of_core_that_does_not_hold_is_told_from_metadata(
@@ -141,7 +134,7 @@ def test_names_of_core_and_names_that_are_no_identifiers_are_refused(install: In
     assert problems == {
         "optim": "its name 'optim' is reserved for core",
         "resume": "its name 'resume' is reserved for core",
-        "my-toy": "its name 'my-toy' is no Python identifier, so it cannot be a section",
+        "my-toy": "its name 'my-toy' is not a Python identifier, so it cannot be a section",
     }
     assert {row.problem for row in installed() if row.kind == "observer"} == {None}
 
@@ -152,14 +145,14 @@ def test_the_only_backend_is_the_default_and_several_ask_for_a_choice(
     assert find_backend(None).name == "plain"
     install("rlhf-second", {"backends": {"second": "second_plugin:plugin"}})
     assert error_of(find_backend, None) == (
-        "several backends are installed (plain, second): choose with --backend NAME"
+        "several backends are installed (plain, second); choose one with --backend NAME"
     )
     assert find_backend("second").distribution == "rlhf-second"
 
 
 def test_no_backend_proposes_ours(install: Install) -> None:
     assert error_of(find_backend, None) == (
-        "no backend is installed: `pip install rlhf-plugin-deepspeed` adds one"
+        "no backend is installed; run `pip install rlhf-plugin-deepspeed`"
     )
 
 
@@ -176,7 +169,7 @@ def test_a_record_of_another_kind_is_refused(toy: Path, install: Install) -> Non
         "not a rlhf.plugin.TrainerPlugin"
     )
     assert error_of(load_record, find("trainer", "plain")) == (
-        "trainer 'plain' of rlhf-wrong 1.0: its config <class 'int'> is no attrs class"
+        "trainer 'plain' of rlhf-wrong 1.0: its config <class 'int'> is not an attrs class"
     )
 
 
@@ -190,16 +183,16 @@ def test_a_missing_requirement_of_a_record_is_named(install: Install) -> None:
     groups = {"trainers": {"needy": "needy_plugin:plugin"}}
     install("rlhf-needy", groups, {"needy_plugin": source})
     assert error_of(load_record, find("trainer", "needy")) == (
-        "trainer 'needy' of rlhf-needy 1.0 needs rlhf-toy-extras>=2: "
-        "`pip install 'rlhf-toy-extras>=2'` adds it"
+        "trainer 'needy' of rlhf-needy 1.0 needs rlhf-toy-extras>=2; "
+        "run `pip install 'rlhf-toy-extras>=2'`"
     )
 
 
 def test_an_import_string_reaches_the_object_or_says_what_failed(toy: Path) -> None:
     assert load_object("rlhf.errors:RLHFError") is RLHFError
     assert error_of(load_object, "rlhf.errors:Gone") == (
-        "rlhf.errors:Gone does not import: AttributeError: module 'rlhf.errors' has no attribute "
-        "'Gone' (`python -c 'import rlhf.errors'` shows where)"
+        "rlhf.errors:Gone cannot be imported: AttributeError: module 'rlhf.errors' has no "
+        "attribute 'Gone' (`python -c 'import rlhf.errors'` shows where)"
     )
 
 

@@ -1,15 +1,15 @@
-"""The error that a user can mend: what is wrong, where, and what to do."""
+"""Errors that a user can fix: what is wrong, where, and what to do."""
 
 
 class RLHFError(Exception):
-    """A user's mistake in one sentence with the values; the command line exits with 2."""
+    """A mistake that the user can fix, in one sentence; the command line exits with 2."""
 
 
 class SameOnAllRanks(RLHFError):
-    """An error that every rank raises alike, so that only rank 0 prints it."""
+    """An error that all ranks raise alike, so that only rank 0 prints it."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, at most 200 characters; its type's name if it
-    has no text."""
+    """Return the first line of an error's message, cut to 200 characters; the name of its type if
+    it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

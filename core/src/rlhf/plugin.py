@@ -1,4 +1,4 @@
-"""What a plugin hands over first: light attrs records that import neither torch nor
+"""What the first module of a plugin imports: light records, which load neither torch nor
 transformers."""
 
 from collections.abc import Callable, Mapping
@@ -17,20 +17,20 @@ class TrainerPlugin:
     config: type
     """The frozen attrs class of the trainer's own section."""
     trainer: str
-    """Import string of the `rlhf.trainer.Trainer` subclass, `module:Class`; imported after the
-    config is good."""
+    """Import string `module:Class` of the `rlhf.trainer.Trainer` subclass, imported once the
+    configuration is valid."""
     defaults: Mapping[str, Any] = field(factory=dict)
     """Changes of core's defaults for this trainer by dotted name, such as `{"optim.lr": 1e-6}`."""
     demo: str | None = None
-    """The YAML of `rlhf run NAME` without model and data: a file beside the trainer's package."""
+    """The YAML of `rlhf run NAME` without model and data: a file in the trainer's package."""
     report: str | None = None
-    """Import string of `report(config, folder)`, run after the demo to show what changed."""
+    """Import string of `report(config, folder)`, called after the demo to show what changed."""
     check: Callable[[Any], None] | None = None
-    """`check(config)` raises RLHFError for what a run of this trainer lacks; with model and data,
-    before torch is imported."""
+    """`check(config)` raises RLHFError if a run of this trainer lacks something. Called if the
+    command needs model and data, before torch is imported."""
     requires: tuple[str, ...] = ()
-    """Extra distributions that must be installed for this trainer, named in the error if they are
-    not."""
+    """Extra distributions that this trainer needs, such as `peft>=0.18`; an error names the one
+    that is missing."""
 
 
 @frozen(kw_only=True)
@@ -40,8 +40,23 @@ class BackendPlugin:
     config: type
     """The frozen attrs class of the backend's own section."""
     hooks: str
-    """Import string of the class with the hook implementations, `module:Class`; instantiated
-    without arguments."""
+    """Import string `module:Class` of the class with the hook implementations, created without
+    arguments."""
     check: Callable[[Any], None] | None = None
-    """`check(config)` raises RLHFError for combinations across sections; runs before torch is
-    imported."""
+    """`check(config)` raises RLHFError for impossible combinations across sections. Called before
+    torch is imported."""
+
+
+Rule = tuple[str, object]
+"""The message for a contradiction between settings, and a true value if it applies."""
+
+
+def check_rules(*rules: Rule) -> None:
+    """Raise ValueError with the first message that applies; for `__attrs_post_init__`."""
+    for message in broken_rules(*rules):
+        raise ValueError(message)
+
+
+def broken_rules(*rules: Rule) -> list[str]:
+    """Return the messages that apply."""
+    return [message for message, applies in rules if applies]

@@ -87,7 +87,7 @@ def test_a_loss_of_ones_own_is_named_by_module_and_function(
     made = trainer(LossEntry(name="my_losses:squared"), reference="none", beta=0.5)
     loss = made.loss(pack([made.example(row(2, 2, 3))], [0]))
     assert loss.terms[0].sum.item() == pytest.approx((0.5 * math.log(10)) ** 2, rel=1e-5)
-    with pytest.raises(RLHFError, match="nowhere:there does not import: ModuleNotFoundError"):
+    with pytest.raises(RLHFError, match="nowhere:there cannot be imported: ModuleNotFoundError"):
         trainer(LossEntry(name="nowhere:there"))
 
 

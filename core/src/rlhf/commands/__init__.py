@@ -1,1 +1,1 @@
-"""One file per command of `rlhf`; imported by nobody else."""
+"""The commands of `rlhf`, one file each; no other room imports them."""

@@ -1,4 +1,4 @@
-"""The command `rlhf`: starts what its words ask for and turns errors into exit codes."""
+"""The command `rlhf`: parses the command line and turns errors into exit codes."""
 
 import argparse
 import os
@@ -12,23 +12,36 @@ WORDS = "[CONFIG.yaml] [--section.field VALUE ...]"
 SETTINGS = """\
 settings:
   CONFIG.yaml             sections and fields as `rlhf config NAME` prints them
-  --section.field VALUE   one field; VALUE is YAML; hyphens may stand for underscores
+  --section.field VALUE   one field; VALUE is YAML; hyphens may replace underscores
   --section VALUE         the section's first field: --model PATH, --data FILE, --lora 16
-  --nproc N               processes on this machine; default one per device
-  --resume [step-N]       go on from the newest checkpoint of --output, or from that one
+  --nproc N               processes on this machine; default: one per device
+  --resume [step-N]       continue from the newest checkpoint of --output, or from that one
   --overwrite             replace the run in --output
 
-`rlhf run NAME --help` lists every setting of that trainer, `rlhf plugins` the trainers.
-Neither model nor data given: the trainer's own demo."""
+`rlhf run NAME --help` lists all settings of that trainer, `rlhf plugins` lists the trainers.
+Without model and data, the trainer's own demo runs."""
+TRAINER_COMMANDS = {
+    "run": "train: rlhf run sft --model Qwen/Qwen3-0.6B --data chats.jsonl",
+    "config": "print every setting with its value, as YAML",
+    "inspect": "show the rows as the model sees them",
+}
+FOLDER_COMMANDS = {
+    "export": ("CHECKPOINT", "write a model folder from RUN/checkpoints/step-N, or from RUN"),
+    "merge": ("ADAPTER", "merge a LoRA adapter into its base model"),
+}
+CLOSED_PIPE = 141
+"""128 + SIGPIPE: the reader of the output has ended, as `head` does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 2 for what the user can mend, 130 after a Ctrl-C that nobody waited
-    for. A defect raises: 1."""
+    """Return the exit code: 0 for success, 2 for an error that the user can fix, 130 after Ctrl-C,
+    141 if the output has no reader any more. A defect raises, which Python turns into 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(words)
-        return options.act(options, words) or 0
+        code: int = options.act(options, words)
+        sys.stdout.flush()
+        return code
     except RLHFError as error:
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not isinstance(error, SameOnAllRanks):
@@ -36,11 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error{where}: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        if "RLHF_PARENT" not in os.environ:  # Else the launcher of ours that started it says so.
-            more = "; --resume goes on from the last checkpoint, if there is one"
-            more *= words[:1] == ["run"]
-            print(f"error: interrupted{more}", file=sys.stderr)
+        if "RLHF_PARENT" not in os.environ:  # Else the launcher prints it once for all ranks.
+            advice = "; --resume continues from the last checkpoint, if there is one"
+            advice *= words[:1] == ["run"]
+            print(f"error: interrupted{advice}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _lost_its_reader():
+            raise
+        return CLOSED_PIPE
+
+
+def _lost_its_reader() -> bool:
+    """Return whether standard output is closed; if so, discard what Python would write at exit."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,6 +76,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Never:
         raise RLHFError(f"{message}; see `{self.prog} --help`")
+
+    def exit(self, status: int = 0, message: str | None = None) -> Never:
+        sys.stdout.flush()  # Here, so that `main` sees a closed pipe.
+        super().exit(status, message)
 
 
 class _Version(argparse.Action):
@@ -66,65 +97,57 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action=_Version, nargs=0, help="print the version of rlhf-core"
     )
+    # DeepSpeed's launcher passes it to every rank; LOCAL_RANK in the environment says the same.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, text in (
-        ("run", "train: rlhf run sft --model Qwen/Qwen3-0.6B --data chats.jsonl"),
-        ("config", "print every setting with its value in force, as YAML"),
-        ("inspect", "show the rows as the model sees them"),
-    ):
-        usage = f"rlhf {name} NAME {WORDS}"
-        raw = argparse.RawDescriptionHelpFormatter
+    for name, text in TRAINER_COMMANDS.items():
         command = commands.add_parser(
-            name, help=text, description=text, epilog=SETTINGS, formatter_class=raw, usage=usage
+            name,
+            help=text,
+            description=text,
+            epilog=SETTINGS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"rlhf {name} NAME {WORDS}",
         )
         command.add_argument("name", metavar="NAME", help="the trainer")
         words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         words.required = False
         command.set_defaults(act=_trainer_command)
-    command = commands.add_parser("plugins", help="list what is installed, without importing it")
+    command = commands.add_parser("plugins", help="list installed plugins without importing them")
     command.add_argument(
-        "check", nargs="?", choices=["check"], help="load each; 2 if one is broken"
+        "check", nargs="?", choices=["check"], help="load each plugin; exit 2 if one is broken"
     )
-    command.add_argument("--json", action="store_true", help="the list as JSON")
+    command.add_argument("--json", action="store_true", help="print the list as JSON")
     command.set_defaults(act=_plugins)
-    for name, source, text in (
-        (
-            "export",
-            "CHECKPOINT",
-            "make a model folder of RUN/checkpoints/step-N, or of RUN's newest",
-        ),
-        ("merge", "ADAPTER", "fold a LoRA adapter into its base model"),
-    ):
+    for name, (source, text) in FOLDER_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("output", metavar="OUTPUT", help="a new folder")
-        command.set_defaults(act=_convert)
+        command.set_defaults(act=_folder_command)
     return parser
 
 
-# Each command imports what it needs and no more: start-up time.
+# Each command imports only what it needs: start-up time.
 
 
 def _trainer_command(options: argparse.Namespace, argv: list[str]) -> int:
-    from rlhf.request.describe import describe
     from rlhf.request.reader import read_config
 
     if {"-h", "--help"} & set(options.words):
+        from rlhf.commands.config import describe
+
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
         print(describe(read_config(options.name, inputs=False)), end="")
         return 0
     inputs = options.command != "config"
     request = read_config(options.name, overrides=options.words, inputs=inputs, argv=argv)
     if options.command == "config":
-        print(describe(request), end="")
-        return 0
-    if options.command == "inspect":
-        from rlhf.commands.inspect import inspect_command
-
-        return inspect_command(request)
-    from rlhf.commands.run import run_command
-
-    return run_command(request)
+        from rlhf.commands.config import config_command as command
+    elif options.command == "inspect":
+        from rlhf.commands.inspect import inspect_command as command
+    else:
+        from rlhf.commands.run import run_command as command
+    return command(request)
 
 
 def _plugins(options: argparse.Namespace, argv: list[str]) -> int:
@@ -133,7 +156,7 @@ def _plugins(options: argparse.Namespace, argv: list[str]) -> int:
     return check_plugins() if options.check else list_plugins(as_json=options.json)
 
 
-def _convert(options: argparse.Namespace, argv: list[str]) -> int:
+def _folder_command(options: argparse.Namespace, argv: list[str]) -> int:
     if options.command == "export":
         from rlhf.commands.export import export_command
 

@@ -1,17 +1,17 @@
-"""`rlhf plugins` from metadata alone, and `rlhf plugins check`, which loads everything."""
+"""`rlhf plugins` lists plugins from metadata only; `rlhf plugins check` loads each of them."""
 
 import json
 
 import attrs
 
 from rlhf.errors import RLHFError
-from rlhf.registry.installed import Installed, demo_file, installed, load_object, load_record
+from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 
 COLUMNS = ("name", "kind", "distribution", "version", "summary")
 
 
 def list_plugins(*, as_json: bool) -> int:
-    """One line each; a problem stands where the summary would."""
+    """Print one line per plugin, with its problem instead of its summary if it has one."""
     rows = installed()
     if as_json:
         hide = attrs.filters.exclude("value")
@@ -28,17 +28,21 @@ def list_plugins(*, as_json: bool) -> int:
 
 
 def check_plugins() -> int:
-    """Load the record, the import strings and the hooks of each; 2 if any is broken."""
+    """Load the record, import strings and hooks of each plugin; returns 2 if one is broken.
+
+    A plugin that lacks a distribution is not usable, but not broken.
+    """
     code = 0
     for plugin in installed():
+        state, problem = "ok", ""
         try:
             _check(plugin)
-            print(f"ok      {plugin}")
-        except Exception as error:  # A stranger's code may raise anything.
+        except Exception as error:  # A plugin's code may raise anything.
+            state = "not usable" if isinstance(error, NotInstalled) else "broken"
+            code = code if state == "not usable" else 2
             kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
-            said = str(error).removeprefix(str(plugin)).lstrip(": ")
-            print(f"broken  {plugin}: {kind}{said}")
-            code = 2
+            problem = f": {kind}{str(error).removeprefix(str(plugin)).lstrip(': ')}"
+        print(f"{state:<10}  {plugin}{problem}")
     return code
 
 
@@ -49,6 +53,7 @@ def _check(plugin: Installed) -> None:
         check_hooks,
         load_plugin,
     )
+    from rlhf.registry.load import load_object
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
@@ -61,13 +66,19 @@ def _check(plugin: Installed) -> None:
 
 
 def _check_trainer(plugin: Installed) -> None:
+    from rlhf.registry.load import demo_file, load_object, load_record  # late: start-up time
+    from rlhf.request.reader import config_class, trainer_defaults
+
     record = load_record(plugin)
     trainer, base = load_object(record.trainer, plugin), load_object("rlhf.trainer:Trainer")
     if not (isinstance(trainer, type) and issubclass(trainer, base)):
-        raise RLHFError(f"{record.trainer} is no subclass of rlhf.trainer.Trainer")
-    if lacking := sorted(getattr(trainer, "__abstractmethods__", ())):
-        raise RLHFError(f"{record.trainer} lacks {', '.join(lacking)}")
+        raise RLHFError(f"{record.trainer} is not a subclass of rlhf.trainer.Trainer")
+    if missing := sorted(getattr(trainer, "__abstractmethods__", ())):
+        raise RLHFError(f"{record.trainer} does not define {', '.join(missing)}")
     if record.report is not None:
         load_object(record.report, plugin)
     if record.demo is not None and not (demo := demo_file(plugin, record)).is_file():
         raise RLHFError(f"its demo {demo} does not exist")
+    backend = find_backend(next((row.name for row in installed() if row.kind == "backend"), None))
+    sections = config_class(plugin.name, record.config, backend.name, load_record(backend).config)
+    trainer_defaults(sections, plugin, record)

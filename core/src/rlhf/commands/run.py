@@ -4,33 +4,33 @@ import os
 import sys
 
 from rlhf.errors import RLHFError
-from rlhf.launch.ranks import Ranks, die_with_parent, join_slurm, num_devices
+from rlhf.launch.ranks import Ranks, die_with_parent, num_devices
 from rlhf.launch.signals import PARENT
+from rlhf.launch.slurm import join_slurm
 from rlhf.request.reader import Request
 
 
 def run_command(request: Request) -> int:
-    """`rlhf run`: the exit code, 0, 2 or 143."""
+    """Train; returns the exit code 0, 2 or 143."""
     join_slurm()
     if "RANK" in os.environ:
         if request.nproc is not None and PARENT not in os.environ:
             raise RLHFError(
-                f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks: "
-                "take it away"
+                f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
+                "remove it"
             )
         die_with_parent()
         from rlhf.run.rank import run_rank
 
         return run_rank(request)
-    from rlhf.folder import run_folder as folder
+    from rlhf.folder import run_folder
     from rlhf.run.preparation import prepare_data
     from rlhf.run.rank import run_rank
 
-    folder.check_resumable(request, folder.choose(request))
+    run_folder.check_resumable(request, run_folder.choose(request))
     ranks = request.nproc or (1 if request.demo else num_devices())
     if ranks == 1:
         return run_rank(request)
     prepare_data(request)
-    return Ranks(
-        [sys.executable, "-m", "rlhf", *request.argv], ranks, request.config.checkpoint.stop_timeout
-    ).wait()
+    command = [sys.executable, "-m", "rlhf", *request.argv]
+    return Ranks(command, ranks, request.config.checkpoint.stop_timeout).wait()

@@ -1,4 +1,4 @@
-"""A strict reader on cattrs: plain data become attrs classes, and every problem has its path."""
+"""A strict reader on cattrs: plain data become attrs classes, and each problem has a path."""
 
 import difflib
 import json
@@ -14,39 +14,39 @@ from rlhf.config.foreign import FOREIGN
 
 Path = tuple[str, ...]
 CLOSE = 0.65
-"""How like a known name an unknown one must be to be taken for it (difflib's ratio)."""
+"""Least similarity (difflib's ratio) of a known setting that an error suggests."""
 
 
 class ProblemsError(ValueError):
-    """Everything that is wrong in a tree: paths and texts; without a text nobody knows the key."""
+    """All problems of a tree as paths and texts; an empty text marks an unknown key."""
 
-    def __init__(self, found: list[tuple[Path, str]]) -> None:
-        super().__init__(found)
-        self.found = found
+    def __init__(self, problems: list[tuple[Path, str]]) -> None:
+        super().__init__(problems)
+        self.problems = problems
 
 
 def structure(tree: Mapping[str, Any], cls: type) -> tuple[Any, list[str]]:
-    """The instance of `cls` that `tree` describes and no problem, or None and all problems."""
+    """Return the instance of `cls` in `tree` and no problems, or None and all problems."""
     try:
         return _converter.structure(tree, cls), []
-    except ProblemsError as problems:
-        return None, [_tell(path, text, cls) for path, text in problems.found]
+    except ProblemsError as error:
+        return None, [_message(path, text, cls) for path, text in error.problems]
 
 
 def section_class(kind: Any) -> type | None:
-    """The attrs class of a field that is a section or an optional one, else None."""
+    """Return the attrs class of a field that is a section, optional or not, else None."""
     return next((each for each in (kind, *_members(kind)) if attrs.has(each)), None)
 
 
 def as_mapping(cls: type, value: Any) -> dict[str, Any]:
-    """A section's tree: a bare value sets the first field, nothing at all is an empty section."""
+    """Return a section's tree: a bare value sets the first field, None sets none."""
     if isinstance(value, Mapping):
         return dict(value)
     return {} if value is None else {attrs.fields(cls)[0].name: value}
 
 
 def expected(kind: Any) -> str:
-    """What a value of this type is called."""
+    """Return what a value of this type is called."""
     if get_origin(kind) is Literal:
         choices = ", ".join(map(str, get_args(kind)))
         return f"one of {choices}" if len(get_args(kind)) > 1 else choices
@@ -58,7 +58,7 @@ def expected(kind: Any) -> str:
 
 
 def _wrong(value: Any, kind: Any) -> ValueError:
-    text = f"{expected(kind)} is expected, not {json.dumps(value, default=str)}"
+    text = f"expected {expected(kind)}, got {json.dumps(value, default=str)}"
     near = difflib.get_close_matches(str(value), map(str, get_args(kind)), n=1)
     if near and get_origin(kind) is Literal:
         text += f"; did you mean {near[0]}?"
@@ -68,14 +68,14 @@ def _wrong(value: Any, kind: Any) -> ValueError:
 
 
 def _read_exactly(value: Any, kind: Any) -> Any:
-    """No conversion at all: cattrs by itself makes True of "false" and 2 of 2.7."""
+    """Convert nothing: by default cattrs turns "false" into True and 2.7 into 2."""
     if type(value) is not kind:
         raise _wrong(value, kind)
     return value
 
 
 def _read_float(value: Any, kind: Any) -> float:
-    """Numeric text counts: YAML 1.1 reads 1e-6 as text."""
+    """Accept numeric text too, since YAML 1.1 reads 1e-6 as text."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -86,14 +86,14 @@ def _read_float(value: Any, kind: Any) -> float:
 
 
 def _read_literal(value: Any, kind: Any) -> Any:
-    """True is not 1 here."""
+    """Compare types too: True is not 1."""
     if not any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
         raise _wrong(value, kind)
     return value
 
 
 def _read_union(value: Any, kind: Any) -> Any:
-    """None where it is a member, else the first member that fits."""
+    """Return None if that is a member, else the value as the first member that fits."""
     members = [member for member in _members(kind) if member is not types.NoneType]
     if value is None and types.NoneType in _members(kind):
         return None
@@ -107,14 +107,14 @@ def _read_union(value: Any, kind: Any) -> Any:
 
 
 def _read_tuple(value: Any, kind: Any) -> Any:
-    """A single value stands for a list of one, except where the length is fixed."""
+    """Accept a single value as a list of one, unless the length is fixed."""
     inner = get_args(kind)
     fixed = ... not in inner
     if value is None or (fixed and not isinstance(value, list | tuple)):
         raise _wrong(value, kind)
     items = value if isinstance(value, list | tuple) else [value]
     if fixed and len(items) != len(inner):
-        raise ValueError(f"a list of {len(inner)} is expected, not of {len(items)}")
+        raise ValueError(f"expected a list of {len(inner)} values, got {len(items)}")
     kinds = inner if fixed else inner[:1] * len(items)
     return tuple(_read_all(zip(map(str, range(len(items))), items, kinds, strict=True)).values())
 
@@ -126,22 +126,22 @@ def _read_dict(value: Any, kind: Any) -> Any:
 
 
 def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
-    """Instead of cattrs' own, which stops at the first validator that complains."""
+    """Return the reader of a class; cattrs' own stops at the first validator that fails."""
     fields = {item.name: item for item in attrs.fields(attrs.resolve_types(cls)) if item.init}
 
     def read(value: Any, _: Any) -> Any:
         tree = as_mapping(cls, value)
         problems: list[tuple[Path, str]] = [((str(key),), "") for key in tree if key not in fields]
         problems += [
-            ((name,), "has no default: give it")
+            ((name,), "is required")
             for name, item in fields.items()
             if name not in tree and item.default is attrs.NOTHING
         ]
-        given = [(name, tree[name], item) for name, item in fields.items() if name in tree]
+        present = [(name, tree[name], item) for name, item in fields.items() if name in tree]
         try:
-            values = _read_all(given)
+            values = _read_all(present)
         except ProblemsError as error:
-            problems += error.found
+            problems += error.problems
         if problems:
             raise ProblemsError(problems)
         try:
@@ -153,7 +153,7 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
 
 
 def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Each (key, value, type or attrs field) read by key; the problems of all together."""
+    """Read each (key, value, type or attrs field). Raises ProblemsError with all problems."""
     values: dict[str, Any] = {}
     problems: list[tuple[Path, str]] = []
     for key, value, kind in items:
@@ -162,7 +162,7 @@ def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
             if getattr(kind, "validator", None):
                 kind.validator(None, kind, values[key])
         except ProblemsError as error:
-            problems += [((key, *path), text) for path, text in error.found]
+            problems += [((key, *path), text) for path, text in error.problems]
         except (TypeError, ValueError) as error:
             problems.append(((key,), str(error.args[0]).removeprefix(f"'{key}' ")))
     if problems:
@@ -170,8 +170,8 @@ def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
     return values
 
 
-def _tell(path: Path, text: str, root: type) -> str:
-    """A problem in words; an unknown key with what may have been meant."""
+def _message(path: Path, text: str, root: type) -> str:
+    """Return the message for a problem; for an unknown key with the setting that may be meant."""
     dotted = ".".join(path)
     if text:
         return f"{dotted}: {text}"
@@ -188,15 +188,15 @@ def _tell(path: Path, text: str, root: type) -> str:
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
     if not above and "." in key:
         section, _, rest = key.partition(".")
-        return f"{dotted}: no such setting; in a file that is `{section}: {{{rest}: ...}}`"
+        return f"{dotted}: unknown setting; in a file, write `{section}: {{{rest}: ...}}`"
     for names in (here, anywhere):
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
-            return f"{dotted}: no such setting; did you mean {names[near]}?"
-    return f"{dotted}: no such setting; there are {', '.join(here)}"
+            return f"{dotted}: unknown setting; did you mean {names[near]}?"
+    return f"{dotted}: unknown setting; available: {', '.join(here)}"
 
 
 def _at(path: Iterable[str], root: type) -> type:
-    """The class that `path` leads to."""
+    """Return the class at `path`."""
     for key in path:
         if not key.isdigit():
             kind = getattr(attrs.fields(root), key).type

@@ -1,1 +1,1 @@
-"""Ranks are started, joined and signalled."""
+"""Ranks of a run are started, signalled, or join those that a launcher has started."""

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a run saves before it ends, and a second Ctrl-C ends it at once."""
+"""SIGTERM and Ctrl-C: a run saves before it ends; a second Ctrl-C ends it at once."""
 
 import os
 import signal
@@ -8,28 +8,32 @@ from types import FrameType
 from typing import Any
 
 PARENT = "RLHF_PARENT"
-"""The launcher of ours that started this rank, which tells for all of them."""
+"""Variable with the process id of the launcher of ours that started this rank."""
+STOPPING = (
+    b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"
+)
 Handlers = dict[int, Any]
 
 
 def catch(handler: Callable[[int, FrameType | None], None]) -> Handlers:
-    """Have SIGTERM and Ctrl-C call `handler`, in the main thread alone; the handlers before it."""
+    """Install `handler` for SIGTERM and Ctrl-C and return the previous handlers.
+
+    Does nothing outside of the main thread, where Python allows no handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
-def give_back(handlers: Handlers) -> None:
-    """Install what `catch` gave."""
+def restore(handlers: Handlers) -> None:
+    """Install the handlers that `catch` returned."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def end_at_the_next(*, told: bool) -> None:
-    """Have another Ctrl-C end the process at once, and say so if this is where it is `told`."""
+def quit_on_next_ctrl_c(*, announce: bool) -> None:
+    """Let the next Ctrl-C end the process at once; with `announce`, print that it does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if told:
-        # A handler may have interrupted somebody who writes.
-        os.write(
-            2, b"\nstopping; a step under way is finished and saved. Ctrl-C again ends at once\n"
-        )
+    if announce:
+        # Not `print`: the signal may have interrupted one.
+        os.write(2, STOPPING)

@@ -17,7 +17,7 @@ from rlhf.loop.session import Session
 from rlhf.model.load import load_model, load_tokenizer
 from rlhf.model.save import save_model, save_tokenizer_and_config, verify_export
 from rlhf.registry.gateway import load_hooks
-from rlhf.registry.installed import load_object
+from rlhf.registry.load import load_object
 from rlhf.request.reader import read_config
 
 

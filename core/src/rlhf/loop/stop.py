@@ -8,7 +8,7 @@ from types import FrameType
 
 from rlhf.config.sections import TrainConfig
 from rlhf.engine import Deferred, Mesh, on_device
-from rlhf.launch.signals import PARENT, catch, end_at_the_next, give_back
+from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
 
 
 class StopWatch:
@@ -38,11 +38,11 @@ class StopWatch:
 
     def close(self) -> None:
         """Give the signals back to whom they belonged."""
-        give_back(self._previous)
+        restore(self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            end_at_the_next(told=self._mesh.rank == 0 and PARENT not in os.environ)
+            quit_on_next_ctrl_c(announce=self._mesh.rank == 0 and PARENT not in os.environ)
         self._signalled = True
 
 

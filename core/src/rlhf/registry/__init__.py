@@ -1,1 +1,1 @@
-"""Plugins are found, loaded and called."""
+"""Plugins: found in metadata, loaded when chosen, called through gateways."""

@@ -13,7 +13,8 @@ import pluggy
 
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks
-from rlhf.registry.installed import Installed, find, find_backend, load_object, load_record
+from rlhf.registry.installed import Installed, find, find_backend
+from rlhf.registry.load import load_object, load_record
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,1 +1,1 @@
-"""The words of a command line and a YAML file become one checked configuration."""
+"""A command line and a YAML file become one checked configuration."""

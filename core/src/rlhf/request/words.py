@@ -13,17 +13,17 @@ from rlhf.errors import RLHFError
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),
-    "resume": ("step-N or nothing", r"(step-[0-9]+)?", str),
+    "resume": ("step-N or no value", r"(step-[0-9]+)?", str),
     "overwrite": ("no value", r"", lambda _: True),
 }
-"""What a flag takes in words and as a pattern, and how it is read."""
+"""What a flag expects in words and as a pattern, and how its value is parsed."""
 _TAKES = {"overwrite": r"(?!)", "resume": r"step-(?!.*\.ya?ml$)"}
-"""What the next word must look like to be a flag's value; others take what is no option."""
+"""What the next word must match to be a flag's value; other flags take any word but an option."""
 
 
 @frozen(kw_only=True)
 class Words:
-    """What stood on the command line."""
+    """The parsed words of a command line."""
 
     source: Path | None = None
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -35,30 +35,31 @@ class Words:
 
 
 def parse_words(words: Sequence[str]) -> Words:
-    """Hyphens in names mean underscores, values are YAML. RLHFError for a word without a place."""
-    found: dict[str, Any] = {}
+    """Parse the words; hyphens in names mean underscores, values are YAML. Raises RLHFError for a
+    word that is not expected."""
+    parsed: dict[str, Any] = {}
     overrides = []
     for name, value in _pairs(list(words)):
         if name in _FLAGS:
-            takes, pattern, read = _FLAGS[name]
+            expects, pattern, read = _FLAGS[name]
             if not re.fullmatch(pattern, value or ""):
-                raise RLHFError(f"--{name} takes {takes}, not {value or 'nothing'!r}")
-            found[name] = read(value or "")
+                raise RLHFError(f"--{name} expects {expects}" + f", got {value!r}" * bool(value))
+            parsed[name] = read(value or "")
         elif name:
             overrides.append((name, _parse(name, value)))
-        elif "source" in found:
+        elif "source" in parsed:
             raise RLHFError(
-                f"'{value}' is one word too many: the configuration is {found['source']}"
+                f"unexpected argument '{value}': the config file is already {parsed['source']}"
             )
         else:
-            found["source"] = _source(str(value))
-    if {"resume", "overwrite"} <= found.keys():
-        raise RLHFError("--resume goes on with a run and --overwrite replaces it: give one of them")
-    return Words(overrides=tuple(overrides), **found)
+            parsed["source"] = _source(str(value))
+    if {"resume", "overwrite"} <= parsed.keys():
+        raise RLHFError("--resume continues a run and --overwrite replaces it; pass only one")
+    return Words(overrides=tuple(overrides), **parsed)
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:
-    """(name, value) of each option, ("", word) of a bare word."""
+    """Yield (name, value) of each option and ("", word) of any other word."""
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
@@ -67,7 +68,7 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         if not re.fullmatch(r"\w+(\.\w+)*", name):
-            raise RLHFError(f"'{word}' is no setting: write --section.field VALUE")
+            raise RLHFError(f"'{word}' is not a setting; write --section.field VALUE")
         if equals:
             yield name, value
         elif not words or not re.match(_TAKES.get(name, r"(?!--)"), words[0]):
@@ -80,19 +81,17 @@ def _parse(name: str, value: str | None) -> Any:
     if value is None:
         near = difflib.get_close_matches(name, ("resume", "overwrite", "help"), n=1)
         hint = f"did you mean --{near[0]}?" if near else f"write --{name} VALUE"
-        raise RLHFError(f"--{name} has no value: {hint}")
+        raise RLHFError(f"--{name} needs a value; {hint}")
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        if value[0] not in "[{\"'":  # A pattern such as `*.bias` is no alias here.
+        if value[0] not in "[{\"'":  # A pattern such as `*.bias` is not an alias here.
             return value
         problem = getattr(error, "problem", None) or "bad YAML"
-        raise RLHFError(
-            f"--{name} {value}: the value does not parse as YAML ({problem})"
-        ) from error
+        raise RLHFError(f"--{name} {value}: the value is not valid YAML ({problem})") from error
 
 
 def _source(word: str) -> Path:
     if not word.endswith((".yaml", ".yml")):
-        raise RLHFError(f"'{word}' is no YAML file: data is given as --data, a model as --model")
+        raise RLHFError(f"'{word}' is not a YAML file; pass data with --data, a model with --model")
     return Path(word)

@@ -7,7 +7,8 @@ import attrs
 from rlhf.data.examples import Examples
 from rlhf.loop.session import Session
 from rlhf.model.dropout import largest_dropout
-from rlhf.request.reader import Request, to_tree
+from rlhf.request.layers import to_tree
+from rlhf.request.reader import Request
 from rlhf.run.context import Run
 
 

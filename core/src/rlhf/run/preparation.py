@@ -21,7 +21,7 @@ from rlhf.memory.choice import START, choose
 from rlhf.memory.fit import Headroom
 from rlhf.model.load import known_tokens, load_tokenizer
 from rlhf.registry.gateway import BackendGateway, ObserverGateway
-from rlhf.registry.installed import load_object
+from rlhf.registry.load import load_object
 from rlhf.request.reader import Request
 from rlhf.run.context import Run
 from rlhf.run.introduction import introduce

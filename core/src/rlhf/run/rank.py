@@ -19,7 +19,7 @@ from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.registry.gateway import build_gateways, load_hooks
-from rlhf.registry.installed import load_object
+from rlhf.registry.load import load_object
 from rlhf.request.reader import Request
 from rlhf.run.preparation import out_of_memory, prepare_data, set_up
 
@@ -150,7 +150,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
         session.journal.close()
     if reason == "signal":
         if leads:
-            print("stopped by a signal after saving; go on with --resume", flush=True)
+            print("stopped by a signal after saving; continue with --resume", flush=True)
         return reason
     best = session.best
     if best.step is None:

@@ -23,8 +23,9 @@ import yaml
 from attrs import define, field, frozen
 
 from rlhf import demo
-from rlhf.registry.installed import load_object
-from rlhf.request.reader import read_config, to_tree
+from rlhf.registry.load import load_object
+from rlhf.request.layers import to_tree
+from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.ranks import shared
 from rlhf.testing.tiny import Metrics

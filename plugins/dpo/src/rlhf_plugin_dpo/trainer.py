@@ -17,7 +17,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples
 from rlhf.readouts import answer_logprobs
-from rlhf.registry.installed import load_own
+from rlhf.registry.load import load_own
 from rlhf.trainer import Loss, Term, Trainer
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared

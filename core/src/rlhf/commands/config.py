@@ -1,50 +1,33 @@
-"""A configuration as YAML with the documentation of its fields."""
+"""`rlhf config`: a configuration as YAML, with the documentation of its fields."""
 
-import ast
-import functools
-import itertools
-import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
 import yaml
 
+from rlhf.config.field_docs import field_docs
 from rlhf.config.structure import expected, section_class
-from rlhf.request.reader import Request, to_tree
+from rlhf.request.layers import to_tree
+from rlhf.request.reader import Request
+
+
+def config_command(request: Request) -> int:
+    """Print the configuration; returns 0."""
+    print(describe(request), end="")
+    return 0
 
 
 def describe(request: Request) -> str:
-    """YAML with every value in force; it reads back to the same configuration."""
+    """Return YAML with the value of every setting; it reads back to the same configuration."""
     config = request.config
     head = [f"The configuration of `rlhf run {request.name}`.", *request.notes]
     return "\n".join([*_comment(" ".join(head)), *_lines(type(config), to_tree(config)), ""])
 
 
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a class, its bases included, read from the source."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        body = _class_bodies(base.__module__).get(base.__name__, [])
-        for line, below in itertools.pairwise(body):
-            match line, below:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    docs[name] = " ".join(text.split())
-    return docs
-
-
-@functools.cache
-def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    source = getattr(sys.modules[module], "__file__", None) or ""
-    tree = ast.parse(Path(source).read_text() if source.endswith(".py") else "")
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
 def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Iterator[str]:
-    """A section that is off shows its fields as comments."""
+    """Yield the lines of a section; the fields of one that is off are comments."""
     for item in attrs.fields(cls):
         section, value = section_class(item.type), tree[item.name]
         yield from gap

@@ -1,0 +1,27 @@
+"""The docstrings under the fields of a class, which Python itself does not keep."""
+
+import ast
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstring of each field of a class and its bases, read from the source."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        body = _class_bodies(base.__module__).get(base.__name__, [])
+        for line, below in itertools.pairwise(body):
+            match line, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    source = getattr(sys.modules[module], "__file__", None) or ""
+    tree = ast.parse(Path(source).read_text() if source.endswith(".py") else "")
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -1,0 +1,71 @@
+"""Stages 1 and 2 of a plugin: its record is loaded, then the objects that its strings name."""
+
+import functools
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from rlhf.errors import RLHFError, first_line
+from rlhf.plugin import BackendPlugin, TrainerPlugin
+from rlhf.registry.installed import Installed, NotInstalled, extra_for, is_satisfied
+
+RECORDS: dict[str, Any] = {"trainer": TrainerPlugin, "backend": BackendPlugin}
+
+
+def load_record(plugin: Installed) -> Any:
+    """Stage 1: return the TrainerPlugin or BackendPlugin that the entry point names."""
+    record = load_object(plugin.value, plugin)
+    expected = RECORDS[plugin.kind]
+    if not isinstance(record, expected):
+        kind = type(record).__name__
+        raise RLHFError(
+            f"{plugin}: {plugin.value} is a {kind}, not a rlhf.plugin.{expected.__name__}"
+        )
+    if not attrs.has(record.config):
+        raise RLHFError(f"{plugin}: its config {record.config!r} is not an attrs class")
+    for requirement in getattr(record, "requires", ()):
+        if not is_satisfied(requirement):
+            raise NotInstalled(f"{plugin} needs {requirement}; run `pip install '{requirement}'`")
+    return record
+
+
+def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
+    """Return the path of the trainer's demo YAML, which lies beside the module of its record."""
+    if record.demo is None:
+        raise RLHFError(f"{plugin} has no demo; pass --model and --data")
+    return Path(str(sys.modules[plugin.value.partition(":")[0]].__file__)).with_name(record.demo)
+
+
+def load_object(path: str, plugin: Installed | None = None) -> Any:
+    """Stage 2: return what the import string `module:name` names.
+
+    `plugin` is the plugin that names it, for the error's text.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except RLHFError:
+        raise
+    except Exception as error:  # A plugin's module may raise anything.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if plugin and missing and (extra := extra_for(plugin, missing)):
+            raise NotInstalled(f"{plugin} needs {missing}; run `pip install '{extra}'`") from error
+        raise RLHFError(
+            f"{plugin or path} cannot be imported: {type(error).__name__}: {first_line(error)} "
+            f"(`python -c 'import {module}'` shows where)"
+        ) from error
+
+
+def load_own(path: str) -> Any:
+    """Return what a user's own import string `module:name` names.
+
+    The module may lie in the current folder, which is not on the path of the command `rlhf`. The
+    folder is appended, so that none of the user's files shadows an installed module.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    return load_object(path)

@@ -1,0 +1,87 @@
+"""Layers of a configuration: trees of plain data, read from YAML, merged and compared."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+from attr import asdict  # attrs.asdict keeps tuples, which YAML does not have.
+
+from rlhf.config.structure import as_mapping, section_class
+from rlhf.errors import RLHFError, first_line
+
+
+def load_yaml(path: Path | None) -> dict[str, Any]:
+    """Return the mapping in a YAML file; empty for None and for an empty file."""
+    if path is None:
+        return {}
+    try:
+        tree = yaml.load(path.read_text(), Loader=_Loader)
+    except OSError as error:
+        raise RLHFError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RLHFError(f"{path} line {line}: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RLHFError(f"{path} is not valid YAML: {first_line(error)}") from error
+    if not isinstance(tree or {}, dict):
+        raise RLHFError(
+            f"{path} contains a {type(tree).__name__}; "
+            "expected sections such as `optim: {lr: 1e-5}`"
+        )
+    return tree or {}
+
+
+def merge(cls: type, under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `over` merged onto `under`, section by section; null disables an optional section."""
+    kinds = {item.name: item.type for item in attrs.fields(cls)}
+    merged = dict(under)
+    for key, value in over.items():
+        section = section_class(kinds.get(key))
+        if section is None or (value is None and section is not kinds[key]):
+            merged[key] = value
+        else:
+            below = as_mapping(section, merged.get(key))
+            merged[key] = merge(section, below, as_mapping(section, value))
+    return merged
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    """Return the tree in which only the setting `dotted` has a value."""
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value
+
+
+def to_tree(config: Any) -> dict[str, Any]:
+    """Return the tree of a configuration; reading it gives an equal configuration."""
+    return asdict(config, retain_collection_types=False)
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {dotted: (old, new)} of the leaves that differ; a missing leaf counts as None."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes |= {
+                f"{key}.{inner}": pair for inner, pair in changed_keys(before, after).items()
+            }
+        elif before != after:
+            changes[key] = (before, after)
+    return changes
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses duplicate keys, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)

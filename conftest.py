@@ -1,16 +1,22 @@
 """What holds for every test of the workspace."""
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from rlhf.testing.ranks import close_shared
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its interpreter then runs kernels on the host.
     os.environ["TRITON_INTERPRET"] = "1"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TEMPORARY = pytest.StashKey[Path]()
+"""The folder in which all processes of the session make their temporary files."""
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +25,30 @@ def _no_rank_left_behind() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in RENDEZVOUS}
     yield
     assert {name: os.environ.get(name) for name in RENDEZVOUS} == before
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session a temporary folder of its own; caches and pytest's folders stay outside."""
+    if hasattr(config, "workerinput"):  # A worker of pytest-xdist inherits the folder.
+        return
+    system = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", system)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(system) / "torchinductor_tests"))
+    config.stash[TEMPORARY] = Path(tempfile.mkdtemp(prefix="rlhf-tests-"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[TEMPORARY])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """Fail the session if a test left a temporary file behind."""
+    close_shared()
+    yield
+    folder = session.config.stash.get(TEMPORARY, None)
+    if folder is None:
+        return
+    if left := sorted(path.name for path in folder.iterdir()):
+        print(f"\ntests left temporary files in {folder}: {', '.join(left)}")
+        if session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    else:
+        folder.rmdir()

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from attrs import frozen
 
-import tiny
 from rlhf.demo import rows
-from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
-from rlhf.testing.conformance import Other, TrainerConformance
-from rlhf.testing.plain import PlainBackend
+from rlhf.testing import tiny
+from rlhf.testing.conformance import Other, TrainerConformance, column
 from rlhf.testing.ranks import Ranks
 
 LN_2 = math.log(2)
@@ -25,31 +23,38 @@ ALL = f"[sigmoid, {BCO}{{name: ipo, weight: 0.01}}, {{name: sft, weight: 0.2}}]"
 """Sums per pair, per token and over the step in one loss."""
 
 
+@frozen
+class Inputs:
+    """Words of a run of the tiny model in fp32, with clipping that acts at every step."""
+
+    words: list[str]
+    cache: str
+
+
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tiny.Inputs:
-    """The tiny model, 18 pairs to train on and 6 held out."""
-    made = tiny.make(tmp_path_factory.mktemp("dpo"))
-    tiny.write(made.train, rows("arithmetic", "train", "preference")[:18])
-    tiny.write(made.eval, rows("arithmetic", "eval", "preference")[:6])
-    return made
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """18 pairs to train on and 6 held out, for two epochs at a rate that moves the model."""
+    folder = tmp_path_factory.mktemp("dpo")
+    train = rows("arithmetic", "train", "preference")[:18]
+    held_out = rows("arithmetic", "eval", "preference")[:6]
+    words = [
+        "--model", str(tiny.make_model(folder / "model")), "--model.dtype", "fp32",
+        "--data.train", str(tiny.write_rows(folder / "train.jsonl", train)),
+        "--data.eval", str(tiny.write_rows(folder / "eval.jsonl", held_out)),
+        "--data.workers", "0", "--batch.size", "4", "--batch.tokens", "256",
+        "--optim.lr", "1e-2", "--optim.clip", "0.5", "--train.epochs", "2",
+    ]  # fmt: skip
+    return Inputs(words, str(folder / "cache"))
 
 
-def run_dpo(words: list[str], cache: str, backend: Any = None) -> list[dict[str, Any]]:
-    """`rlhf run dpo` on this rank: what metrics.jsonl holds afterwards."""
-    os.environ["RLHF_CACHE"] = cache
-    request = read_config("dpo", overrides=words)
-    assert run_rank(request, backend=backend) == 0
-    return tiny.read_metrics(Path(request.config.output or ""))
+def words(inputs: Inputs, output: Path, *more: str) -> list[str]:
+    """The whole command line."""
+    return [*inputs.words, "--output", str(output), *more]
 
 
-def words(inputs: tiny.Inputs, output: Path, *more: str) -> list[str]:
-    """Two epochs at a rate that moves the tiny model."""
-    return tiny.words(inputs, output, *("--batch.tokens", "256", "--train.epochs", "2", *more))
-
-
-def plain(inputs: tiny.Inputs, output: Path, *more: str) -> list[dict[str, Any]]:
+def plain(inputs: Inputs, output: Path, *more: str) -> tiny.Metrics:
     """The run in plain torch."""
-    return run_dpo(words(inputs, output, *more), str(inputs.cache), PlainBackend())
+    return tiny.run("dpo", words(inputs, output, *more), inputs.cache, True)
 
 
 class TestDPO(TrainerConformance):
@@ -68,24 +73,23 @@ class TestDPO(TrainerConformance):
     }
 
 
-def test_the_command_finds_a_loss_in_the_current_folder(
-    inputs: tiny.Inputs, tmp_path: Path
-) -> None:
+def test_the_command_finds_a_loss_in_the_current_folder(inputs: Inputs, tmp_path: Path) -> None:
     source = "def halved(chosen, rejected, config):\n    return 0.5 + 0 * chosen\n"
     (tmp_path / "losses_beside_me.py").write_text(source)
     program = Path(sys.executable).with_name("rlhf")
     more = ("--dpo.loss", "losses_beside_me:halved", "--train.stop_at", "1")
     command = [str(program), "run", "dpo", *words(inputs, tmp_path / "run", *more)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    env |= {"RLHF_CACHE": str(inputs.cache), "DS_ACCELERATOR": "cpu"}
+    env |= {"RLHF_CACHE": inputs.cache, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "loss") == [0.5]
+    told = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert column([json.loads(line) for line in told.splitlines()], "loss") == [0.5]
 
 
 @pytest.mark.parametrize("losses", ["sigmoid", "[sigmoid, {name: sft, weight: 0.2}]"])
 def test_a_run_says_what_it_leaves_out_of_ranked_rows(
-    losses: str, inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    losses: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranked = [
         {"prompt": "2 + 2 =", "answers": [" 5", " 4", " 22", " 6"], "scores": [1, 3, 0, 1]},
@@ -107,7 +111,7 @@ def test_a_run_says_what_it_leaves_out_of_ranked_rows(
 
 @pytest.mark.parametrize(("mode", "exact"), [("adapter", True), ("engine", True), ("cache", False)])
 def test_it_starts_at_ln_2_with_margin_0(
-    mode: str, exact: bool, inputs: tiny.Inputs, tmp_path: Path
+    mode: str, exact: bool, inputs: Inputs, tmp_path: Path
 ) -> None:
     more = ["--lora", "2"] if mode == "adapter" else []
     options = ("--dpo.reference", mode, "--train.eval_at_start", "true", "--train.stop_at", "1")
@@ -121,7 +125,7 @@ def test_it_starts_at_ln_2_with_margin_0(
 
 
 @pytest.fixture(scope="module")
-def curve(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def curve(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tiny.Metrics:
     """The curve in plain torch, one process: what all others are held against."""
     folder = tmp_path_factory.mktemp("plain")
     return plain(inputs, folder / "run", "--dpo.loss", ALL, "--dpo.reference", "engine")
@@ -138,8 +142,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_curve_does_not_depend_on_the_hardware(
     name: str,
-    curve: list[dict[str, Any]],
-    inputs: tiny.Inputs,
+    curve: tiny.Metrics,
+    inputs: Inputs,
     one: Ranks,
     two: Ranks,
     tmp_path: Path,
@@ -148,25 +152,23 @@ def test_the_curve_does_not_depend_on_the_hardware(
     more = ("--deepspeed.stage", stage, "--batch.tokens", tokens, "--dpo.reference", mode)
     sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
     arguments = words(inputs, tmp_path / "run", "--dpo.loss", ALL, *more, *sharded)
-    cache = str(tmp_path / "cache" if mode == "cache" else inputs.cache)
-    metrics = (one if world == 1 else two).run(run_dpo, arguments, cache)[0]
-    assert tiny.steps(curve, "loss")[-1] < 0.9 * tiny.steps(curve, "loss")[0]
+    cache = str(tmp_path / "cache") if mode == "cache" else inputs.cache
+    metrics = (one if world == 1 else two).run(tiny.run, "dpo", arguments, cache)[0]
+    assert column(curve, "loss")[-1] < 0.9 * column(curve, "loss")[0]
     for key in ("loss", "rewards/margins", "rewards/chosen", "nll_loss", "entropy"):
-        assert tiny.steps(metrics, key) == pytest.approx(
-            tiny.steps(curve, key), rel=1e-4, abs=1e-4
-        ), key
-    assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(curve, "loss"), abs=1e-5)
+        assert column(metrics, key) == pytest.approx(column(curve, key), rel=1e-4, abs=1e-4), key
+    assert column(metrics, "loss") == pytest.approx(column(curve, "loss"), abs=1e-5)
     assert metrics[-1]["eval/loss"] == pytest.approx(curve[-1]["eval/loss"], abs=1e-5)
 
 
 def test_a_reference_in_shards_may_lie_in_the_hosts_memory(
-    curve: list[dict[str, Any]], inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    curve: tiny.Metrics, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     place = ("--deepspeed.stage", "3", "--deepspeed.offload_param", "true")
     sharded = (*place, "--deepspeed.persistence_threshold", "0", "--dpo.reference", "engine")
     arguments = words(inputs, tmp_path / "run", "--dpo.loss", ALL, *sharded)
-    metrics = two.run(run_dpo, arguments, str(inputs.cache))[0]
-    assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(curve, "loss"), abs=1e-5)
+    metrics = two.run(tiny.run, "dpo", arguments, inputs.cache)[0]
+    assert column(metrics, "loss") == pytest.approx(column(curve, "loss"), abs=1e-5)
     plans = json.loads((tmp_path / "run" / "plan.json").read_text())
     for role in ("policy", "reference"):
         zero = plans[role]["settings"]["zero_optimization"]
@@ -175,26 +177,26 @@ def test_a_reference_in_shards_may_lie_in_the_hosts_memory(
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_an_adapters_reference_is_right_at_every_stage(
-    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     adapter = ("--lora", "2", "--optim.lr", "1e-2")
     expected = plain(inputs, tmp_path / "plain", *adapter)
     sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
     more = (*adapter, "--deepspeed.stage", stage, *sharded)
-    metrics = two.run(run_dpo, words(inputs, tmp_path / "run", *more), str(inputs.cache))[0]
-    assert tiny.steps(expected, "loss")[0] == pytest.approx(LN_2)
-    assert tiny.steps(expected, "loss")[-1] < LN_2 - 0.01
+    metrics = two.run(tiny.run, "dpo", words(inputs, tmp_path / "run", *more), inputs.cache)[0]
+    assert column(expected, "loss")[0] == pytest.approx(LN_2)
+    assert column(expected, "loss")[-1] < LN_2 - 0.01
     for key in ("loss", "rewards/margins"):
-        found = tiny.steps(metrics, key)
-        assert found == pytest.approx(tiny.steps(expected, key), rel=1e-4, abs=1e-5), key
+        found = column(metrics, key)
+        assert found == pytest.approx(column(expected, key), rel=1e-4, abs=1e-5), key
 
 
 def test_a_reference_moves_after_the_step_that_completes_its_count(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     more = ("--train.steps", "4", "--dpo.reference_every", "2", "--dpo.reference_mix", "1")
-    metrics = one.run(run_dpo, words(inputs, tmp_path / "run", *more), str(inputs.cache))[0]
-    at_ln_2 = [loss == pytest.approx(LN_2, abs=1e-6) for loss in tiny.steps(metrics, "loss")]
+    metrics = one.run(tiny.run, "dpo", words(inputs, tmp_path / "run", *more), inputs.cache)[0]
+    at_ln_2 = [loss == pytest.approx(LN_2, abs=1e-6) for loss in column(metrics, "loss")]
     assert at_ln_2 == [True, False, True, False]
 
 
@@ -203,29 +205,29 @@ MOVING = ("--dpo.reference_every", "2", "--dpo.reference_mix", "0.5")
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_a_reference_that_moves_is_the_same_anywhere_and_resumes_to_the_last_bit(
-    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     expected = plain(inputs, tmp_path / "plain", *MOVING)
     sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
 
-    def run(folder: str, *more: str) -> list[dict[str, Any]]:
+    def run(folder: str, *more: str) -> tiny.Metrics:
         options = (*MOVING, "--deepspeed.stage", stage, *sharded, *more)
-        return two.run(run_dpo, words(inputs, tmp_path / folder, *options), str(inputs.cache))[0]
+        return two.run(tiny.run, "dpo", words(inputs, tmp_path / folder, *options), inputs.cache)[0]
 
     straight = run("straight")
     run("halves", "--train.stop_at", "5")
     halves = run("halves", "--resume")
-    found = tiny.steps(straight, "loss")
-    assert found == pytest.approx(tiny.steps(expected, "loss"), abs=1e-5)
+    found = column(straight, "loss")
+    assert found == pytest.approx(column(expected, "loss"), abs=1e-5)
     for key in ("loss", "grad_norm", "rewards/margins", "logps/rejected"):
-        assert tiny.steps(halves, key) == tiny.steps(straight, key), key
+        assert column(halves, key) == column(straight, key), key
     assert halves[-1]["eval/loss"] == straight[-1]["eval/loss"]
 
 
-def test_the_mix_reaches_the_curve(inputs: tiny.Inputs, tmp_path: Path) -> None:
+def test_the_mix_reaches_the_curve(inputs: Inputs, tmp_path: Path) -> None:
     every = ("--train.steps", "3", "--dpo.reference_every", "1")
     little = plain(inputs, tmp_path / "little", *every, "--dpo.reference_mix", "0.1")
     whole = plain(inputs, tmp_path / "whole", *every, "--dpo.reference_mix", "1")
-    assert tiny.steps(little, "loss") != pytest.approx(tiny.steps(whole, "loss"), abs=1e-4)
+    assert column(little, "loss") != pytest.approx(column(whole, "loss"), abs=1e-4)
     # A reference that is replaced each step is the policy: the next step starts at ln 2.
-    assert tiny.steps(whole, "loss") == pytest.approx([LN_2] * 3)
+    assert column(whole, "loss") == pytest.approx([LN_2] * 3)

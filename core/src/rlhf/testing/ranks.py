@@ -57,6 +57,7 @@ class Ranks:
         self.environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | (environment or {})
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
@@ -91,10 +92,13 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-ranks-")
+        store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             place = {
@@ -150,6 +154,12 @@ def shared(world: int) -> Ranks:
     if world not in _shared:
         _shared[world] = Ranks(world)
     return _shared[world]
+
+
+def close_shared() -> None:
+    """End the processes of all shared pools; a later `run` starts new ones."""
+    for ranks in _shared.values():
+        ranks.close()
 
 
 def ranks_fixture(world: int) -> Any:

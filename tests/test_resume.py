@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 import tiny
+from rlhf.commands.main import main
 from rlhf.folder import checkpoints as checkpoint
+from rlhf.folder.disk import sha256
 from rlhf.testing.ranks import RankFailure, Ranks
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")
@@ -42,6 +44,37 @@ def test_five_steps_and_five_more_are_ten_steps_to_the_last_bit(
         assert tiny.steps(halves, name) == tiny.steps(straight, name), name
     assert halves[-1]["eval/loss"] == straight[-1]["eval/loss"]
     assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
+
+
+def digests_read(words: list[str], cache: str) -> list[str]:
+    """Run `rlhf run sft` without a launcher; return the files of checkpoints that were read to
+    verify them."""
+    names: list[str] = []
+
+    def counted(path: Path) -> str:
+        if ".part" not in str(path):
+            names.append(path.name)
+        return sha256(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_CACHE", cache)
+        patch.delenv("RANK")
+        patch.setattr(checkpoint, "sha256", counted)
+        assert main(["run", "sft", *words, "--nproc", "1"]) == 0
+    return names
+
+
+def test_a_resumed_run_reads_each_file_of_its_checkpoint_once(
+    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(tiny.run, words, str(inputs.cache))
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    files = {path.name for path in folder.rglob("*") if path.is_file()}
+    words = [*words, "--train.stop_at", "4", "--resume"]
+    (names,) = one.run(digests_read, words, str(inputs.cache))
+    assert len(names) == len(set(names))
+    assert {*names, "manifest.json"} == files
 
 
 def weights(folder: Path) -> bytes:
@@ -114,7 +147,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_asked(
     ((_, straight),) = one.run(tiny.run, words, str(inputs.cache))
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-000004" / "rng-00000.pt").write_bytes(b"torn")
-    with pytest.raises(RankFailure, match="go on from the one before with --resume step-000002"):
+    with pytest.raises(
+        RankFailure, match="continue from the previous one with --resume step-000002"
+    ):
         one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
     ((_, again),) = one.run(tiny.run, [*words, "--resume", "step-000002"], str(inputs.cache))
     assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")

@@ -53,7 +53,7 @@ def test_every_rank_digests_its_share_and_together_they_are_all(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (lambda file: file.write_text("weightz"), "has other content than was written"),
+        (lambda file: file.write_text("weightz"), "has changed since it was written"),
         (lambda file: file.write_text("weigh"), "has 5 bytes instead of 7"),
         (lambda file: file.unlink(), "is missing"),
     ],
@@ -67,7 +67,7 @@ def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, tol
         checkpoint.newest(tmp_path)
     assert str(error.value) == (
         f"the newest checkpoint is damaged: {file} {told}; "
-        "go on from the one before with --resume step-000010"
+        "continue from the previous one with --resume step-000010"
     )
 
 
@@ -84,7 +84,7 @@ def test_a_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
         checkpoint.newest(tmp_path)
     assert str(error.value) == (
         f"the newest checkpoint is damaged: {folder} has no manifest.json; "
-        "there is no older one: start again with --overwrite"
+        "no older one is intact; start again with --overwrite"
     )
 
 
@@ -93,7 +93,7 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         checkpoint.named(tmp_path, "step-000030")
     assert str(error.value) == (
-        f"there is no checkpoint 'step-000030' in {tmp_path}: there are step-000010"
+        f"no checkpoint 'step-000030' in {tmp_path}; available: step-000010"
     )
 
 

@@ -43,7 +43,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
             f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
         )
     assert told(run / "checkpoints" / "step-000002", tmp_path / "out") == (
-        f"there is no checkpoint 'step-000002' in {run}/checkpoints: there are step-000001"
+        f"no checkpoint 'step-000002' in {run}/checkpoints; available: step-000001"
     )
 
 
@@ -60,5 +60,5 @@ def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -
     (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
     for source in (run, run / "checkpoints" / "step-000002"):
         assert told(source, tmp_path / "out").endswith(
-            f"; export the one before: rlhf export {run}/checkpoints/step-000001 OUT"
+            f"; export the previous one with rlhf export {run}/checkpoints/step-000001 OUT"
         )

@@ -133,7 +133,7 @@ def test_a_checkpoint_asked_for_by_name_must_be_there_though_no_run_is(tmp_path:
     with pytest.raises(RLHFError) as error:
         check_resumable(request(tmp_path, resume="step-3"), tmp_path)
     assert str(error.value) == (
-        f"there is no checkpoint 'step-3' in {tmp_path}/checkpoints: there are none"
+        f"no checkpoint 'step-3' in {tmp_path}/checkpoints; available: none"
     )
 
 

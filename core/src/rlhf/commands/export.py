@@ -23,9 +23,7 @@ def export_command(source: str, output: str) -> int:
 def _checkpoint_folder(source: Path) -> Path:
     """The checkpoint that `source` names, undamaged."""
     if (source / "checkpoints").is_dir():
-        newest = checkpoints.newest(
-            source / "checkpoints", instead=_instead(source / "checkpoints")
-        )
+        newest = checkpoints.newest(source / "checkpoints", remedy=_remedy(source / "checkpoints"))
         if newest is None:
             raise RLHFError(f"{source} holds no checkpoint yet: give another run folder")
         return newest
@@ -33,8 +31,8 @@ def _checkpoint_folder(source: Path) -> Path:
         raise RLHFError(
             f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
         )
-    return checkpoints.named(source.parent, source.name, instead=_instead(source.parent))
+    return checkpoints.named(source.parent, source.name, remedy=_remedy(source.parent))
 
 
-def _instead(checkpoints: Path) -> str:
-    return f"export the one before: rlhf export {checkpoints}/{{}} OUT"
+def _remedy(checkpoints: Path) -> str:
+    return f"export the previous one with rlhf export {checkpoints}/{{}} OUT"

@@ -4,6 +4,7 @@ import os
 import sys
 
 from rlhf.errors import RLHFError
+from rlhf.folder import run_folder
 from rlhf.launch.ranks import Ranks, die_with_parent, num_devices
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
@@ -14,7 +15,8 @@ def run_command(request: Request) -> int:
     """Train; returns the exit code 0, 2 or 143."""
     join_slurm()
     if "RANK" in os.environ:
-        if request.nproc is not None and PARENT not in os.environ:
+        ours = PARENT in os.environ
+        if request.nproc is not None and not ours:
             raise RLHFError(
                 f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
                 "remove it"
@@ -22,15 +24,15 @@ def run_command(request: Request) -> int:
         die_with_parent()
         from rlhf.run.rank import run_rank
 
-        return run_rank(request)
-    from rlhf.folder import run_folder
+        # Without a launcher of ours, rank 0 verifies where it can tell the other ranks.
+        return run_rank(request, verified=ours)
+    run_folder.check_resumable(request, run_folder.choose(request))
+    ranks = request.nproc or (1 if request.demo else num_devices())
     from rlhf.run.preparation import prepare_data
     from rlhf.run.rank import run_rank
 
-    run_folder.check_resumable(request, run_folder.choose(request))
-    ranks = request.nproc or (1 if request.demo else num_devices())
     if ranks == 1:
-        return run_rank(request)
+        return run_rank(request, verified=True)
     prepare_data(request)
     command = [sys.executable, "-m", "rlhf", *request.argv]
     return Ranks(command, ranks, request.config.checkpoint.stop_timeout).wait()

@@ -1,15 +1,16 @@
-"""Checkpoints on disk: a folder is complete or absent, and says so itself in a manifest.
+"""Checkpoints on disk: a folder is complete or absent, and its manifest proves it.
 
 A checkpoint is written to a hidden folder, synced, given its manifest (size and SHA-256 of every
-file) and renamed. The newest one is found by looking, never by a pointer that can lie; older ones
-go only afterwards.
+file) and renamed. The newest one is found by listing the folder, never through a pointer that can
+be stale. Older ones are removed only afterwards.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rlhf.errors import RLHFError
@@ -17,27 +18,29 @@ from rlhf.folder.disk import sha256
 
 MANIFEST = "manifest.json"
 ASIDE = ".{}.aside"
-"""What a checkpoint is called that the run has gone back behind."""
+"""Name of a checkpoint that is newer than the one a run was resumed from."""
 REPLACED = ".{}.replaced"
-"""What a checkpoint is called for the moment in which another of its step takes its name; after a
-kill in that moment it is still that step's."""
-RESUME = "go on from the one before with --resume {}"
+"""Name of a checkpoint while another one of the same step takes its place. After a kill at that
+moment it is still the checkpoint of its step."""
+RESUME = "continue from the previous one with --resume {}"
 NAME = re.compile(r"step-(\d{6,})$|\.step-(\d{6,})\.replaced$")
+THREADS = 8
+"""Files that are read at once to verify a checkpoint."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands once it is whole."""
+    """Return the folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:06d}"
 
 
 def part_folder(checkpoints: Path, step: int) -> Path:
-    """Where it is written until then."""
+    """Return the hidden folder in which the checkpoint of `step` is written."""
     return checkpoints / f".step-{step:06d}.part"
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """An empty hidden folder to write the checkpoint of `step` into; left-overs of a killed save
-    go."""
+    """Return an empty hidden folder to write the checkpoint of `step` into; what a killed save left
+    there is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     folder = part_folder(checkpoints, step)
     shutil.rmtree(folder, ignore_errors=True)
@@ -46,14 +49,14 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def digest(folder: Path, *, share: int = 0, of: int = 1) -> dict[str, dict[str, object]]:
-    """Size and SHA-256 of the files below `folder`, each synced to disk; `share` of `of` ranks does
-    its part."""
+    """Return size and SHA-256 of the files below `folder`, each synced to disk. Rank `share` of
+    `of` ranks takes every `of`-th file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {str(path.relative_to(folder)): _describe(path) for path in paths[share::of]}
 
 
 def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, object]]) -> Path:
-    """Give the folder its manifest and its name, in this order. Returns where it stands now."""
+    """Give the folder its manifest, then its name. Returns the renamed folder."""
     manifest = part / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": files}, indent=1, sort_keys=True))
     _sync(manifest)
@@ -71,8 +74,8 @@ def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, 
 
 
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:
-    """Take the checkpoints after that step out of the count: the run has gone back behind them.
-    They go with the next rotation, when a new one is whole. Returns their names."""
+    """Hide the checkpoints newer than step `after`, from which a run was resumed. The next rotation
+    removes them, once a new checkpoint is complete. Returns their names."""
     later = [folder for folder in all_checkpoints(checkpoints) if step_of(folder) > after]
     names = [name_of(folder) for folder in later]
     for folder, name in zip(later, names, strict=True):
@@ -83,8 +86,8 @@ def set_aside(checkpoints: Path, *, after: int) -> list[str]:
 
 
 def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints and that of the step `spare`, and what was set
-    aside. Folders of other names are never touched."""
+    """Remove all but the newest `keep` checkpoints and the one of step `spare`, and what was set
+    aside. Folders with other names are never touched."""
     for folder in checkpoints.glob(ASIDE.format("step-*")):
         shutil.rmtree(folder)
     for folder in checkpoints.glob(REPLACED.format("step-*")):
@@ -93,66 +96,68 @@ def rotate(checkpoints: Path, *, keep: int, spare: int | None = None) -> None:
     for folder in all_checkpoints(checkpoints)[:-keep]:
         if step_of(folder) == spare:
             continue
-        # The manifest goes first: what a kill leaves half removed is no checkpoint any more.
+        # Without its manifest, a folder that a kill leaves half removed is not a checkpoint.
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
-    """The folders named like a checkpoint, oldest first, whole or not."""
+    """Return the folders named like a checkpoint, oldest first, damaged ones included."""
     if not checkpoints.is_dir():
         return []
-    found = [path for path in checkpoints.iterdir() if NAME.match(path.name) and path.is_dir()]
-    # Of two of one step the hidden one comes first here, and has been replaced.
-    by_step = {step_of(path): path for path in sorted(found)}
+    folders = [path for path in checkpoints.iterdir() if NAME.match(path.name) and path.is_dir()]
+    # Of two folders of one step, the hidden one sorts first and is the older.
+    by_step = {step_of(path): path for path in sorted(folders)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     match = NAME.match(folder.name)
     if match is None:
-        raise RLHFError(f"{folder} is not named like a checkpoint: give a folder step-NNNNNN")
+        raise RLHFError(f"{folder} is not a checkpoint; pass a folder named step-NNNNNN")
     return int(match[1] or match[2])
 
 
 def name_of(folder: Path) -> str:
-    """What a checkpoint is called, wherever it stands."""
+    """Return the visible name of a checkpoint, also of one that is hidden for a moment."""
     return step_folder(folder.parent, step_of(folder)).name
 
 
-def newest(checkpoints: Path, *, instead: str = RESUME) -> Path | None:
-    """The newest checkpoint, or None without one. Raises RLHFError when the newest is damaged:
-    which older one to take is the user's decision, and `instead` says how."""
+def newest(checkpoints: Path, *, remedy: str = RESUME, contents: bool = True) -> Path | None:
+    """Return the newest checkpoint, or None without one. Raises RLHFError if the newest is damaged:
+    the user decides which older one to take, and `remedy` says how. `contents` is as in `damage`.
+    """
     folders = all_checkpoints(checkpoints)
     if not folders:
         return None
-    problem = damage(folders[-1])
+    problem = damage(folders[-1], contents=contents)
     if problem is None:
         return folders[-1]
-    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_older(folders[:-1], instead)}")
+    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_remedy(folders[:-1], remedy)}")
 
 
-def named(checkpoints: Path, name: str, *, instead: str = RESUME) -> Path:
-    """The checkpoint of that name, whole, or RLHFError."""
+def named(checkpoints: Path, name: str, *, remedy: str = RESUME, contents: bool = True) -> Path:
+    """Return the checkpoint of that name. Raises RLHFError if it is missing or damaged; `contents`
+    is as in `damage`."""
     number = re.fullmatch(r"step-(\d+)", name)
-    there = all_checkpoints(checkpoints)
-    folder = next((path for path in there if number and step_of(path) == int(number[1])), None)
+    folders = all_checkpoints(checkpoints)
+    folder = next((path for path in folders if number and step_of(path) == int(number[1])), None)
     if folder is None:
-        known = ", ".join(map(name_of, there)) or "none"
-        raise RLHFError(f"there is no checkpoint {name!r} in {checkpoints}: there are {known}")
-    problem = damage(folder)
+        available = ", ".join(map(name_of, folders)) or "none"
+        raise RLHFError(f"no checkpoint {name!r} in {checkpoints}; available: {available}")
+    problem = damage(folder, contents=contents)
     if problem is not None:
-        older = [path for path in there if step_of(path) < step_of(folder)]
+        older = folders[: folders.index(folder)]
         raise RLHFError(
-            f"checkpoint {name_of(folder)} is damaged: {problem}; {_older(older, instead)}"
+            f"checkpoint {name_of(folder)} is damaged: {problem}; {_remedy(older, remedy)}"
         )
     return folder
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint against its manifest, or None when every byte is as it was
-    written."""
+def damage(folder: Path, *, contents: bool = True) -> str | None:
+    """Return how a checkpoint differs from its manifest, or None if it does not. Without `contents`
+    only names and sizes are compared, which reads none of the files."""
     try:
         files = dict(json.loads((folder / MANIFEST).read_text())["files"])
     except FileNotFoundError:
@@ -165,16 +170,23 @@ def damage(folder: Path) -> str | None:
             return f"{path} is missing"
         if path.stat().st_size != expected["size"]:
             return f"{path} has {path.stat().st_size} bytes instead of {expected['size']}"
-        if sha256(path) != expected["sha256"]:
-            return f"{path} has other content than was written"
-    return None
+    if not contents:
+        return None
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(lambda name: sha256(folder / name), files)
+        changed = [
+            name
+            for name, found in zip(files, digests, strict=True)
+            if found != files[name]["sha256"]
+        ]
+    return f"{folder / changed[0]} has changed since it was written" if changed else None
 
 
-def _older(folders: Iterable[Path], instead: str) -> str:
-    whole = [name_of(folder) for folder in folders if damage(folder) is None]
-    if not whole:
-        return "there is no older one: start again with --overwrite"
-    return instead.replace("{}", whole[-1])
+def _remedy(older: Sequence[Path], remedy: str) -> str:
+    for folder in reversed(older):
+        if damage(folder) is None:
+            return remedy.replace("{}", name_of(folder))
+    return "no older one is intact; start again with --overwrite"
 
 
 def _describe(path: Path) -> dict[str, object]:

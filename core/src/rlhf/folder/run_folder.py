@@ -64,15 +64,16 @@ def holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists() or bool(whole)
 
 
-def check_resumable(request: Request, folder: Path) -> Path | None:
-    """The checkpoint to go on from, or None to start at the beginning. RLHFError for a damaged
-    checkpoint or for a changed key that a resumed run may not change."""
+def check_resumable(request: Request, folder: Path, *, verified: bool = False) -> Path | None:
+    """Return the checkpoint to continue from, or None to start at the beginning. Raises RLHFError
+    for a damaged checkpoint, or for a changed key that a resumed run may not change. `verified`
+    says that a first call has read the checkpoint's files, which can take minutes."""
     if request.resume is None:
         return None
     checkpoints = folder / "checkpoints"
     if not holds_run(folder):
         # A requeued job may start here; one that names a checkpoint may not.
-        return checkpoint.named(checkpoints, request.resume) if request.resume else None
+        return _wanted(checkpoints, request.resume, contents=not verified)
     before = load_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     if not before:
         raise RLHFError(
@@ -92,9 +93,14 @@ def check_resumable(request: Request, folder: Path) -> Path | None:
     if changes:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items())
         raise RLHFError(f"{folder} cannot be resumed with another configuration: {told}")
-    if request.resume:
-        return checkpoint.named(checkpoints, request.resume)
-    return checkpoint.newest(checkpoints)
+    return _wanted(checkpoints, request.resume, contents=not verified)
+
+
+def _wanted(checkpoints: Path, name: str, *, contents: bool) -> Path | None:
+    """Return the checkpoint of that name, or the newest one if the name is empty."""
+    if name:
+        return checkpoint.named(checkpoints, name, contents=contents)
+    return checkpoint.newest(checkpoints, contents=contents)
 
 
 def _completed(tree: dict[str, Any], cls: type[Config]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
 
 
-def run_rank(request: Request, *, backend: Any = None) -> int:
+def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -> int:
     """The exit code of this rank: 0, or 143 when a signal stopped it and it has saved.
 
     `backend`, an object with hook implementations, stands in for the one that the configuration
-    names.
+    names. `verified` says that the checkpoint to resume from has been verified.
     """
     config = request.config
     transformers.utils.logging.disable_progress_bar()
@@ -42,7 +42,9 @@ def run_rank(request: Request, *, backend: Any = None) -> int:
     record = None
     try:
         path = on_first(mesh, lambda: run_folder.choose(request))
-        resumed = on_first(mesh, lambda: run_folder.check_resumable(request, path))
+        resumed = on_first(
+            mesh, lambda: run_folder.check_resumable(request, path, verified=verified)
+        )
         with writing(path), opened(mesh, path, fresh=resumed is None) as folder:
             session = set_up(request, data, mesh, hooks, observers, path, folder)
             record = session.record

@@ -115,8 +115,8 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:
-        """The context in which `engine.module.model.generate` is safe on every rank; gives the
-        keywords that `generate` needs (`synced_gpus` at stage 3). Collective."""
+        """Return the context in which core calls `engine.module.model.generate`: evaluation mode,
+        without gradient. Core has every rank run the same number of forwards. Collective."""
 
     @hookspec(firstresult=True)
     def close_mesh(self, mesh: Mesh) -> bool:

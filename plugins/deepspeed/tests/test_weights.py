@@ -171,24 +171,19 @@ def test_blocks_of_experts_are_found_by_structure_and_layers_are_not():
 
 
 def generation(settings):
-    """What the context gives, and the modes inside and after it."""
+    """The modes inside the context and after it."""
     backend = DeepSpeedBackend()
     mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(**settings))))
-    engine.module.model.config = type("Configuration", (), {"use_cache": False})()
-    configuration = engine.module.model.config
     engine.train()
-    with backend.generation_context(engine) as options:
-        inside = (dict(options), engine.module.training, configuration.use_cache)
-    after = (engine.module.training, configuration.use_cache)
+    with backend.generation_context(engine):
+        inside = engine.module.training
+    after = engine.module.training
     backend.close_mesh(mesh)
     return inside, after
 
 
-@pytest.mark.parametrize(("settings", "synced"), [({"stage": 2}, False), (SHARDED, True)], ids=str)
-def test_generation_waits_for_the_slowest_rank_at_stage_3(pair, settings, synced):
-    for inside, after in pair.run(generation, settings):
-        assert inside == ({"synced_gpus": synced}, False, True)
-        assert after == (True, False)
+def test_generation_runs_in_evaluation_mode_and_gives_the_mode_back(pair):
+    assert pair.run(generation, SHARDED) == [(False, True)] * 2
 
 
 def refused_precision():

@@ -21,7 +21,7 @@ from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.reference.live import Follower, Reference, ReferenceMode, make_reference
 from rlhf.reference.table import attach, own_logprobs
 from rlhf.registry.gateway import BackendGateway
-from rlhf.run.generate import generate, sample
+from rlhf.run.generate import sample
 
 
 class Run:
@@ -157,13 +157,6 @@ class Run:
             self.examples, name, folder(), self.mesh, engine=engine,
             tokens=self.config.batch.budget, read=read, width=width,
         )  # fmt: skip
-
-    def generate(
-        self, engine: Engine, prompts: list[list[int]], *, max_new_tokens: int
-    ) -> list[list[int]]:
-        """Greedy answers to `prompts` (token ids), without the prompt, ended before EOS.
-        Collective: every rank calls it, with prompts of its own."""
-        return generate(engine, prompts, self.hooks, self.tokenizer, max_new_tokens=max_new_tokens)
 
     def sample(
         self,

@@ -1,4 +1,4 @@
-"""Answers from a live engine, safe on every rank at every stage."""
+"""Answers sampled from a live engine, on any number of ranks and at every ZeRO stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from rlhf.engine import Engine, Mesh
 from rlhf.model.save import end_tokens
@@ -21,25 +26,12 @@ PLAIN = {
     "encoder_no_repeat_ngram_size": 0,
     "bad_words_ids": None,
     "min_length": 0,
+    "use_cache": True,
+    "synced_gpus": False,
 }
-"""Against what a model's own generation config asks for: its distribution is wanted as it is."""
-
-
-def generate(
-    engine: Engine,
-    prompts: list[list[int]],
-    hooks: BackendGateway,
-    tokenizer: Any,
-    *,
-    max_new_tokens: int,
-) -> list[list[int]]:
-    """Greedy answers to `prompts` (token ids), without the prompt and without the token that ends
-    an answer. Collective."""
-    ends = end_tokens(tokenizer)
-    answers = _continued(
-        engine, prompts, hooks, tokenizer, ends, max_new_tokens=max_new_tokens, do_sample=False
-    )
-    return [answer[: _length(answer, ends)] for answer in answers]
+"""Overrides of a model's own generation config, so that its plain distribution is sampled.
+`synced_gpus` is False since transformers then grows the mask of a rank that has ended without new
+tokens, which fails without a key-value cache; `AllRanksEnded` replaces it."""
 
 
 def sample(
@@ -54,23 +46,22 @@ def sample(
     temperature: float,
     tokens: int,
 ) -> list[list[int]]:
-    """Answers drawn from the engine's own distribution, with the token that ends an answer (EOS, or
-    the trained turn's last) where they reached it.
+    """Return an answer to each prompt, drawn from the engine's own distribution, including the
+    token that ends it (EOS, or the last token of a trained turn) if it was reached.
 
-    Every rank gives the same prompts and gets all answers. Prompts of like length run together, as
-    many as fit into `tokens`; the groups are dealt out over the ranks. Each answer has a random
-    generator of its own, so it depends on its prompt and its seed alone, but for rounding.
-    Collective.
+    Every rank passes the same prompts and gets all answers. Prompts of similar length run together,
+    as many as fit into `tokens`, and the groups are distributed over the ranks. Each answer has its
+    own random generator, so it depends only on its prompt and its seed, up to rounding. Collective.
     """
     ends = end_tokens(tokenizer)
     groups = grouped([len(prompt) for prompt in prompts], max_new_tokens, tokens)
     own: dict[int, list[int]] = {}
     for first in range(0, len(groups), mesh.world):
-        # At stage 3 every call gathers weights: a rank without a group of its own runs along.
+        # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
         group = groups[min(first + mesh.rank, len(groups) - 1)]
         noise = Noise([seeds[place] for place in group], temperature, engine.device)
         answers = _continued(
-            engine, [prompts[place] for place in group], hooks, tokenizer, ends,
+            engine, [prompts[place] for place in group], hooks, mesh, tokenizer, ends,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
         own |= {
@@ -84,8 +75,8 @@ def sample(
 
 
 def grouped(lengths: Sequence[int], max_new_tokens: int, tokens: int) -> list[list[int]]:
-    """Places of prompts that run together: alike in length, padded no more than `tokens` in all,
-    at least one."""
+    """Return indices of prompts that run together: similar in length, at least one per group, and
+    at most `tokens` positions per group including padding and answers."""
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         longest = lengths[groups[-1][0]] + max_new_tokens if groups else 0
@@ -97,8 +88,8 @@ def grouped(lengths: Sequence[int], max_new_tokens: int, tokens: int) -> list[li
 
 
 class Noise(LogitsProcessor):
-    """Gumbel noise on the logits of each row from a generator of its own: the likeliest token is
-    then a draw from the softmax at `temperature`."""
+    """Gumbel noise on each row's logits from its own generator: the most likely token is then a
+    draw from the softmax at `temperature`."""
 
     def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
         self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
@@ -112,34 +103,57 @@ class Noise(LogitsProcessor):
         return scores.float() / self._temperature - noise.log()
 
 
+class AllRanksEnded(StoppingCriteria):
+    """True once every row of every rank has written one of `ends`; until then rows that have ended
+    continue, so that all ranks run the same number of forwards."""
+
+    def __init__(
+        self, num_rows: int, ends: Sequence[int], mesh: Mesh, device: torch.device
+    ) -> None:
+        self._ends = torch.tensor(ends, device=device)
+        self._running = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._mesh = mesh
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """input_ids [rows, T] -> [rows], bool, all alike. Collective."""
+        self._running &= ~torch.isin(input_ids[:, -1], self._ends)
+        running = self._mesh.max(self._running.max())
+        return (running == 0).expand(len(input_ids))
+
+
 def _continued(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     hooks: BackendGateway,
+    mesh: Mesh,
     tokenizer: Any,
     ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
-    """What the engine's model writes after each prompt, padded at the end."""
+    """Return what the engine's model writes after each prompt, up to the longest answer."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
     tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence(
         [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
     )
-    with torch.no_grad(), hooks.generation_context(engine=engine) as keywords:
+    if engine.stage == 3 and mesh.world > 1:
+        ended = AllRanksEnded(len(rows), ends, mesh, engine.device)
+        options["stopping_criteria"] = StoppingCriteriaList([ended])
+        # A rank must not stop by itself: each forward gathers weights from all ranks.
+        ends = ()
+    with torch.no_grad(), hooks.generation_context(engine=engine):
         out = engine.module.model.generate(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),
             pad_token_id=pad,
             eos_token_id=list(ends) or None,
             **options,
-            **keywords,
         )
     answers: list[list[int]] = out[:, tokens.shape[1] :].tolist()
     return answers
 
 
 def _length(answer: list[int], ends: Sequence[int]) -> int:
-    """Tokens before the first that ends the answer."""
+    """Return the number of tokens before the first that ends the answer."""
     return next((place for place, token in enumerate(answer) if token in ends), len(answer))

@@ -197,12 +197,12 @@ class PlainBackend:
 
 
 @contextmanager
-def _generation(engine: PlainEngine) -> Iterator[dict[str, Any]]:
+def _generation(engine: PlainEngine) -> Iterator[None]:
     was_training = engine.module.training
     engine.eval()
     try:
         with torch.no_grad():
-            yield {}
+            yield
     finally:
         engine.module.train(was_training)
 

@@ -87,7 +87,6 @@ class DeepSpeedBackend:
         plan: Plan,
         mesh: Mesh,
     ) -> InferenceEngine:
-        _use_cache(model, on=False)
         if optimizer is None:
             return prepare_inference(model, role=role, plan=plan, mesh=mesh)
         return prepare_training(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
@@ -138,24 +137,12 @@ class DeepSpeedBackend:
 
 
 @contextmanager
-def _generation(engine: InferenceEngine) -> Iterator[dict[str, Any]]:
-    """Evaluation mode and the key-value cache on; at stage 3 ranks that are done wait for the
-    others."""
+def _generation(engine: InferenceEngine) -> Iterator[None]:
+    """Switch to evaluation mode without gradient, and back to the mode before."""
     was_training = engine.module.training
     engine.eval()
-    _use_cache(engine.module, on=True)
     try:
         with torch.no_grad():
-            yield {"synced_gpus": engine.stage == 3 and engine.mesh.world > 1}
+            yield
     finally:
-        _use_cache(engine.module, on=False)
         engine.module.train(was_training)
-
-
-def _use_cache(model: nn.Module, *, on: bool) -> None:
-    """Training must not fill a key-value cache, generation is slow without: every model config
-    inside is told."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = on

@@ -19,7 +19,7 @@ def hooks_page() -> str:
         ("Backend", hookspecs.BackendHooks),
         ("Observer", hookspecs.ObserverHooks),
     ):
-        parts += [f"## {title} hooks", _text(specs.__doc__)]
+        parts.append(f"## {title} hooks")
         for name, function in vars(specs).items():
             if not name.startswith("_"):
                 names = [p for p in inspect.signature(function).parameters if p != "self"]

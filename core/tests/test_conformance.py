@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.testing.conformance import Other, TrainerConformance, make_bench, same_curve
+from rlhf.testing import Other, TrainerConformance
+from rlhf.testing.conformance import bench_of
+from rlhf.testing.curves import same_curve
 
 PLUGIN = """
 from attrs import frozen
@@ -30,9 +32,8 @@ inert = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Inert")
 """
 TRAINERS = """
 import torch
-from rlhf.data.example import Example
 from rlhf.readouts import token_logprobs
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Example, Loss, Term, Trainer
 
 class Sound(Trainer):
     row_format = "demonstration"
@@ -99,7 +100,7 @@ class Inert(TrainerConformance):
 
 
 def test_a_sound_trainer_passes(tmp_path: Path) -> None:
-    bench = make_bench(Sound, tmp_path)
+    bench = bench_of(Sound, tmp_path)
     Sound().test_the_configuration_survives_a_round_trip(bench, tmp_path)
     Sound().test_the_curve_means_something(bench)
     Sound().test_packed_equals_separate_in_loss_and_gradients(bench)
@@ -108,20 +109,21 @@ def test_a_sound_trainer_passes(tmp_path: Path) -> None:
 
 def test_a_mean_over_the_micro_batch_is_found(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
-        Means().test_packed_equals_separate_in_loss_and_gradients(make_bench(Means, tmp_path))
+        Means().test_packed_equals_separate_in_loss_and_gradients(bench_of(Means, tmp_path))
 
 
 def test_a_setting_that_never_reaches_the_loss_is_named(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="scale never reaches the loss"):
-        Inert().test_every_hyper_parameter_changes_the_loss(make_bench(Inert, tmp_path))
+    with pytest.raises(AssertionError, match=r"odd_inert\.scale 2\.0 does not change the loss"):
+        Inert().test_every_hyper_parameter_changes_the_loss(bench_of(Inert, tmp_path))
 
 
 def test_a_setting_that_nobody_speaks_of_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sound, "others", {"scale": 2.0, "power": 2.0})
-    with pytest.raises(AssertionError, match=r"one side knows nothing: \{'shift'\}"):
-        Sound().test_every_hyper_parameter_changes_the_loss(make_bench(Sound, tmp_path))
+    advice = r"give others \(or without_effect\) a value for \['shift'\]"
+    with pytest.raises(AssertionError, match=advice):
+        Sound().test_every_hyper_parameter_changes_the_loss(bench_of(Sound, tmp_path))
 
 
 def test_curves_are_held_against_each_other_in_loss_norm_and_evaluation() -> None:

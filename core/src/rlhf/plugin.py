@@ -6,6 +6,24 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rlhf.config.reference_modes import check_reference
+from rlhf.config.sections import Config, DataConfig, ModelConfig, OptimConfig
+from rlhf.errors import RLHFError
+from rlhf.hookspecs import hookimpl
+
+__all__ = [
+    "BackendPlugin",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RLHFError",
+    "TrainerPlugin",
+    "check_reference",
+    "check_rules",
+    "hookimpl",
+]
+
 
 @frozen(kw_only=True)
 class TrainerPlugin:

@@ -1,4 +1,4 @@
-"""What a training workflow implements: a row becomes a tree, a packed batch becomes a loss."""
+"""What a trainer's module imports: the base class, the row as a tree, the batch and the loss."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,25 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
+from rlhf.data.formats import label_per_token
+from rlhf.data.mismatch import Mismatched
+from rlhf.registry.load import load_own
+
+__all__ = [
+    "Answer",
+    "Example",
+    "Examples",
+    "Loss",
+    "Mismatched",
+    "Packable",
+    "PackedBatch",
+    "Term",
+    "Trainer",
+    "label_per_token",
+    "load_own",
+]
 
 
 @frozen
@@ -20,98 +37,117 @@ class Term:
     sum: Tensor
     """Scalar: the sum over this micro-batch, never a mean."""
     per: str
-    """What it is averaged over, in the whole step and on all ranks: `examples`, `answers`, `tokens`
-    (predictions), `labels` (values per token that are given), or a value of the survey."""
+    """The count by which core divides, totalled over the optimizer step and all ranks: `examples`,
+    `answers`, `tokens` (predictions), `labels` (values per token that are not nan), or the name of
+    a value of the survey, whose sum over the step is then the count."""
     weight: float = 1.0
+    """Factor on the term."""
 
 
 @frozen
 class Loss:
-    """What `Trainer.loss` returns for one micro-batch."""
+    """The result of `Trainer.loss` for one micro-batch."""
 
     terms: tuple[Term, ...]
+    """The addends of the loss."""
     metrics: Mapping[str, tuple[Tensor, str]] = field(factory=dict)
-    """`{name: (sum, per)}`: detached sums; shown as a mean over `per`. With `per` "" the plain
-    sum goes to `derive` alone and may have a dimension (a histogram, say). With `per` "min" or
-    "max" it is this micro-batch's extreme, and the whole step's is shown."""
+    """`{name: (sum, per)}` with detached sums; the run reports sum / total(per). The names must be
+    the same on all ranks and in all micro-batches. Special values of `per`: with "" only `derive`
+    gets the sum, which may have a dimension (a histogram); with "min" or "max" the value is the
+    extreme of this micro-batch, and the run reports the extreme of the step."""
 
 
 class Trainer(abc.ABC):
-    """A workflow. Subclasses implement `example`, `setup` and `loss`; the rest is optional."""
+    """Base class of a training workflow. Subclasses implement `example`, `setup` and `loss`."""
 
     row_format: ClassVar[str | None] = None
-    """The row format that core turns into token ids before `example` sees it
-    (`rlhf.data.formats`), or None for the raw row."""
+    """The row format that core turns into token ids before it calls `example`: `demonstration`,
+    `preference`, `unpaired` or `stepwise`. With None `example` gets the row as a dictionary."""
     renders_whole: ClassVar[bool] = False
-    """Whether a conversation keeps what the chat template writes behind its last turn (a line
-    break, often): for models that are read at the end of a whole rendering."""
+    """Whether a conversation keeps what the chat template writes after its last turn, such as a
+    line break. True for models that are read at the end of a rendered conversation."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self.config = config
-        """The trainer's own section."""
+        """The trainer's own section of the configuration."""
         self.tokenizer = tokenizer
 
     @abc.abstractmethod
     def example(self, row: Any) -> Example:
-        """The tree of one row. Runs in worker processes before `setup`; its result is cached."""
+        """Return the tree of one row.
+
+        Called in worker processes before `setup`. The result is cached; the cache is renewed when
+        the sources of the trainer's package change.
+        """
 
     @abc.abstractmethod
     def setup(self, run: Any) -> None:
-        """Load the models: `self.policy = run.load("policy")`. A second instance's may be called
-        with models that have shapes and no values, before any weight is read
-        (`rlhf.memory.rehearsal`)."""
+        """Load the models: `self.policy = run.load("policy")`. Collective.
+
+        Core also calls it on a second instance whose models have shapes and no values, to measure
+        the memory of a step before it reads any weight.
+        """
 
     @abc.abstractmethod
     def loss(self, batch: PackedBatch) -> Loss:
-        """Sums and what they are per, for one micro-batch; no means, no `.item()`."""
+        """Return the sums of one micro-batch and the counts they are divided by.
+
+        No means and no `.item()`: core divides by the counts of the whole step.
+        """
 
     def survey(self, batch: PackedBatch) -> Mapping[str, Tensor]:
-        """Values per example or per answer of this micro-batch, computed without gradient over the
-        whole step before its first loss. Gathered over micro-batches and ranks in the order of
-        examples, they stand in `batch.step`."""
+        """Return values per example [E, ...] or per answer [A, ...] of a micro-batch.
+
+        Core calls it without gradient over the whole step, before the first `loss` of the step, and
+        in evaluations too. The values of all micro-batches and ranks are in `batch.step`, in the
+        order of examples, beside `batch.step["examples"]` and `batch.step["answers"]`: the places
+        of this micro-batch's own examples and answers among them.
+        """
         return {}
 
-    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
-        """What `survey` sees: by default the loss's own examples, in the loss's own micro-batches.
+    def needs_survey(self) -> bool:
+        """Return whether core calls `survey`: by default, whether the class defines it."""
+        return type(self).survey is not Trainer.survey
 
-        Another sequence of the same length (`rlhf.data.mismatch.Mismatched`, say) is packed for the
-        survey alone under the same budget; what is surveyed of its example i belongs to example i.
-        `draw` is new in every epoch and the same on every rank. Runs in the loader's processes too.
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
+        """Return the examples that `survey` sees: by default those of the loss, in its batches.
+
+        Another sequence of the same length, such as `Mismatched`, is packed for the survey only,
+        under the same budget; its i-th example counts for the i-th example of the data. `draw` is
+        new in every epoch and the same on every rank. Called in loader processes too.
         """
         return examples
 
     def remarks(self, examples: Examples) -> Sequence[str]:
-        """What the user should know about the training rows before the first step, a line each."""
+        """Return lines about the training rows that the run prints before its first step."""
         return ()
 
-    def needs_survey(self) -> bool:
-        """Whether `survey` is to run: where a trainer has one, unless its settings need none."""
-        return type(self).survey is not Trainer.survey
-
     def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
-        """What the optimizer step `step` (from 0) trains on instead of the examples of its rows:
-        one for each, in their order: the door for on-policy methods. Called in training alone,
-        before the step is laid out over ranks; every rank gets all of them and must return the
-        same. Collective."""
+        """Return the examples on which optimizer step `step` (from 0) trains: one for each of
+        `examples`, the rows of the step, in the same order. This is the hook of on-policy methods.
+
+        Called in training only, before the step is laid out over ranks. Every rank gets all
+        examples and must return the same ones. Collective.
+        """
         return examples
 
     def needs_rollout(self) -> bool:
-        """Whether `rollout` is to run: where a trainer has one, unless its settings need none."""
+        """Return whether core calls `rollout`: by default, whether the class defines it."""
         return type(self).rollout is not Trainer.rollout
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
-        """Metrics that are no ratio of sums (F1, say), from the step's or evaluation's totals:
-        floats, and lists of floats where a sum has a dimension."""
+        """Return metrics that are not a ratio of sums, such as F1, from the totals of a step or an
+        evaluation: floats, and lists of floats for sums that have a dimension."""
         return {}
 
     def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
-        """What the exported model's config.json says beside its own (plain data), given the run's
-        newest metrics: how to use its scores, say."""
+        """Return plain data to add to the exported model's config.json, such as how to use its
+        scores. `metrics` are the newest of the run, those of evaluations as `eval/...`."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What the trainer itself must remember at a checkpoint (plain data and tensors)."""
+        """Return what the trainer itself must keep in a checkpoint: plain data and tensors."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` returned."""

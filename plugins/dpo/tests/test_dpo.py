@@ -13,9 +13,7 @@ import pytest
 from attrs import frozen
 
 from rlhf.demo import rows
-from rlhf.testing import tiny
-from rlhf.testing.conformance import Other, TrainerConformance, column
-from rlhf.testing.ranks import Ranks
+from rlhf.testing import Other, Ranks, TrainerConformance, column, tiny
 
 LN_2 = math.log(2)
 BCO = "{name: bco_pair, weight: 0.3}, "

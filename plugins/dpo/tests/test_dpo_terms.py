@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
-from rlhf.journal.sums import weighted_loss
+from rlhf.testing import pack, weighted_loss
+from rlhf.trainer import Answer, Example
 from rlhf_plugin_dpo import plugin
 from rlhf_plugin_dpo.config import DPOConfig, LossEntry
 from rlhf_plugin_dpo.trainer import DPOTrainer

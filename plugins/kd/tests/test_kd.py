@@ -13,16 +13,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig
 
-from rlhf.config.sections import ModelConfig
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
+from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
-from rlhf.journal.sums import weighted_loss
-from rlhf.model.head import Head
-from rlhf.readouts.divergence import Mixture
-from rlhf.testing.conformance import Other, TrainerConformance
+from rlhf.plugin import ModelConfig
+from rlhf.readouts import Head, Mixture
+from rlhf.testing import Other, TrainerConformance, pack, weighted_loss
+from rlhf.trainer import Answer, Example, PackedBatch
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
 from rlhf_plugin_kd.losses import forward_kl
@@ -147,8 +145,6 @@ def student_and_teacher(folder: Any, path: str) -> tuple[Any, Any]:
 
 
 def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
-    from transformers import LlamaConfig
-
     LlamaConfig(vocab_size=99, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     student, teacher = student_and_teacher(tmp_path, "demo:base")
     with pytest.raises(RLHFError) as error:
@@ -160,11 +156,9 @@ def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
 
 
 def test_other_tokens_of_the_same_number_are_refused() -> None:
-    from rlhf.model.load import load_tokenizer
-
     student, teacher = student_and_teacher("demo:base", "demo:base")
     teacher.data = SimpleNamespace(chat_template=None)
-    vocabulary = load_tokenizer(teacher).get_vocab()
+    vocabulary = AutoTokenizer.from_pretrained(base_model_folder()).get_vocab()
     last = max(vocabulary, key=vocabulary.__getitem__)
     own = {**vocabulary, "<|other|>": vocabulary[last]}
     del own[last]

@@ -4,14 +4,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf.model.head import Head
-from rlhf.model.probe import blank_batch
-from rlhf.readouts.divergence import Mixture, WholeTeacher, divergence
+from rlhf.readouts import Head, Mixture, WholeTeacher, divergence
+from rlhf.testing import pack
+from rlhf.trainer import Answer, Example
 from rlhf_plugin_kd import losses
 from rlhf_plugin_kd.losses import (
     forward_kl,
@@ -147,12 +146,7 @@ def test_jsd_at_one_half_is_symmetric_and_bounded_by_the_logarithm_of_two() -> N
 def test_the_temperature_reaches_the_loss_with_its_square() -> None:
     """Logits of q are (0, 0) at any temperature; of p (ln 9, 0), so that at temperature 2 p is
     (3/4, 1/4): four times the forward KL worked out above."""
-    tokens = torch.tensor([0, 1])
-    batch = attrs.evolve(
-        blank_batch(tokens, ((1, (1,)),)),
-        predict_from=torch.tensor([0]),
-        predict=torch.tensor([1]),
-    )
+    batch = pack([Example([0], [Answer([1])])], [0])
     hidden = torch.zeros(2, 1, requires_grad=True)
     head = Head(weight=torch.tensor([[1.0], [0.0]]))
     tutor = WholeTeacher(torch.ones(1, 1), Head(weight=torch.tensor([[math.log(9.0)], [0.0]])))

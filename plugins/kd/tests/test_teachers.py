@@ -15,10 +15,7 @@ import pytest
 
 from rlhf import demo
 from rlhf.errors import RLHFError
-from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.conformance import STAGES, column, without_timings
-from rlhf.testing.ranks import shared
+from rlhf.testing import STAGES, column, read_config, shared, tiny, without_timings
 
 Words = Callable[..., list[str]]
 CACHED = ("--kd.cache_top", "5", "--kd.temperature", "2", "--kd.sft", "0.1")

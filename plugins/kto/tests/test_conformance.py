@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation against what every trainer has to prove."""
 
-from rlhf.testing.conformance import TrainerConformance
+from rlhf.testing import TrainerConformance
 
 
 class TestKTO(TrainerConformance):

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
+from rlhf.testing import shared, tiny
 
 
 def test_the_demo_moves_the_held_out_margin(tmp_path: Path) -> None:

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf import demo
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
-from rlhf.journal.sums import weighted_loss
-from rlhf.request.reader import read_config
-from rlhf.run.preparation import prepare_data
-from rlhf.testing import tiny
+from rlhf.testing import pack, tiny, weighted_loss
+from rlhf.trainer import Answer, Example
 from rlhf_plugin_kto import plugin
 from rlhf_plugin_kto.config import KTOConfig
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
@@ -197,13 +193,13 @@ def test_the_warning_counts_the_training_rows() -> None:
 
 
 def test_rows_too_few_for_the_estimate_of_kl_are_refused_before_anything_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     words = tiny.short_run(tmp_path, "unpaired")
     (row, *_) = demo.rows("arithmetic", "eval", "unpaired")
     held_out = tiny.write_rows(tmp_path / "one.jsonl", [row])
-    request = read_config("kto", overrides=[*words, "--data.eval", str(held_out)])
+    words += ["--data.eval", str(held_out), "--output", str(tmp_path / "run")]
     with pytest.raises(RLHFError) as error:
-        prepare_data(request)
+        tiny.run("kto", words, str(tmp_path / "cache"), True)
+    assert not (tmp_path / "run").exists()
     assert str(error.value).startswith("data.eval: 1 of 1 examples come from the same row, so ")

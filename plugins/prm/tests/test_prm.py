@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.data.example import Answer
-from rlhf.data.packing import filler, pack
 from rlhf.demo import base_model_folder
-from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.journal.sums import Sums, weighted_loss
-from rlhf.model.head import Head
-from rlhf.request.reader import read_config
+from rlhf.readouts import Head
+from rlhf.testing import pack, read_config, step_metrics, weighted_loss
+from rlhf.trainer import Answer
 from rlhf_plugin_prm import measures
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss
@@ -100,8 +97,7 @@ THIRD = row([12, 13], [1.0, 0.0])
 
 def batches(made: PRMTrainer) -> list[Any]:
     examples = [made.example(each) for each in (FIRST, SECOND, THIRD)]
-    kinds = {"label": "token"}
-    return [pack(examples, [0, 2]), pack(examples, [1]), filler(kinds)]
+    return [pack(examples, rows) for rows in ([0, 2], [1], [])]
 
 
 def test_only_labelled_steps_count_and_each_counts_once() -> None:
@@ -116,10 +112,7 @@ def test_only_labelled_steps_count_and_each_counts_once() -> None:
 
 def test_measures_are_over_the_whole_evaluation() -> None:
     made = trainer()
-    sums = Sums(Mesh())
-    for batch in batches(made):
-        sums.add_terms(made.loss(batch))
-    found = sums.reduce({"labels": 7.0, "examples": 3.0}).read(made.derive)
+    found = step_metrics(made, batches(made), {"labels": 7.0, "examples": 3.0})
     # Wrong are steps 2 and 3 of the first row and 2 of the third; said wrong is 2 of the first.
     assert found["accuracy"] == pytest.approx(5 / 7)
     assert found["first_error_accuracy"] == pytest.approx(2 / 3)
@@ -130,9 +123,7 @@ def test_measures_are_over_the_whole_evaluation() -> None:
 
 def test_without_a_wrong_step_there_is_no_area() -> None:
     made = trainer()
-    sums = Sums(Mesh())
-    sums.add_terms(made.loss(batches(made)[1]))
-    found = sums.reduce({"labels": 2.0, "examples": 1.0}).read(made.derive)
+    found = step_metrics(made, batches(made)[1:2], {"labels": 2.0, "examples": 1.0})
     assert "auc" not in found
     assert found["first_error_accuracy"] == 1.0
 

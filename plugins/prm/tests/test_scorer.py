@@ -3,6 +3,7 @@ it."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
-from rlhf.commands.merge import merge_command
 from rlhf.errors import RLHFError
-from rlhf.request.reader import read_config
-from rlhf.run.preparation import prepare_data
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
+from rlhf.testing import command, shared, tiny
 from rlhf_plugin_prm.scorer import Scorer
 
 
@@ -79,11 +76,13 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_labels_that_are_cut_off_are_counted(words: list[str], tmp_path: Path) -> None:
-    given = [*words, "--output", str(tmp_path), "--data.max_tokens", "40", "--data.too_long", "cut"]
-    report = prepare_data(read_config("prm", overrides=given)).train.report
-    assert report.labels_cut > 0
-    assert f"{report.labels_cut} labels cut off" in str(report)
+def test_labels_that_are_cut_off_are_counted(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = ["--data.max_tokens", "40", "--data.too_long", "cut", "--train.stop_at", "1"]
+    given = [*words, "--output", str(tmp_path / "run"), *cut]
+    tiny.run("prm", given, str(tmp_path / "cache"), True)
+    assert re.search(r"; [1-9]\d* labels cut off, ", capsys.readouterr().out)
 
 
 STEPS = ["2 + 2 = 4", "4 + 3 = 8", "The answer is 8."]
@@ -133,7 +132,7 @@ def test_a_merged_adapter_still_says_how_to_ask_it(
     given = [*words, "--lora.rank", "4", "--prm.formulation", formulation]
     given += ["--prm.separator", "<step>", "--output", str(tmp_path / "run")]
     shared(1).run(tiny.run, "prm", given, str(tmp_path / "cache"))
-    merge_command(str(tmp_path / "run"), str(tmp_path / "merged"))
+    command("merge", str(tmp_path / "run"), str(tmp_path / "merged"))
     one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "merged")
     expected = one.probabilities("What is 2 + 2 + 3?", STEPS)
     found = other.probabilities("What is 2 + 2 + 3?", STEPS)

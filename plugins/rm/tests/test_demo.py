@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
+from rlhf.testing import shared, tiny
 from rlhf_plugin_rm.report import report
 
 

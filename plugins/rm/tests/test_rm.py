@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.data.example import Answer
-from rlhf.data.packing import filler, kind_of, pack
-from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.journal.sums import Sums, weighted_loss
-from rlhf.model.head import Head
-from rlhf.request.reader import read_config
+from rlhf.readouts import Head
+from rlhf.testing import pack, read_config, step_metrics, weighted_loss
+from rlhf.trainer import Answer, PackedBatch
 from rlhf_plugin_rm import losses
 from rlhf_plugin_rm.config import RMConfig
 from rlhf_plugin_rm.trainer import RMTrainer
@@ -140,11 +137,8 @@ def test_a_prompt_is_there_once_for_all_its_answers() -> None:
 
 def test_metrics_have_trls_names_and_the_deviation() -> None:
     made = trainer()
-    sums, totals = Sums(Mesh()), {"examples": 3.0, "answers": 7.0}
-    third = row([10, 20], [1, 2])
-    for batch in (batch_of(made, *ROWS), batch_of(made, third), filler(value_kinds(made))):
-        sums.add_terms(made.loss(batch))
-    found = sums.reduce(totals).read(made.derive)
+    batches = [batch_of(made, *ROWS), batch_of(made, row([10, 20], [1, 2])), filler(made)]
+    found = step_metrics(made, batches, {"examples": 3.0, "answers": 7.0})
     rewards = torch.tensor([3.0, 1.0, 2.0, 4.0, 0.5, 1.0, 2.0])
     margins = (2.0 + (2.0 + 1.5 + 3.5) / 3 - 1.0) / 3
     assert found.pop("loss") > 0
@@ -157,13 +151,14 @@ def test_metrics_have_trls_names_and_the_deviation() -> None:
     )  # fmt: skip
 
 
-def value_kinds(made: RMTrainer) -> Any:
-    return {name: kind_of(value) for name, value in made.example(ROWS[0]).values.items()}
+def filler(made: RMTrainer) -> PackedBatch:
+    """A batch without examples."""
+    return pack([made.example(ROWS[0])], [])
 
 
 def test_a_filler_has_no_loss_and_a_graph() -> None:
     made = trainer(centring=0.1)
-    loss = made.loss(filler(value_kinds(made)))
+    loss = made.loss(filler(made))
     weighted = weighted_loss(loss, {"examples": 0})
     weighted.backward()
     assert weighted.item() == 0.0

@@ -9,11 +9,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf.commands.export import export_command
-from rlhf.commands.merge import merge_command
 from rlhf.errors import RLHFError
-from rlhf.testing import tiny
-from rlhf.testing.ranks import shared
+from rlhf.testing import command, shared, tiny
 from rlhf_plugin_rm.scorer import Scorer
 
 
@@ -68,7 +65,7 @@ def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
 ) -> None:
     given = [*words, "--output", str(tmp_path / "run"), "--checkpoint.every", "4"]
     shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
-    shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / "again"))
+    shared(1).run(command, "export", str(tmp_path / "run"), str(tmp_path / "again"))
     one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "again")
     answers = ["The answer is 4.", "The answer is 5."]
     assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
@@ -81,7 +78,8 @@ def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
         {"fp8": "tensorwise", "dtype": "bf16"},
     ):
         written.write_text(yaml.safe_dump(config | {"model": config["model"] | settings}))
-        shared(1).run(export_command, str(tmp_path / "run"), str(tmp_path / settings.popitem()[1]))
+        again = str(tmp_path / settings.popitem()[1])
+        shared(1).run(command, "export", str(tmp_path / "run"), again)
     there = Scorer(tmp_path / "offload").rewards("What is 2 + 2?", answers)
     assert there == one.rewards("What is 2 + 2?", answers)
     assert (tmp_path / "bf16" / "model.safetensors").is_file()
@@ -202,7 +200,7 @@ def test_a_merged_adapter_gives_the_rewards_of_the_adapter(
     given = [*words, "--lora.rank", "4", "--rm.normalise", "true"]
     given += ["--output", str(tmp_path / "run")]
     shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))
-    merge_command(str(tmp_path / "run"), str(tmp_path / "merged"))
+    command("merge", str(tmp_path / "run"), str(tmp_path / "merged"))
     one, other = Scorer(tmp_path / "run" / "model"), Scorer(tmp_path / "merged")
     answers = ["The answer is 4.", "The answer is 5."]
     expected = one.rewards("What is 2 + 2?", answers)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
-from rlhf.journal.sums import weighted_loss
-from rlhf.model.head import Head
+from rlhf.readouts import Head
+from rlhf.testing import pack, weighted_loss
+from rlhf.trainer import Answer, Example
 from rlhf_plugin_sft.config import SFTConfig
 from rlhf_plugin_sft.trainer import SFTTrainer
 

@@ -1,4 +1,7 @@
-"""The embedded demo: rows made by rule and a small base model that the project trained itself."""
+"""The embedded demo: rows made by rule and a small base model that this project trained.
+
+For the demos and tests of this project's plugins.
+"""
 
 import random
 from collections.abc import Callable
@@ -6,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.demo import arithmetic
+from rlhf.demo.arithmetic import Problem, problems
+from rlhf.demo.report import print_before_and_after
 from rlhf.errors import RLHFError
+
+__all__ = ["Problem", "base_model_folder", "print_before_and_after", "problems", "rows"]
 
 FORMATS: dict[str, Callable[[arithmetic.Problem, random.Random], dict[str, Any]]] = {
     "demonstration": arithmetic.demonstration,

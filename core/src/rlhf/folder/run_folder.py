@@ -28,7 +28,7 @@ MAY_CHANGE = (
 """What a resumed run may change: nothing that alters what is learnt. The backend's section may
 too."""
 
-OURS = ("checkpoints", "model", "traces", "errors")
+OURS = ("checkpoints", "model", "traces")
 """Folders in a run's own."""
 
 RECORDED = (

@@ -3,7 +3,15 @@
 Public: third parties import from here.
 """
 
-from rlhf.readouts.divergence import Measure, Mixture, Teacher, distil, divergence
+from rlhf.model.head import Head
+from rlhf.readouts.divergence import (
+    Measure,
+    Mixture,
+    Teacher,
+    WholeTeacher,
+    distil,
+    divergence,
+)
 from rlhf.readouts.logprobs import (
     Gradients,
     answer_logprobs,
@@ -18,9 +26,11 @@ from rlhf.readouts.logprobs import (
 
 __all__ = [
     "Gradients",
+    "Head",
     "Measure",
     "Mixture",
     "Teacher",
+    "WholeTeacher",
     "answer_logprobs",
     "distil",
     "divergence",

@@ -1,0 +1,78 @@
+"""What tests of plugins import: the conformance kit, a plain backend, pools of ranks, small runs.
+
+Needs `rlhf-core[testing]`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "rlhf.testing needs pytest; run `pip install 'rlhf-core[testing]'`", name="pytest"
+    ) from error
+
+# Without it a failing assert of the kit shows no values in the tests of other distributions.
+pytest.register_assert_rewrite(
+    *(f"rlhf.testing.{module}" for module in ("bench", "conformance", "curves", "tiny"))
+)
+
+if TYPE_CHECKING:
+    from rlhf.data.packing import pack
+    from rlhf.journal.sums import weighted_loss
+    from rlhf.request.reader import read_config
+    from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, STAGES
+    from rlhf.testing.conformance import Other, TrainerConformance
+    from rlhf.testing.curves import column, without_timings
+    from rlhf.testing.plain import PlainBackend
+    from rlhf.testing.ranks import RankFailure, Ranks, ranks_fixture, shared
+    from rlhf.testing.steps import step_metrics
+    from rlhf.testing.tiny import command, first_steps, make_model, run, short_run, write_rows
+
+__all__ = [
+    "NUM_HELD_OUT",
+    "NUM_ROWS",
+    "STAGES",
+    "Other",
+    "PlainBackend",
+    "RankFailure",
+    "Ranks",
+    "TrainerConformance",
+    "column",
+    "command",
+    "first_steps",
+    "make_model",
+    "pack",
+    "ranks_fixture",
+    "read_config",
+    "run",
+    "shared",
+    "short_run",
+    "step_metrics",
+    "weighted_loss",
+    "without_timings",
+    "write_rows",
+]
+_MODULES = {
+    "rlhf.data.packing": ("pack",),
+    "rlhf.journal.sums": ("weighted_loss",),
+    "rlhf.request.reader": ("read_config",),
+    "rlhf.testing.bench": ("NUM_HELD_OUT", "NUM_ROWS", "STAGES"),
+    "rlhf.testing.conformance": ("Other", "TrainerConformance"),
+    "rlhf.testing.curves": ("column", "without_timings"),
+    "rlhf.testing.plain": ("PlainBackend",),
+    "rlhf.testing.ranks": ("RankFailure", "Ranks", "ranks_fixture", "shared"),
+    "rlhf.testing.steps": ("step_metrics",),
+    "rlhf.testing.tiny": (
+        *("command", "first_steps", "make_model", "run", "short_run", "write_rows"),
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The processes of a pool import this package before they set what torch reads when it starts.
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The smallest real inputs of a run, and runs of them as functions that ranks of a test can
+"""The smallest real inputs of a run, and functions that run them, which the ranks of a test can
 call."""
 
 import json
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf import demo
+from rlhf.commands.main import main
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
@@ -30,33 +31,45 @@ from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.run.preparation import headroom, prepare_data, set_up
 from rlhf.run.rank import run_rank
+from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
 
-Metrics = list[dict[str, Any]]
+AMPLE_TOKENS = 1 << 20
+"""A `batch.tokens` that holds any step of the tests."""
+END_SCALE = 30.0
+"""Factor on the embedding of EOS, which is tied to the head, in a model that ends its answers: its
+logit then has a standard deviation of about 3, so that EOS is drawn at most lengths sometimes."""
 
 
-def make_model(folder: Path, *, seed: int = 0) -> Path:
-    """A folder with a Llama of two layers and random weights, and the demo's tokenizer with its
-    chat template."""
+def make_model(folder: Path, *, seed: int = 0, ends_answers: bool = False) -> Path:
+    """Write a Llama of two layers with random weights, and the demo's tokenizer with its chat
+    template, into `folder` and return it.
+
+    With `ends_answers` the answers that it writes end with EOS, at different lengths.
+    """
     scratch.make(folder)
     config = LlamaConfig.from_pretrained(folder)
     for name, value in {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}.items():
         setattr(config, name, value)
     config.head_dim = 8
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    if ends_answers:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[config.eos_token_id] *= END_SCALE
+    model.save_pretrained(folder)
     return folder
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """JSON lines."""
+    """Write `rows` as JSON lines and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def short_run(folder: Path, format: str) -> list[str]:
-    """The command line, without `--output`, of four steps of 8 rows on the demo's rows in a row
-    format; model and rows are written into `folder`."""
+    """Write a model and the demo's rows in a row format into `folder`, and return the command line
+    of a run of four steps of 8 rows, without `--output`."""
     rows = demo.rows("arithmetic", "train", format)
     train = write_rows(folder / "train.jsonl", rows[:22])
     held_out = write_rows(folder / "eval.jsonl", rows[22:29])
@@ -68,21 +81,33 @@ def short_run(folder: Path, format: str) -> list[str]:
 
 
 def run(trainer: str, words: Sequence[str], cache: str, plain: bool = False) -> Metrics:
-    """`rlhf run TRAINER WORDS` on this rank, through DeepSpeed or in plain torch: what
-    metrics.jsonl holds afterwards. Raises AssertionError when the run does not end with 0."""
+    """Run `rlhf run TRAINER WORDS` on this rank, through DeepSpeed or in plain torch, and return
+    the lines of its metrics.jsonl. Raises AssertionError if its exit code is not 0."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
     code = run_rank(request, backend=PlainBackend() if plain else None)
-    assert code == 0, f"the run ended with {code}"
+    assert code == 0, f"the run ended with exit code {code}"
     lines = (Path(request.config.output or "") / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def longest_example(trainer: str, words: Sequence[str], cache: str) -> int:
-    """Tokens of the largest tree: the least `batch.tokens` that these rows can be run with."""
+def command(*words: str) -> None:
+    """Run `rlhf WORDS` in this process. Raises AssertionError if its exit code is not 0."""
+    code = main(list(words))
+    assert code == 0, f"rlhf {' '.join(words)} ended with exit code {code}"
+
+
+def longest_example(trainer: str, words: Sequence[str], cache: str, *, num_steps: int) -> int:
+    """Return the tokens of the largest tree of the rows, and of what a rollout makes of them in
+    `num_steps` steps: the least `batch.tokens` with which these rows can be run."""
     os.environ["RLHF_CACHE"] = cache
     data = prepare_data(read_config(trainer, overrides=words))
-    return max(int(part.lengths.max()) for part in (data.train, data.eval) if part)
+    longest = max(int(part.lengths.max()) for part in (data.train, data.eval) if part)
+    if data.trainer.needs_rollout():
+        given = [*words, "--batch.tokens", str(AMPLE_TOKENS)]
+        moments = first_steps(trainer, given, cache, num_steps=num_steps)
+        longest = max(longest, *(moment.largest for moment in moments))
+    return longest
 
 
 @frozen
@@ -92,6 +117,8 @@ class Moment:
     loss: float
     gradients: dict[str, Tensor] = field(repr=False)
     """Of every trained parameter by name, before clipping."""
+    largest: int = 0
+    """Tokens of the step's largest tree."""
 
 
 def first_steps(
@@ -103,10 +130,10 @@ def first_steps(
     path: PathName | None = None,
     alone: bool = False,
 ) -> list[Moment]:
-    """The first steps of a run in plain torch, which writes nothing.
+    """Take the first steps of a run in plain torch, which writes nothing.
 
-    `path` has every engine run packed batches in that way, whatever the probe found; `alone` gives
-    every example a micro-batch of its own.
+    `path` is how every engine runs packed batches instead of the way that the probe found; with
+    `alone` every example is a micro-batch.
     """
     backend, session, _ = in_plain_torch(trainer, words, cache)
     for engine in backend.engines:
@@ -118,8 +145,8 @@ def first_steps(
 def step_memory(
     trainer: str, words: Sequence[str], cache: str
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes alive when backward begins and at the peak of the run's largest micro-batch: rehearsed
-    without values, and in plain torch."""
+    """Return the bytes alive when backward begins and at the peak of the run's largest micro-batch:
+    as estimated without values, and as measured in plain torch."""
     backend, session, asked = in_plain_torch(trainer, words, cache)
     estimate = asked.estimate()
     session.engine.train()
@@ -133,8 +160,7 @@ def step_memory(
 def in_plain_torch(
     trainer: str, words: Sequence[str], cache: str
 ) -> tuple["KeepingBackend", Session, Headroom]:
-    """A run that is ready for its first step and writes nothing, and the question what that step
-    takes."""
+    """Set up a run that writes nothing, up to its first step, and what estimates that step."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
     backend = KeepingBackend()
@@ -156,7 +182,9 @@ def _moment(session: Session, number: int, *, alone: bool) -> Moment:
     report = take_step(session, plan, batches, number)
     assert report is not None
     engine: Any = session.engine
-    return Moment(report.read(session.trainer.derive)["loss"], engine.gradients)
+    trees = [prompt + sum(answers) for batch in batches for prompt, answers in batch.spans]
+    loss = report.read(session.trainer.derive)["loss"]
+    return Moment(loss, engine.gradients, max(trees, default=0))
 
 
 def _batches(order: RunOrder, plan: StepPlan, *, alone: bool) -> tuple[StepPlan, list[PackedBatch]]:
@@ -168,12 +196,12 @@ def _batches(order: RunOrder, plan: StepPlan, *, alone: bool) -> tuple[StepPlan,
 
 
 class KeepingEngine(PlainEngine):
-    """Keeps the gradients of the step before."""
+    """A plain engine that keeps the gradients of its last step."""
 
     gradients: dict[str, Tensor]
 
     def step(self) -> StepOutcome:
-        """As the plain engine does."""
+        """Take the plain engine's step."""
         named = self.module.named_parameters()
         self.gradients = {
             name: weight.grad.clone() for name, weight in named if weight.grad is not None
@@ -182,7 +210,7 @@ class KeepingEngine(PlainEngine):
 
 
 class KeepingBackend(PlainBackend):
-    """Plain torch with engines that keep their gradients, all of which can be reached."""
+    """A plain backend that keeps its engines, which keep their gradients."""
 
     def __init__(self) -> None:
         self.engines: list[KeepingEngine] = []

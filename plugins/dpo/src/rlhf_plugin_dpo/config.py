@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.config.reference_modes import check_reference
+from rlhf.plugin import check_reference
 
 share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
 

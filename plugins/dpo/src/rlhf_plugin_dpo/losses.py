@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf.data.batch import PackedBatch
+from rlhf.trainer import PackedBatch
 from rlhf_plugin_dpo.config import DPOConfig, Kind
 
 PairLoss = Callable[[Tensor, Tensor, DPOConfig], Tensor]

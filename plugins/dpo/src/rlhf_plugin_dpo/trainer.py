@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Answer, Example
-from rlhf.data.examples import Examples
 from rlhf.readouts import answer_logprobs
-from rlhf.registry.load import load_own
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Term, Trainer, load_own
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared
 

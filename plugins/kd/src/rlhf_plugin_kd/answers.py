@@ -6,9 +6,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rlhf.data.example import Answer, Example
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
+from rlhf.trainer import Answer, Example
 from rlhf_plugin_kd.config import KDConfig
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf.readouts.divergence import Measure
+from rlhf.readouts import Measure
 
 
 def measure(loss: str, *, beta: float, skew: float) -> Measure:

@@ -4,10 +4,10 @@ from typing import Any
 
 import attrs
 
-from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.load import load_tokenizer, read_architecture
+from rlhf.plugin import Config, ModelConfig
 from rlhf.reference.teacher import CachedTeacher, cached_teacher, running_teacher
 from rlhf_plugin_kd.config import KDConfig
 

@@ -15,11 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
-from rlhf.readouts.divergence import Mixture, distil, divergence
+from rlhf.readouts import Mixture, distil, divergence
 from rlhf.reference.teacher import CachedTeacher
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
 from rlhf_plugin_kd.teacher import load_teacher

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.config.reference_modes import check_reference
+from rlhf.plugin import check_reference
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf.demo.report import print_before_and_after
+from rlhf.demo import print_before_and_after
 
 SHOWN = {
     "rewards/margins": ("reward of right less wrong", "8.3f"),

@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
-from rlhf.data.examples import Examples, Packable
-from rlhf.data.mismatch import Mismatched
 from rlhf.readouts import answer_logprobs
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Example, Examples, Loss, Mismatched, Packable, PackedBatch, Term, Trainer
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 
 SIDES = ("chosen", "rejected")

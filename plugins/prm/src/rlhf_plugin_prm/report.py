@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import demo
-from rlhf.demo.report import print_before_and_after
+from rlhf.demo import print_before_and_after
 from rlhf_plugin_prm.scorer import Scorer
 
 SHOWN = {

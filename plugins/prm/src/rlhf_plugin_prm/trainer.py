@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
-from rlhf.data.formats import label_per_token
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_scores
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer, label_per_token
 from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.measures import derived, step_sums

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
 from rlhf.readouts import scores
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer
 from rlhf_plugin_rm import losses
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.demo import base_model_folder
-from rlhf.demo.arithmetic import Problem, problems
+from rlhf.demo import Problem, base_model_folder, problems
 
 NUM_PROBLEMS = 100
 SAMPLES = 3

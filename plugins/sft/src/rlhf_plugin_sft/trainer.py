@@ -7,10 +7,8 @@ split.
 
 from typing import Any
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Answer, Example
 from rlhf.readouts import summed_logprobs
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Answer, Example, Loss, PackedBatch, Term, Trainer
 
 
 class SFTTrainer(Trainer):

@@ -1,0 +1,123 @@
+"""The inputs of one trainer's conformance tests, and the runs that its tests share."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import define, field
+
+from rlhf import demo
+from rlhf.registry.load import load_object
+from rlhf.request.reader import read_config
+from rlhf.testing import tiny
+from rlhf.testing.curves import Metrics
+from rlhf.testing.ranks import shared
+
+NUM_ROWS, NUM_HELD_OUT = 22, 7
+"""Neither divides by the batch of 4."""
+NUM_STEPS, STOP_AT = 8, 4
+"""The epoch ends after 6 steps: the stop lies inside the first, the end inside the second."""
+STAGES = {
+    "stage 0": ("--deepspeed.stage", "0"),
+    "stage 1": ("--deepspeed.stage", "1"),
+    "stage 2": ("--deepspeed.stage", "2"),
+    # Below the threshold DeepSpeed keeps weights gathered, and a tiny model would prove nothing.
+    "stage 3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+}
+
+
+@define
+class Bench:
+    """Model, rows and command line of one trainer's tests, and the runs made so far."""
+
+    trainer: str
+    folder: Path
+    words: list[str]
+    """The command line of every run, without `--output`."""
+    cache: str
+    longest: int = 0
+    """Tokens of the largest example, that of a rollout included."""
+    _made: dict[str, Metrics | Exception] = field(factory=dict)
+
+    def plain(self) -> Metrics:
+        """Return the metrics of the run in plain torch, with which all others are compared."""
+        return self._once(
+            "plain", lambda: tiny.run(self.trainer, self._to("plain"), self.cache, True)
+        )
+
+    def run(self, name: str, world: int, *words: str) -> Metrics:
+        """Return the metrics of a run through DeepSpeed on `world` ranks, made once by this name.
+
+        A run that failed raises the same error for every test that needs it.
+        """
+        return self._once(name, lambda: self.start(name, world, *words))
+
+    def start(self, name: str, world: int, *words: str) -> Metrics:
+        """Run through DeepSpeed on `world` ranks, into the folder `name`."""
+        given = self._to(name, *words)
+        metrics: Metrics = shared(world).run(tiny.run, self.trainer, given, self.cache)[0]
+        return metrics
+
+    def losses(self, settings: Mapping[str, Any]) -> list[float]:
+        """Return the first three losses in plain torch with these fields in the trainer's
+        section."""
+        words = [
+            word
+            for name, value in settings.items()
+            for word in (f"--{self.trainer}.{name}", yaml.safe_dump(value).split("\n...")[0])
+        ]
+        given = self._to("unused", *words)
+        return [m.loss for m in tiny.first_steps(self.trainer, given, self.cache, num_steps=3)]
+
+    def _to(self, name: str, *words: str) -> list[str]:
+        return [*self.words, "--output", str(self.folder / name), *words]
+
+    def _once(self, name: str, make: Any) -> Metrics:
+        if name not in self._made:
+            try:
+                self._made[name] = make()
+            except Exception as error:
+                self._made[name] = error
+        made = self._made[name]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+
+def make_bench(
+    trainer: str,
+    folder: Path,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+    words: Sequence[str],
+    rate: str,
+    clip: str,
+) -> Bench:
+    """Write models and rows into the empty `folder` and return the bench of `trainer`."""
+    kind = load_object(read_config(trainer, inputs=False).plugin.trainer)
+    rows = rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
+    needed = NUM_ROWS + NUM_HELD_OUT
+    assert len(rows) >= needed, (
+        f"{trainer}: the tests train on {NUM_ROWS} rows and hold out {NUM_HELD_OUT}; give {needed} "
+        f"rows instead of {len(rows)}"
+    )
+    models = {
+        "model": tiny.make_model(folder / "model", ends_answers=True),
+        "other_model": tiny.make_model(folder / "other_model", seed=1, ends_answers=True),
+    }
+    train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
+    held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])
+    given = [
+        "--model", str(models["model"]), "--model.dtype", "fp32", "--data.train", str(train),
+        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "4",
+        "--optim.lr", rate, "--optim.clip", clip, "--train.steps", str(NUM_STEPS),
+        "--checkpoint.every", "null", *(word.format(**models) for word in words),
+    ]  # fmt: skip
+    bench = Bench(trainer, folder, given, str(folder / "cache"))
+    unused = ["--output", str(folder / "unused")]
+    bench.longest = tiny.longest_example(
+        trainer, [*given, *unused], bench.cache, num_steps=NUM_STEPS
+    )
+    bench.words += ["--batch.tokens", str(4 * bench.longest)]
+    return bench

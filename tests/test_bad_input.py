@@ -236,5 +236,5 @@ def test_a_cache_that_cannot_be_written_is_told(
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file"))
     assert told(["run", "sft", *tiny.words(inputs, tmp_path / "run")], capsys) == (
-        f"{tmp_path}/file/examples cannot be used (Not a directory): give another place"
+        f"cannot write to {tmp_path}/file/examples (Not a directory); choose another location"
     )

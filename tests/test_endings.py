@@ -198,7 +198,7 @@ def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> No
     os.killpg(process.pid, signal.SIGINT)
     code, _, errors = finish(process)
     assert code == 130
-    assert errors.splitlines()[-1].startswith("error: interrupted; --resume goes on from")
+    assert errors.splitlines()[-1].startswith("error: interrupted; --resume continues from")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -209,8 +209,8 @@ def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None: 
     first.terminate()
     assert code == 2
     assert errors == (
-        f"error: {tmp_path / 'run'} is being written by another run (process {first.pid}): "
-        "wait for it or give another --output\n"
+        f"error: another run is writing to {tmp_path / 'run'}; "
+        "wait for it or choose another --output\n"
     )
     assert finish(first)[0] == 143
 

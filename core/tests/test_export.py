@@ -49,8 +49,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_an_output_that_is_taken(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
-    assert told(run, run) == f"{run} is not empty: give a new folder"
-    assert told(run, run / "config.yaml") == f"{run}/config.yaml is a file: give a new folder"
+    assert told(run, run) == f"{run} is not empty; choose a new folder"
+    assert told(run, run / "config.yaml") == f"{run}/config.yaml is a file; choose a new folder"
 
 
 def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -> None:

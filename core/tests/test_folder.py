@@ -39,8 +39,8 @@ def test_a_folder_that_holds_a_run_needs_a_word(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         choose(request(folder))
     assert str(error.value) == (
-        f"{folder} already holds a run: go on with --resume, replace it with --overwrite, "
-        "or give another --output"
+        f"{folder} already contains a run; continue it with --resume, replace it with "
+        "--overwrite, or choose another --output"
     )
     assert choose(request(folder, resume="")) == folder
     assert choose(request(folder, overwrite=True)) == folder
@@ -49,14 +49,14 @@ def test_a_folder_that_holds_a_run_needs_a_word(tmp_path: Path) -> None:
 def test_resume_without_output_says_what_is_missing() -> None:
     with pytest.raises(RLHFError) as error:
         choose(request(None, resume=""))
-    assert str(error.value) == "--resume needs to know the run folder: give it with --output"
+    assert str(error.value) == "--resume needs the run folder; pass --output"
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(RLHFError) as error:
         choose(request(tmp_path / "notes"))
-    assert str(error.value) == f"output {tmp_path / 'notes'} is a file: give a folder"
+    assert str(error.value) == f"output {tmp_path / 'notes'} is a file; choose a folder"
 
 
 def test_an_output_inside_another_run_is_refused(tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ def test_an_output_inside_another_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RLHFError) as error:
             choose(request(folder / name))
         assert str(error.value) == (
-            f"output {folder / name} belongs to the run in {folder}: give another"
+            f"output {folder / name} belongs to the run in {folder}; choose another"
         )
 
 
 def test_checkpoints_without_their_config_are_a_run_that_nothing_overwrites(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises(RLHFError, match=" already holds a run: go on with --resume, replace it"):
+    with pytest.raises(RLHFError, match=" already contains a run; continue it with --resume"):
         choose(request(folder))
     for text in (None, ""):
         if text is not None:
@@ -80,8 +80,8 @@ def test_checkpoints_without_their_config_are_a_run_that_nothing_overwrites(tmp_
         with pytest.raises(RLHFError) as error:
             check_resumable(request(folder, resume=""), folder)
         assert str(error.value) == (
-            f"{folder} has no config.yaml, or an empty one, beside its checkpoints: put it back, "
-            "or start again with --overwrite"
+            f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
+            "it, or start again with --overwrite"
         )
 
 
@@ -142,19 +142,16 @@ def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         RunFolder(tmp_path / "file" / "run", fresh=True)
     assert str(error.value) == (
-        f"{tmp_path}/file/run cannot be used (Not a directory): give another place"
+        f"cannot write to {tmp_path}/file/run (Not a directory); choose another location"
     )
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    import os
-
     first = RunFolder(tmp_path, fresh=True)
     with pytest.raises(RLHFError) as error:
         RunFolder(tmp_path, fresh=True)
     assert str(error.value) == (
-        f"{tmp_path} is being written by another run (process {os.getpid()}): "
-        "wait for it or give another --output"
+        f"another run is writing to {tmp_path}; wait for it or choose another --output"
     )
     first.close()
     RunFolder(tmp_path, fresh=True).close()

@@ -167,7 +167,7 @@ def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
     )
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path))
-    assert str(caught.value) == f"{tmp_path} is not empty: give a new folder"
+    assert str(caught.value) == f"{tmp_path} is not empty; choose a new folder"
 
 
 def tokenizer(*, template: str | None = CHATML) -> Any:

@@ -1,16 +1,15 @@
-"""The run folder: the contract with every other tool, locked while a run writes to it."""
+"""The run folder: the files that other tools read, locked while a run writes to it."""
 
-import fcntl
 import json
-import os
 import platform
 import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from rlhf.config.sections import Config
 from rlhf.config.structure import structure
@@ -25,11 +24,14 @@ MAY_CHANGE = (
     "train.log_every", "train.eval_every", "train.eval_at_start", "data.eval", "data.workers",
     "data.processes", "checkpoint", "model.recompute", "observers", "output", "backend",
 )  # fmt: skip
-"""What a resumed run may change: nothing that alters what is learnt. The backend's section may
-too."""
+"""Settings that a resumed run may change, since they do not affect what is learnt; those of the
+backend's section too."""
 
-OURS = ("checkpoints", "model", "traces")
-"""Folders in a run's own."""
+FOLDERS = ("checkpoints", "model", "traces")
+"""Folders that a run makes in its own."""
+
+FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl", "report_error.txt")
+"""Files that a run writes, besides its lock."""
 
 RECORDED = (
     "rlhf-core", "torch", "transformers", "deepspeed", "peft", "datasets", "torchdata", "pluggy",
@@ -38,51 +40,54 @@ RECORDED = (
 
 
 def choose(request: Request) -> Path:
-    """The folder of this run. Raises RLHFError when it holds a run and neither --resume nor
-    --overwrite is given."""
+    """Return the folder of this run. Raises RLHFError if it already contains a run and neither
+    --resume nor --overwrite was passed."""
     if request.config.output is None:
         if request.resume is not None or request.overwrite:
             flag = "--resume" if request.resume is not None else "--overwrite"
-            raise RLHFError(f"{flag} needs to know the run folder: give it with --output")
+            raise RLHFError(f"{flag} needs the run folder; pass --output")
         return _first_free(Path("runs"), request.name)
     folder = Path(request.config.output)
     if holds_run(folder) and request.resume is None and not request.overwrite:
         raise RLHFError(
-            f"{folder} already holds a run: go on with --resume, replace it with --overwrite, "
-            "or give another --output"
+            f"{folder} already contains a run; continue it with --resume, replace it with "
+            "--overwrite, or choose another --output"
         )
     if folder.exists() and not folder.is_dir():
-        raise RLHFError(f"output {folder} is a file: give a folder")
-    if folder.name in OURS and holds_run(folder.parent):
-        raise RLHFError(f"output {folder} belongs to the run in {folder.parent}: give another")
+        raise RLHFError(f"output {folder} is a file; choose a folder")
+    if folder.name in FOLDERS and holds_run(folder.parent):
+        raise RLHFError(f"output {folder} belongs to the run in {folder.parent}; choose another")
     return folder
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written to this folder."""
+    """Return whether a run has written to this folder."""
     whole = checkpoint.all_checkpoints(folder / "checkpoints")
     return (folder / "config.yaml").exists() or bool(whole)
 
 
 def check_resumable(request: Request, folder: Path, *, verified: bool = False) -> Path | None:
-    """Return the checkpoint to continue from, or None to start at the beginning. Raises RLHFError
-    for a damaged checkpoint, or for a changed key that a resumed run may not change. `verified`
-    says that a first call has read the checkpoint's files, which can take minutes."""
+    """Return the checkpoint to continue from, or None to start at step 0.
+
+    Raises RLHFError for a damaged checkpoint and for a changed setting that a resumed run may not
+    change. `verified` says that an earlier call has read the checkpoint's files, which can take
+    minutes.
+    """
     if request.resume is None:
         return None
     checkpoints = folder / "checkpoints"
     if not holds_run(folder):
-        # A requeued job may start here; one that names a checkpoint may not.
+        # A requeued job may start here, but not one that names a checkpoint.
         return _wanted(checkpoints, request.resume, contents=not verified)
     before = load_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     if not before:
         raise RLHFError(
-            f"{folder} has no config.yaml, or an empty one, beside its checkpoints: put it back, "
-            "or start again with --overwrite"
+            f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
+            "it, or start again with --overwrite"
         )
     free = [*MAY_CHANGE, request.config.backend_name]
     if request.config.model.fp8 is not None:
-        free.remove("batch.tokens")  # Products in FP8 are scaled by what stands in a micro-batch.
+        free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
     changes = {
         key: values
         for key, values in changed_keys(
@@ -91,8 +96,10 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
         if not any(key == name or key.startswith(f"{name}.") for name in free)
     }
     if changes:
-        told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items())
-        raise RLHFError(f"{folder} cannot be resumed with another configuration: {told}")
+        changed = ", ".join(
+            f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()
+        )
+        raise RLHFError(f"{folder} cannot be resumed with another configuration: {changed}")
     return _wanted(checkpoints, request.resume, contents=not verified)
 
 
@@ -104,21 +111,20 @@ def _wanted(checkpoints: Path, name: str, *, contents: bool) -> Path | None:
 
 
 def _completed(tree: dict[str, Any], cls: type[Config]) -> dict[str, Any]:
-    """The tree of a run by an older release, with the defaults of what that did not know yet."""
+    """Return the tree of a run, with defaults for settings that its older release did not have."""
     config, _ = structure(tree, cls)
     return tree if config is None else to_tree(config)
 
 
 def logged(folder: Path, *, until: int) -> list[str]:
-    """The whole lines of a run's metrics.jsonl up to that step; none where there is no such
-    file."""
+    """Return the complete lines of a run's metrics.jsonl up to the step `until`."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [line for line in lines if _logged_step(line, default=until + 1) <= until]
 
 
 class RunFolder:
-    """Rank 0's hand on the folder. `close` gives the lock back."""
+    """The folder of a run as rank 0 writes to it; locked until `close`."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self.path = path
@@ -136,7 +142,7 @@ class RunFolder:
         write_whole(self.path / name, json.dumps(value, indent=1, default=str) + "\n")
 
     def write_versions(self, **more: Any) -> None:
-        """What the run ran on; no environment variables, no host names."""
+        """Write the versions of packages, without environment variables and host names."""
         versions: dict[str, Any] = {"python": platform.python_version()}
         for name in RECORDED:
             try:
@@ -150,14 +156,14 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def cut_metrics(self, step: int) -> None:
-        """Drop what was logged after `step`, so that a resumed run writes it once; a torn last line
-        goes too."""
+        """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
+        line."""
         path = self.path / "metrics.jsonl"
         if path.exists():
             write_whole(path, "".join(line + "\n" for line in logged(self.path, until=step)))
 
     def close(self) -> None:
-        self._lock.close()
+        self._lock.release()
 
 
 def _first_free(parent: Path, name: str) -> Path:
@@ -167,29 +173,23 @@ def _first_free(parent: Path, name: str) -> Path:
     return parent / f"{name}-{number}"
 
 
-def _lock(path: Path) -> IO[str]:
-    file = (path / ".lock").open("a+")
+def _lock(path: Path) -> FileLock:
+    """Lock the folder until the lock is released or this process dies."""
+    lock = FileLock(path / ".lock")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
+        lock.acquire(blocking=False)
+    except Timeout:
         raise RLHFError(
-            f"{path} is being written by another run (process {owner}): "
-            "wait for it or give another --output"
+            f"another run is writing to {path}; wait for it or choose another --output"
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+    return lock
 
 
 def _clear(path: Path) -> None:
-    """Remove what a former run left; foreign files stay."""
-    for name in OURS:
+    """Remove the files of an earlier run and no others."""
+    for name in FOLDERS:
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in ("config.yaml", "plan.json", "versions.json", "metrics.jsonl"):
+    for name in FILES:
         (path / name).unlink(missing_ok=True)
 
 

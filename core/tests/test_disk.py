@@ -1,4 +1,4 @@
-"""Places that a user names: what the system refuses is one line, a folder is whole or absent."""
+"""Writing to disk: a refusal of the system is one line; a folder is complete or absent."""
 
 import errno
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_full_disk_is_told_with_the_place(write, tmp_path: Path) -> None:  # t
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         write()
     assert str(error.value) == (
-        f"{tmp_path} cannot be written, the disk is full: free some space and start again"
+        f"cannot write to {tmp_path}: the disk is full; free some space and start again"
     )
 
 
@@ -37,7 +37,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         (tmp_path / "file" / "run").mkdir()
     assert str(error.value) == (
-        f"{tmp_path}/file/run cannot be used (Not a directory): give another place"
+        f"cannot write to {tmp_path}/file/run (Not a directory); choose another location"
     )
 
 
@@ -45,7 +45,7 @@ def test_a_place_without_the_right_to_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "run"))
     assert str(error.value) == (
-        f"{tmp_path}/run cannot be used (Read-only file system): give another place"
+        f"cannot write to {tmp_path}/run (Read-only file system); choose another location"
     )
 
 
@@ -56,15 +56,14 @@ def test_full_shared_memory_is_no_full_disk(said: str, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise RuntimeError(f"{said}: No space left on device (28)")
     assert str(error.value) == (
-        "the shared memory /dev/shm is full: give the container more (docker --shm-size), or set "
-        "data.workers to 0"
+        "shared memory /dev/shm is full; enlarge it (docker --shm-size), or set data.workers to 0"
     )
 
 
 def test_a_full_disk_elsewhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/kernels/one")
-    assert str(error.value).startswith("/tmp/kernels/one cannot be written, the disk is full")
+    assert str(error.value).startswith("cannot write to /tmp/kernels/one: the disk is full")
 
 
 def test_a_defect_after_a_refusal_that_was_handled_stays_a_defect(tmp_path: Path) -> None:
@@ -100,8 +99,8 @@ def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for target, told in (
-        (tmp_path, f"{tmp_path} is not empty: give a new folder"),
-        (tmp_path / "file", f"{tmp_path}/file is a file: give a new folder"),
+        (tmp_path, f"{tmp_path} is not empty; choose a new folder"),
+        (tmp_path / "file", f"{tmp_path}/file is a file; choose a new folder"),
     ):
         with pytest.raises(RLHFError) as error, new_folder(target):
             pass

@@ -8,11 +8,15 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import attrs
 import pytest
 
+import tiny
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
+from rlhf.run.rank import run_rank
+from rlhf.testing.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
 
 
@@ -30,6 +34,25 @@ def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
     assert int(exact[2]) > 50
     assert done.stdout.count("\n> ") == 3
     assert (tmp_path / "runs" / "sft-1" / "model" / "model.safetensors").is_file()
+
+
+def test_a_report_that_fails_does_not_fail_the_finished_run(
+    inputs: tiny.Inputs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "1")
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, report="json:loads")
+    assert run_rank(attrs.evolve(request, demo=True, plugin=plugin), backend=PlainBackend()) == 0
+    written = tmp_path / "run" / "report_error.txt"
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "report     failed: TypeError: loads() takes 1 positional argument but 2 were given; "
+        f"see {written}"
+    )
+    assert written.read_text().startswith("Traceback (most recent call last):")
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "rm", "kd", "kto", "prm"])

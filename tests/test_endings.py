@@ -99,7 +99,8 @@ def start(inputs: tiny.Inputs, plugins: Path, tmp_path: Path):  # type: ignore[n
     """Start `rlhf run sft` on the tiny inputs; the process, with its output in a pipe."""
 
     def started(*more: str, **variables: str) -> subprocess.Popen[str]:
-        env = os.environ | {"PYTHONPATH": str(plugins), "TOLD": str(tmp_path / "told")} | variables
+        path = os.pathsep.join([str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": path, "TOLD": str(tmp_path / "told")} | variables
         env |= {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
         words = tiny.words(inputs, tmp_path / "run", *more)
         command = [sys.executable, "-m", "rlhf", "run", "sft", *words]

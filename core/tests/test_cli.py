@@ -241,6 +241,76 @@ def test_plugins_check_loads_each_and_tells_what_is_broken(
     ]
 
 
+def test_a_plugin_that_lacks_a_distribution_is_not_usable_but_not_broken(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observer = {"ear": "toy_ear:Ear"}
+    requires = ["ear-lib>=1; extra == 'sound'", "eye-lib; extra == 'sight'"]
+    install("rlhf-ears", {"observers": observer}, {"toy_ear": "import ear_lib"}, requires=requires)
+    assert main(["plugins", "check"]) == 0
+    assert capsys.readouterr().out == (
+        "not usable  observer 'ear' of rlhf-ears 1.0: needs ear_lib; "
+        "run `pip install 'rlhf-ears[sound]'`\n"
+    )
+
+
+def test_a_default_that_is_not_a_setting_names_the_plugin(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = """
+        from rlhf.plugin import TrainerPlugin
+        from toy_plugin import ToyConfig
+
+        defaults = {"optim.learning_rate": 1e-6, "train.epochs": 1.5}
+        plugin = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", defaults=defaults)
+    """
+    modules = {"toy_trainer": TRAINER, "toy_defaults": record}
+    install("rlhf-more", {"trainers": {"more": "toy_defaults:plugin"}}, modules)
+    wrong = (
+        "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
+        "train.epochs: expected a whole number, got 1.5"
+    )
+    assert main(["plugins", "check"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert f"broken      trainer 'more' of rlhf-more 1.0: {wrong}" in lines
+    assert main(["config", "more"]) == 2
+    assert capsys.readouterr().err == f"error: trainer 'more' of rlhf-more 1.0 {wrong}\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["plugins --json", "--help", "config toy --backend plain", "--version"]
+)
+def test_a_reader_that_has_ended_is_not_an_error(toy: Path, words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf", *words.split()],
+        env=environment(toy) | {"PYTHONUNBUFFERED": ""},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_argument_of_deepspeeds_launcher_is_accepted(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--local_rank=1", "config", "toy"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["toy"]["beta"] == 0.1
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "local" not in capsys.readouterr().out
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of a process that sees the distributions in `folder`."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -261,7 +331,7 @@ def test_the_light_side_imports_nothing_heavy(toy: Path, words: str, code: int) 
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *words.split()],
-        env={**os.environ, "PYTHONPATH": str(toy)},
+        env=environment(toy),
         capture_output=True,
         text=True,
         check=False,

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any, Never
@@ -55,19 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: interrupted{advice}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        if not _lost_its_reader():
+        if not _output_is_closed():
             raise
+        # Python writes the rest of the output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
 
 
-def _lost_its_reader() -> bool:
-    """Return whether standard output is closed; if so, discard what Python would write at exit."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+def _output_is_closed() -> bool:
+    """Return whether the reader of standard output has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
 
 
 class _Parser(argparse.ArgumentParser):

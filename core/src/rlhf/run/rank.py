@@ -1,6 +1,7 @@
 """One rank's run from the configuration to the exported model."""
 
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError, SameOnAllRanks, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder import run_folder as run_folder
 from rlhf.folder.disk import writing
@@ -59,8 +60,21 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
         observers.on_finish(run=record, error=None)
     hooks.close_mesh(mesh=mesh)
     if mesh.rank == 0 and request.demo and request.plugin.report is not None:
-        load_object(request.plugin.report, request.origin)(config, path)
+        report_on_demo(request, path)
     return STOPPED if reason == "signal" else 0
+
+
+def report_on_demo(request: Request, path: Path) -> None:
+    """Print the demo's report. The run has succeeded, so a report that fails costs one line."""
+    try:
+        load_object(str(request.plugin.report), request.origin)(request.config, path)
+    except Exception as error:  # A plugin's code may raise anything.
+        written = path / "report_error.txt"
+        written.write_text(traceback.format_exc())
+        print(
+            f"report     failed: {type(error).__name__}: {first_line(error)}; see {written}",
+            flush=True,
+        )
 
 
 def ran_out(error: BaseException) -> bool:

@@ -1,19 +1,31 @@
-"""Write the pages that say what the code says: `python docs/generate.py`; a test holds them to
-it."""
+"""Write the pages that repeat what the code says: `python docs/generate.py`. A test compares them
+with the code."""
 
+import ast
+import importlib
 import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from rlhf import hookspecs
 
 FOLDER = Path(__file__).parent
+WIDTH = 100
+PUBLIC = tuple(
+    f"rlhf.{name}" for name in ("plugin", "errors", "trainer", "readouts", "engine", "testing")
+)
+"""The modules that plugins may import, beside `rlhf.hookspecs`, which has a page of its own."""
+SECTIONS = "rlhf.config.sections"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def hooks_page() -> str:
-    """hooks.md, from the docstrings of `rlhf.hookspecs`."""
+    """Return hooks.md, from the docstrings of `rlhf.hookspecs`."""
     parts = ["# Hooks", _text(hookspecs.__doc__), "In the order in which a run calls them."]
     for title, specs in (
         ("Backend", hookspecs.BackendHooks),
@@ -28,7 +40,7 @@ def hooks_page() -> str:
 
 
 def configuration_page() -> str:
-    """configuration.md, from what `rlhf config sft` prints."""
+    """Return configuration.md, from what `rlhf config sft` prints."""
     command = [sys.executable, "-m", "rlhf", "config", "sft"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return f"""# Configuration
@@ -53,7 +65,138 @@ times the trainer's.
 """
 
 
-PAGES = {"hooks.md": hooks_page, "configuration.md": configuration_page}
+def api_page() -> str:
+    """Return api.md: names, signatures, fields and docstrings of the public modules."""
+    parts = [
+        "# API",
+        "The modules that plugins may import. A name, a signature or a field on this page changes "
+        "only with a\nnew minor version of rlhf-core. The hooks are in [hooks.md](hooks.md).",
+    ]
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        parts += [f"## {name}", _text(module.__doc__)]
+        for public in _public_names(module):
+            parts += _entry(public, getattr(module, public))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+PAGES = {"hooks.md": hooks_page, "configuration.md": configuration_page, "api.md": api_page}
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    """Return `__all__`, or the functions and classes that the module defines."""
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__, key=str.lower)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _entry(name: str, value: Any) -> Iterator[str]:
+    """Yield the paragraphs about one public name."""
+    yield f"### {name}"
+    node = _definition(value)
+    if getattr(value, "__module__", None) == SECTIONS:
+        yield f"{_text(value.__doc__)}\nIts fields are in [configuration.md](configuration.md)."
+    elif isinstance(node, ast.ClassDef):
+        yield from _class(node)
+    elif node is not None:
+        yield from _function(node, "")
+    else:
+        yield f"`{name}: {type(value).__name__}`"
+
+
+def _definition(value: Any) -> ast.ClassDef | Function | None:
+    """Return the parsed source of a class or function."""
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return None
+    module = ast.parse(inspect.getsource(sys.modules[value.__module__]))
+    nodes = (node for node in module.body if getattr(node, "name", None) == value.__name__)
+    return next(nodes, None)  # type: ignore[return-value]
+
+
+def _class(node: ast.ClassDef) -> Iterator[str]:
+    bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+    yield _block(f"class {node.name}{bases}")
+    yield _text(ast.get_docstring(node))
+    if fields := list(_fields(node)):
+        yield "\n".join(fields)
+    for item in node.body:
+        if isinstance(item, Function) and _is_public(item):
+            yield from _function(item, f"{node.name}.")
+
+
+def _is_public(node: Function) -> bool:
+    """Return whether a method belongs on the page: `__init__` does if it takes arguments."""
+    takes = len(node.args.args + node.args.kwonlyargs) > 1
+    return node.name[0] != "_" or node.name == "__call__" or (node.name == "__init__" and takes)
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """Yield a list entry for each annotated name of a class, with its default and docstring."""
+    for item, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        text = f"- `{item.target.id}: {ast.unparse(item.annotation)}`"
+        if (default := _default(item.value)) is not None:
+            text += f", default `{default}`"
+        match below:
+            case ast.Expr(ast.Constant(str(doc))):
+                text += f": {' '.join(doc.split())}"
+        yield textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+
+
+def _default(value: ast.expr | None) -> str | None:
+    """Return the source of a field's default, also that of `attrs.field`."""
+    match value:
+        case None:
+            return None
+        case ast.Call(ast.Name("field"), _, keywords):
+            given = {keyword.arg: keyword.value for keyword in keywords}
+            if "factory" in given:
+                return f"{ast.unparse(given['factory'])}()"
+            return ast.unparse(given["default"]) if "default" in given else None
+    return ast.unparse(value)
+
+
+def _function(node: Function, owner: str) -> Iterator[str]:
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    if any(isinstance(item, ast.Name) and item.id == "property" for item in node.decorator_list):
+        yield _block(f"{owner}{node.name}: {result.removeprefix(' -> ')}")
+    else:
+        yield _block(_call(node, owner, result))
+    yield _text(ast.get_docstring(node))
+
+
+def _call(node: Function, owner: str, result: str) -> str:
+    """Return the call of a function as one line, or as one line for each parameter."""
+    line = f"{owner}{node.name}({ast.unparse(node.args)}){result}"
+    if len(line) > WIDTH:
+        parts = ",\n".join(textwrap.indent(part, "    ") for part in _parameters(node.args))
+        line = f"{owner}{node.name}(\n{parts},\n){result}"
+    return line
+
+
+def _parameters(given: ast.arguments) -> Iterator[str]:
+    """Yield the source of each parameter."""
+    names = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(names) - len(given.defaults)) + list(given.defaults)
+    for name, default in zip(names, defaults, strict=True):
+        yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
+    if given.vararg:
+        yield f"*{ast.unparse(given.vararg)}"
+    elif given.kwonlyargs:
+        yield "*"
+    for name, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
+    if given.kwarg:
+        yield f"**{ast.unparse(given.kwarg)}"
+
+
+def _block(text: str) -> str:
+    return f"```\n{text}\n```"
 
 
 def _text(docstring: str | None) -> str:

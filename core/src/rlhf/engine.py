@@ -11,12 +11,14 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 
 Readout = Callable[..., Mapping[str, Tensor]]
 """`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
 
 
+@documented
 @frozen(kw_only=True)
 class ModelShape:
     """The size of a model, counted on the meta device before any weight is read."""
@@ -28,7 +30,9 @@ class ModelShape:
     largest_layer: int
     """Parameters of the largest decoder layer or embedding: what ZeRO-3 gathers at once."""
     hidden: int
+    """Width of the hidden states."""
     layers: int
+    """Number of decoder layers."""
     head: int
     """Parameters of the last product: the vocabulary's or the labels' weight."""
     lookup: int = 0
@@ -40,6 +44,7 @@ class ModelShape:
         return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
 
 
+@documented
 @frozen(kw_only=True)
 class Plan:
     """What `configure_zero` made of the configuration; plain data, written to `plan.json`."""
@@ -57,15 +62,20 @@ class Plan:
     with what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
 
 
+@documented
 @frozen(kw_only=True)
 class Mesh:
     """This process's place among the ranks. With one process there is no group and collectives are
     no-ops."""
 
     rank: int = 0
+    """Number of this process, from 0."""
     world: int = 1
+    """Number of ranks."""
     local_rank: int = 0
+    """Number of this process on its host, from 0."""
     device: torch.device = field(factory=lambda: torch.device("cpu"))
+    """Device of this rank."""
     axes: Any = None
     """The torch DeviceMesh with axes (data, sequence, tensor), or None with one process."""
     memory: int = 0
@@ -118,6 +128,7 @@ class Deferred:
         return self._host.tolist()
 
 
+@documented
 @frozen(kw_only=True)
 class StepOutcome:
     """What one optimizer step did."""
@@ -134,6 +145,7 @@ class StepOutcome:
         return self
 
 
+@documented
 @frozen
 class LaterOutcome:
     """What a step did, on its way from a device that keeps a gradient which is not finite away from

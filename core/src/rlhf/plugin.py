@@ -6,6 +6,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import check_reference
 from rlhf.config.sections import Config, DataConfig, ModelConfig, OptimConfig
 from rlhf.errors import RLHFError
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 
+@documented
 @frozen(kw_only=True)
 class TrainerPlugin:
     """A training workflow, found under the entry-point group `rlhf.trainers`.
@@ -51,6 +53,7 @@ class TrainerPlugin:
     that is missing."""
 
 
+@documented
 @frozen(kw_only=True)
 class BackendPlugin:
     """An implementation of the backend hooks, found under `rlhf.backends`."""

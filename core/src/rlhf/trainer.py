@@ -8,6 +8,7 @@ import numpy as np
 from attrs import field, frozen
 from torch import Tensor
 
+from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@documented
 @frozen
 class Term:
     """One addend of the loss: `weight * sum / total(per)`."""
@@ -44,6 +46,7 @@ class Term:
     """Factor on the term."""
 
 
+@documented
 @frozen
 class Loss:
     """The result of `Trainer.loss` for one micro-batch."""

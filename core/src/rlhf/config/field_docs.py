@@ -5,6 +5,9 @@ import functools
 import itertools
 import sys
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -25,3 +28,23 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     source = getattr(sys.modules[module], "__file__", None) or ""
     tree = ast.parse(Path(source).read_text() if source.endswith(".py") else "")
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Show the docstrings of an attrs class's fields in `help`; a decorator above `@frozen`.
+
+    `help` takes them from `__slots__` if that is a dictionary.
+    """
+    cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
+    return cls
+
+
+class _FieldDocs(dict[str, str]):
+    """The slots of a class with the docstrings of its fields, read once `help` wants them."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__(dict.fromkeys(cls.__slots__, ""))
+        self._cls = cls
+
+    def __getitem__(self, name: str) -> str:
+        return field_docs(self._cls).get(name, "")

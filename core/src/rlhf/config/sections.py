@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.config.field_docs import documented
 from rlhf.config.objective import objective
 
 positive: Any = validators.gt(0)
@@ -22,6 +23,7 @@ def _has_direction(instance: object, attribute: object, value: str) -> None:
     objective(value)
 
 
+@documented
 @frozen(kw_only=True)
 class ModelConfig:
     """Which model is trained, and how it is held."""
@@ -62,6 +64,7 @@ class ModelConfig:
     the accelerator's memory."""
 
 
+@documented
 @frozen(kw_only=True)
 class DataEntry:
     """One source of rows."""
@@ -83,6 +86,7 @@ class DataEntry:
     renames: PRM800K, Math-Shepherd, or messages written as `from` and `value`."""
 
 
+@documented
 @frozen(kw_only=True)
 class DataConfig:
     """What is trained on and what is evaluated on."""
@@ -103,6 +107,7 @@ class DataConfig:
     """Processes that tokenise before the start; default one per core."""
 
 
+@documented
 @frozen(kw_only=True)
 class BatchConfig:
     """How many rows make a step, and how many tokens fit at once."""
@@ -121,6 +126,7 @@ class BatchConfig:
         return self.tokens
 
 
+@documented
 @frozen(kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule."""
@@ -151,6 +157,7 @@ class OptimConfig:
     with model.dtype bf16."""
 
 
+@documented
 @frozen(kw_only=True)
 class TrainConfig:
     """How long, from which seed, and what is said on the way."""
@@ -180,6 +187,7 @@ class TrainConfig:
     """
 
 
+@documented
 @frozen(kw_only=True)
 class CheckpointConfig:
     """What can be resumed."""
@@ -196,6 +204,7 @@ class CheckpointConfig:
     """Seconds that a stopped run may take to save before its ranks are killed."""
 
 
+@documented
 @frozen(kw_only=True)
 class LoraConfig:
     """Low-rank adapters (arXiv 2106.09685) through peft."""
@@ -210,6 +219,7 @@ class LoraConfig:
     """Module names that get an adapter, or all-linear (all but the head)."""
 
 
+@documented
 @frozen(kw_only=True)
 class Config:
     """Everything a run was asked to do. The reader adds the trainer's and the backend's section."""

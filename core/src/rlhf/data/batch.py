@@ -1,4 +1,4 @@
-"""PackedBatch: several trees in one row of T tokens, without padding between them."""
+"""The packed batch: several trees in one row of T tokens, without padding between them."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rlhf.config.field_docs import documented
 
+
+@documented
 @frozen(kw_only=True)
 class PackedBatch:
     """One micro-batch. T tokens, N predictions, E examples, A answers; index tensors are int64.
@@ -19,12 +22,12 @@ class PackedBatch:
     tokens: Tensor
     """Token ids [T]."""
     positions: Tensor
-    """Position in its path [T]: from 0 in every example; each answer goes on from its prompt's
-    end."""
+    """Position in its path [T]: 0 at the start of each example; every answer continues at the end
+    of its prompt."""
     example: Tensor
-    """Which example of this batch [T], -1 for tokens that only round T up."""
+    """Index of the example in this batch [T]; -1 for tokens that only round T up."""
     branch: Tensor
-    """0 on the prompt, i on the i-th answer [T]."""
+    """0 for tokens of the prompt, i for those of the i-th answer [T]."""
     predict_from: Tensor
     """Row index of the hidden state that predicts [N]. Position t predicts token t + 1."""
     predict_at: Tensor
@@ -32,40 +35,44 @@ class PackedBatch:
     predict: Tensor
     """The predicted token's id [N], `tokens[predict_at]`."""
     answer: Tensor
-    """Which answer of this batch a prediction belongs to [N]."""
+    """Index in this batch of the answer to which the prediction belongs [N]."""
     answer_example: Tensor
-    """Which example of this batch an answer belongs to [A]."""
+    """Index in this batch of the example to which the answer belongs [A]."""
     answer_end: Tensor
     """Row index of each answer's last token [A]."""
     rows: tuple[int, ...] = ()
-    """Number of each example in its data set [E], unique in a step (a row of the file may have made
-    several examples, or be taken several times); `Examples.name` tells where it came from."""
+    """Number of each example in its data set [E], unique in a step; `Examples.name` returns the
+    file and line of its row."""
     values: dict[str, Tensor] = field(factory=dict)
-    """The examples' values, float32: [E], [A] or, for values per token, [T] with nan elsewhere."""
+    """The examples' values in float32: [E] per example, [A] per answer, [T] per token with nan
+    where there is none."""
     inputs: dict[str, Any] = field(factory=dict)
-    """Extra keywords for the model."""
+    """Further keyword arguments of the model."""
     step: dict[str, Tensor] = field(factory=dict)
-    """The survey's values over the whole optimizer step, in the order of examples."""
+    """The values of the survey over the whole optimizer step, in the order of examples; with the
+    places of this batch's own among them as `examples` [E] and `answers` [A]."""
     spans: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Of each example its prompt's length and its answers' lengths, in row order: the layout of T,
-    as plain integers on the host. Empty for a filler, which keeps a rank in step with the others
-    and has tokens but neither examples nor answers nor predictions."""
+    """`(length of the prompt, lengths of the answers)` of each example in order, as integers on the
+    host. Empty for a filler: a batch of tokens without examples, answers or predictions, which a
+    rank without rows computes so that collectives match."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of examples; the others only round the row up."""
+        """Number of tokens of examples, without those that only round T up."""
         return sum(prompt + sum(answers) for prompt, answers in self.spans)
 
     @property
     def num_examples(self) -> int:
+        """Number of examples E."""
         return len(self.spans)
 
     @property
     def num_answers(self) -> int:
+        """Number of answers A."""
         return sum(len(answers) for _, answers in self.spans)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """A copy with every tensor on `device`, without waiting for the copy."""
+        """Return a copy with every tensor on `device`; the host does not wait for it."""
 
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -1,11 +1,14 @@
-"""A row as a tree: one prompt and the answers that share it."""
+"""One row as a tree: a prompt and the answers that share it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
+from rlhf.config.field_docs import documented
 
+
+@documented
 @frozen
 class Answer:
     """One continuation of the prompt."""
@@ -13,21 +16,26 @@ class Answer:
     tokens: Sequence[int]
     """Token ids."""
     trained: Sequence[bool] | None = None
-    """Which tokens are trained on (predicted by the loss), one per token; None is all of them."""
+    """Whether the loss predicts each token; None means that it predicts all of them."""
 
 
+@documented
 @frozen
 class Example:
     """One prompt and k answers, as token ids.
 
-    `prompt` may be empty; an answer's first token is then not predicted, since nothing stands
-    before it.
+    All answers see the same prompt, and none sees another.
     """
 
     prompt: Sequence[int]
+    """Token ids, perhaps none: then nothing precedes the first token of an answer, and the loss
+    does not predict it."""
     answers: Sequence[Answer]
+    """The continuations of the prompt, at least one, each with at least one token."""
     values: Mapping[str, Any] = field(factory=dict)
-    """Numbers for the loss by name: a float (per example), a list with one float per answer, or a
-    list with one list per answer that holds one float per token of it (nan where there is none)."""
+    """Numbers for the loss by name, all examples with the same names. A float is per example, a
+    list of floats per answer, a list of lists per token: one list for each answer with one float
+    for each of its tokens, nan for tokens without a value."""
     inputs: Mapping[str, Any] = field(factory=dict)
-    """Extra keywords for the model."""
+    """Further keyword arguments of the model, such as pixel values; tensors of the examples in a
+    batch are concatenated along the first dimension."""

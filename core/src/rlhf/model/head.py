@@ -6,6 +6,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
+from rlhf.config.field_docs import documented
 from rlhf.model.task import label_head
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -19,17 +20,20 @@ MULTIPLY_BY_DIVISOR = ("hyperclovax",)
 """`model_type`s that multiply by the field of Granite's name."""
 
 
+@documented
 @frozen(kw_only=True)
 class Head:
     """logits = cap(scale * (hidden @ weight.T + bias)), with cap(x) = softcap * tanh(x /
     softcap)."""
 
     weight: Tensor
-    """[V, H]; of a classifier [labels, H]."""
+    """Weight [V, H]; of a classifier [labels, H]."""
     bias: Tensor | None = None
-    """[V]."""
+    """Bias [V]."""
     scale: float = 1.0
+    """Factor on the logits."""
     softcap: float | None = None
+    """Bound of the logits, which are squashed by tanh; None if there is none."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] -> logits [N, V] in float32. For a few rows: it holds all of them at

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, fused_on
 from rlhf.model.head import Head
@@ -47,13 +48,15 @@ class Teacher(Protocol):
         """What `against` needs of the predictions `rows`; for rows from N on anything will do."""
 
 
+@documented
 @frozen
 class WholeTeacher:
     """A teacher's hidden states and its head: the whole vocabulary."""
 
     hidden: Tensor
-    """[N, H] of the teacher."""
+    """Hidden states of the teacher [N, H]."""
     head: Head
+    """Head of the teacher."""
 
     @property
     def against(self) -> Against:
@@ -120,11 +123,13 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(-1)
 
 
+@documented
 @frozen
 class Mixture:
     """What is minimised: (1 - nll) * temperature^2 * divergence + nll * negative log-likelihood."""
 
     measure: Measure
+    """The divergence, with its derivative."""
     temperature: float = 1.0
     """Divides both models' logits. The square keeps gradients of the same size (Hinton et al.,
     arXiv 1503.02531, section 2)."""

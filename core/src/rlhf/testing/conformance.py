@@ -22,6 +22,7 @@ import torch
 import yaml
 from attrs import frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.request.layers import to_tree
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
@@ -32,6 +33,7 @@ BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""
 
 
+@documented
 @frozen(kw_only=True)
 class Other:
     """Another value of a setting that acts only beside further settings."""

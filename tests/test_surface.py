@@ -1,0 +1,77 @@
+"""The public modules are all that plugins import, and `help` explains them."""
+
+import ast
+import importlib
+import pydoc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import attrs
+import pytest
+
+from rlhf.config.field_docs import field_docs
+from rlhf.trainer import PackedBatch
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = tuple(
+    f"rlhf.{name}" for name in ("plugin", "hookspecs", "errors", "trainer", "readouts", "engine")
+)
+FOR_US = ("rlhf.testing", "rlhf.demo")
+"""Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
+OPEN = ("deepspeed/src", "deepspeed/tests/test_config.py", "kd/src", "prm/src", "rm/src")
+FILES = [
+    path
+    for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
+    if not str(path.relative_to(ROOT / "plugins")).startswith(OPEN)
+]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield every module of core that a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "rlhf":
+            names = [f"rlhf.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "rlhf")
+
+
+def is_public(module: str) -> bool:
+    """Return whether a plugin may import the module."""
+    return module in PUBLIC or any(module == own or module.startswith(f"{own}.") for own in FOR_US)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "plugins")))
+def test_plugins_and_their_tests_import_only_public_modules(path: Path) -> None:
+    assert [name for name in imported(path) if not is_public(name)] == []
+
+
+def test_an_internal_module_is_not_public() -> None:
+    assert is_public("rlhf.testing.problem")
+    assert not is_public("rlhf.data.batch")
+    assert not is_public("rlhf.readouts.logprobs")
+    assert not is_public("rlhf")
+
+
+def test_help_shows_the_docstrings_of_fields() -> None:
+    shown = pydoc.render_doc(PackedBatch, renderer=pydoc.plaintext)
+    assert " |  tokens\n |      Token ids [T].\n" in shown
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, "rlhf.testing"])
+def test_every_field_of_a_public_class_has_a_docstring_that_help_shows(module: str) -> None:
+    loaded = importlib.import_module(module)
+    values = [getattr(loaded, name) for name in getattr(loaded, "__all__", vars(loaded))]
+    for kind in values:
+        if not isinstance(kind, type) or not attrs.has(kind):
+            continue
+        for field in attrs.fields(kind):
+            if any(map(attrs.has, (field.type, *get_args(field.type)))):
+                continue  # A section of the configuration has its own docstring.
+            assert field_docs(kind).get(field.name), f"{kind.__name__}.{field.name}"
+            assert kind.__slots__[field.name] == field_docs(kind)[field.name]  # type: ignore[index]

@@ -20,6 +20,7 @@ def run(script: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.matrix
 def test_every_workflow_is_measured_through_the_command(tmp_path: Path) -> None:
     words = ["--steps", "2", "--size", "4", "--vocabulary", "2048", "--output", str(tmp_path)]
     table = run("workflows.py", *words).strip().splitlines()
@@ -43,6 +44,7 @@ def test_curves_are_those_of_the_slow_path(tmp_path: Path) -> None:
     assert float(largest) < 1e-5
 
 
+@pytest.mark.matrix
 def test_the_step_is_measured_against_a_bare_loop(tmp_path: Path) -> None:
     numbers = tmp_path / "numbers.json"
     table = run(

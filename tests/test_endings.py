@@ -173,7 +173,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
     assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.matrix)])
 def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, "--data.workers", "1", STEP_SECONDS="0.3")
@@ -188,7 +188,7 @@ def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks
     assert saved.name < "step-000009"
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.matrix), "2"])
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, STEP_SECONDS="5")

@@ -50,6 +50,16 @@ CASES = {
         ),
     ),
 }
+QUICK = (
+    "one rank, 64 tokens",
+    "recomputed products",
+    "two ranks, stage 0",
+    "two ranks, stage 1",
+    "two ranks, stage 2, recomputation",
+    "two ranks, stage 3",
+    "two ranks, stage 3, all on the CPU",
+)
+"""One case of everything that the curve must not depend on."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,10 @@ def plain(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list
     return metrics
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in CASES],
+)
 def test_the_curve_is_that_of_plain_torch(
     name: str,
     plain: list[dict[str, Any]],
@@ -82,7 +95,7 @@ def test_the_curve_is_that_of_plain_torch(
     assert metrics[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("stage", [pytest.param("0", marks=pytest.mark.matrix), "1", "2", "3"])
 def test_states_in_bf16_keep_to_the_curve(
     stage: str, inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:

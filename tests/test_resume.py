@@ -25,10 +25,14 @@ STAGES = {
     "0 with dropout": ("--deepspeed.stage", "0", "--lora.rank", "4", "--lora.dropout", "0.3"),
     "2 offloaded": ("--deepspeed.stage", "2", "--deepspeed.offload_optimizer", "true"),
 }
+MORE = ("1", "0 in bf16", "1 in bf16", "2 in bf16", "2 offloaded")
 LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.every", "3")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(name, marks=pytest.mark.matrix) if name in MORE else name for name in STAGES],
+)
 def test_five_steps_and_five_more_are_ten_steps_to_the_last_bit(
     stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def read(directory):
     return DeepSpeedBackend().read_weights(directory)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_two_steps_and_four_more_after_a_resume_are_six(pair, tmp_path, settings, dtype):
     config = configure(DeepSpeedConfig(**settings), dtype=dtype)
@@ -62,7 +62,7 @@ def test_two_steps_and_four_more_after_a_resume_are_six(pair, tmp_path, settings
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_the_weights_of_a_checkpoint_are_the_engines(pair, tmp_path, settings, tied):
     config = configure(DeepSpeedConfig(**settings))
     case = Case(config=config, steps=2, tied=tied, frozen=FROZEN, save=(2, tmp_path))

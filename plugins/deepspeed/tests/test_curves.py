@@ -57,7 +57,7 @@ def plain():
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_two_ranks_follow_the_plain_curve_at_every_stage(pair, plain, settings, micro_batches):
     case = Case(config=layout(**settings), micro_batches=micro_batches)
     for outcome, _ in pair.run(run, case):
@@ -67,6 +67,7 @@ def test_two_ranks_follow_the_plain_curve_at_every_stage(pair, plain, settings, 
         assert all(outcome.moved)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_one_rank_in_four_micro_batches_follows_the_plain_curve(single, plain, settings):
     ((outcome, _),) = single.run(run, Case(config=layout(**settings), micro_batches=4))
@@ -118,7 +119,7 @@ def test_the_scaler_of_fp16_skips_then_follows_the_curve(pair, settings):
     assert outcome.norms[first] == pytest.approx(reference.norms[-1], rel=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_a_gradient_that_is_no_number_on_one_rank_moves_no_weight(pair, settings, dtype):
     config = configure(DeepSpeedConfig(**settings), dtype=dtype)
@@ -162,7 +163,7 @@ def run_rounded(case):
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_an_update_in_bf16_clips_by_itself(pair, plain, settings, micro_batches):
     config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
     case = Case(config=config, micro_batches=micro_batches)

@@ -274,9 +274,15 @@ def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
     ("settings", "more"),
     [
         ({"stage": 1, "bucket_size": 400}, {}),
-        ({"stage": 2, "bucket_size": 1100}, {"micro_batches": 2}),
+        pytest.param(
+            {"stage": 2, "bucket_size": 1100}, {"micro_batches": 2}, marks=pytest.mark.matrix
+        ),
         ({"stage": 2, "bucket_size": 40}, {"adapter": True, "micro_batches": 2}),
-        ({"preset": "zero1_offload", "bucket_size": 400}, {"micro_batches": 2}),
+        pytest.param(
+            {"preset": "zero1_offload", "bucket_size": 400},
+            {"micro_batches": 2},
+            marks=pytest.mark.matrix,
+        ),
         ({"preset": "zero2_offload", "bucket_size": 400}, {"adapter": True, "micro_batches": 2}),
     ],
     ids=str,

@@ -32,7 +32,16 @@ ALIKE = ["in the first micro-batch", "in the last micro-batch", "nowhere"]
 SHARDED = [{"stage": 3}, {"stage": 3, "persistence_threshold": 0}, {"preset": "zero3_offload"}]
 
 
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        "in the first micro-batch",
+        pytest.param("in the last micro-batch", marks=pytest.mark.matrix),
+        pytest.param("on one rank", marks=pytest.mark.matrix),
+        "on the other, later",
+        pytest.param("nowhere", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_gradient_counts_whoever_has_it(pair, heads):
     expected, _ = pair.run(norms_of, {"stage": 0}, HEADS[heads])
     for settings in [*ON_ANY_RANK, *(SHARDED if heads in ALIKE else [])]:
@@ -40,6 +49,7 @@ def test_a_gradient_counts_whoever_has_it(pair, heads):
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("heads", ALIKE)
 def test_a_gradient_counts_in_whichever_micro_batch_it_comes(single, heads):
     (expected,) = single.run(norms_of, {"stage": 0}, HEADS[heads])

@@ -31,7 +31,7 @@ def hooks_page() -> str:
         ("Backend", hookspecs.BackendHooks),
         ("Observer", hookspecs.ObserverHooks),
     ):
-        parts.append(f"## {title} hooks")
+        parts += [f"## {title} hooks", _text(specs.__doc__)]
         for name, function in vars(specs).items():
             if not name.startswith("_"):
                 names = [p for p in inspect.signature(function).parameters if p != "self"]

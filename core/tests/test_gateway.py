@@ -5,17 +5,21 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 import rlhf.loop.learning_rate  # noqa: F401  The fixture `install` hides torch.
+from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.hookspecs import BackendHooks, ObserverHooks, hookimpl
-from rlhf.registry.gateway import BackendGateway, ObserverGateway, build_gateways, load_hooks
+from rlhf.hookspecs import BackendHooks, ObserverHooks, RunRecord, hookimpl
+from rlhf.registry.gateway import BackendGateway, build_gateways, load_hooks
 from rlhf.registry.load import load_object
+from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import read_config
 
 Install = Callable[..., Path]
 HERE = __name__
+RUN = RunRecord(name="toy", folder=Path("nowhere"), config=Config(), steps=3)
 NAMES = [name for name in vars(BackendHooks) if not name.startswith("_")]
 
 
@@ -91,10 +95,77 @@ def test_observers_are_called_in_the_order_in_which_they_are_named() -> None:
         def on_step(self, step: int) -> None:
             heard.append((self.name, step))
 
-    _, observers = build_gateways(backend(), observers=[Observer("first"), Observer("second")])
-    observers.on_step(run=None, step=3, metrics={})
-    observers.on_finish(run=None, error=None)
+    named = {name: Observer(name) for name in ("first", "second")}
+    _, observers = build_gateways(backend(), observers=named)
+    observers.on_step(run=RUN, step=3, metrics={})
+    observers.on_finish(run=RUN, error=None)
     assert heard == [("first", 3), ("second", 3)]
+
+
+class Failing:
+    """Changes the metrics, then fails at the step of that number."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        self.step, self.error = step, error
+
+    @hookimpl
+    def on_step(self, step: int, metrics: Any) -> None:
+        metrics["loss"] = 0.0
+        metrics["counts"].append(9)
+        if step == self.step:
+            raise self.error
+
+
+class Listener:
+    """Remembers each step's metrics."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Any]] = []
+
+    @hookimpl
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.heard.append((step, metrics))
+
+
+def test_an_observer_that_raises_is_dropped_and_changes_no_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = attrs.evolve(RUN, folder=tmp_path)
+    listener = Listener()
+    named = {"web": Failing(2, RuntimeError("webhook is down\nsince noon")), "ear": listener}
+    _, observers = build_gateways(backend(), observers=named)
+    metrics = {"loss": 1.5, "counts": [1]}
+    for step in (1, 2, 3):
+        observers.on_step(run=run, step=step, metrics=metrics)  # type: ignore[arg-type]
+    expected = {"loss": 1.5, "counts": [1]}
+    assert metrics == expected
+    assert listener.heard == [(1, expected), (2, expected), (3, expected)]
+    file = tmp_path / "errors" / "observer-web.txt"
+    assert capsys.readouterr().err == (
+        "warning: observer 'web' failed in on_step and is not called again: "
+        f"RuntimeError: webhook is down; see {file}\n"
+    )
+    assert "in on_step" in file.read_text()
+    assert file.read_text().endswith("RuntimeError: webhook is down\nsince noon\n")
+
+
+def test_an_observer_whose_traceback_cannot_be_written_prints_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "errors").write_text("in the way")
+    _, observers = build_gateways(backend(), observers={"web": Failing(1, ValueError("down"))})
+    run = attrs.evolve(RUN, folder=tmp_path)
+    observers.on_step(run=run, step=1, metrics={"counts": []})  # type: ignore[dict-item]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("ValueError: down; its traceback:")
+    assert lines[1] == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupt_in_an_observer_passes(error: BaseException) -> None:
+    _, observers = build_gateways(backend(), observers={"web": Failing(1, error)})
+    with pytest.raises(type(error)):
+        observers.on_step(run=RUN, step=1, metrics={"counts": []})  # type: ignore[dict-item]
 
 
 def test_core_answers_build_schedule_where_the_backend_does_not() -> None:
@@ -225,7 +296,7 @@ def test_a_hook_of_a_later_core_may_be_optional() -> None:
 
 
 def test_an_observer_implements_no_backend_hook() -> None:
-    assert refused(backend(), observers=[Meddler()]) == (
+    assert refused(backend(), observers={"meddler": Meddler()}) == (
         f"observer {HERE}.Meddler: 'setup_mesh' is not a hook of observers"
     )
 
@@ -268,7 +339,7 @@ def test_the_configuration_names_backend_extensions_and_observers(
     request = read_config("toy", overrides=words)
     hooks, observers = load_hooks(request.config)
     assert hooks.setup_mesh(config=request.config) == "SETUP_MESH"
-    observers.on_eval(run=None, step=7, metrics={})
+    observers.on_eval(run=RUN, step=7, metrics={})
     assert load_object("toy_hooks:Listener").heard == [7]
     request = read_config("toy", overrides=["--extensions", "broken"])
     with pytest.raises(RLHFError) as caught:

@@ -2,6 +2,8 @@
 
 Backend hooks are `firstresult`: exactly one implementation answers, extensions wrap it. They run on
 every rank and never return None. Observer hooks run on rank 0, return nothing and change nothing.
+Their `run` is a `RunRecord`: `name` (of the trainer), `folder`, `config` and `steps` of the whole
+schedule.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
+from attrs import frozen
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +26,18 @@ if TYPE_CHECKING:
 
 hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
+
+
+@frozen(kw_only=True)
+class RunRecord:
+    """What an observer may know of a run."""
+
+    name: str
+    """The trainer's name."""
+    folder: Path
+    config: Config
+    steps: int
+    """Optimizer steps of the whole schedule."""
 
 
 class BackendHooks:
@@ -124,25 +139,30 @@ class BackendHooks:
 
 
 class ObserverHooks:
-    """What an observer may implement, each or none. `run` is the run's public record: folder,
-    config, name."""
+    """What an observer may implement; each hook is optional.
+
+    Every observer is called by itself and gets its own copy of the metrics. If one raises, the run
+    continues without it: a warning names it, and `errors/observer-NAME.txt` in the run folder has
+    the traceback. KeyboardInterrupt and SystemExit end the run as always.
+    """
 
     @hookspec
-    def on_start(self, run: Any) -> None:
-        """The models are ready and the first step is next."""
+    def on_start(self, run: RunRecord) -> None:
+        """The models are ready; the evaluation of step 0 (`train.eval_at_start`) and the first step
+        are next."""
 
     @hookspec
-    def on_step(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        """A logged step has ended; `metrics` is what `metrics.jsonl` gets."""
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        """A logged step has ended. `metrics` is what `metrics.jsonl` gets."""
 
     @hookspec
-    def on_eval(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation has ended; names begin with `eval/`."""
 
     @hookspec
-    def on_checkpoint(self, run: Any, step: int, directory: Path) -> None:
-        """A checkpoint is whole on disk."""
+    def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
+        """A checkpoint is complete on disk."""
 
     @hookspec
-    def on_finish(self, run: Any, error: BaseException | None) -> None:
-        """The run has ended, by itself (None) or by an error."""
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
+        """The run has ended: `error` is what it ended with, or None."""

@@ -27,7 +27,7 @@ MAY_CHANGE = (
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
 
-FOLDERS = ("checkpoints", "model", "traces")
+FOLDERS = ("checkpoints", "model", "traces", "errors")
 """Folders that a run makes in its own."""
 
 FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl", "report_error.txt")

@@ -1,33 +1,33 @@
 """The observer `tensorboard`: logged numbers as curves, in `tensorboard/` of the run folder."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf.hookspecs import hookimpl
+from rlhf.hookspecs import RunRecord, hookimpl
 
 
 class TensorBoard:
-    """Needs the package tensorboard. A resumed run hides what was logged past its checkpoint."""
+    """Observer that needs the package tensorboard. A resumed run hides what was logged after its
+    checkpoint."""
 
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
 
     @hookimpl
-    def on_step(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         self._add(run, step, {f"train/{name}": value for name, value in metrics.items()})
 
     @hookimpl
-    def on_eval(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         self._add(run, step, metrics)
 
     @hookimpl
-    def on_finish(self, run: Any, error: BaseException | None) -> None:
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _add(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    def _add(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
             self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
         for name, value in metrics.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field, frozen
+from attrs import define, field
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config
@@ -15,29 +15,19 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import SameOnAllRanks
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.run_folder import RunFolder
+from rlhf.hookspecs import RunRecord
 from rlhf.journal.speed import Speed
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
 from rlhf.loop.survey import Survey
 from rlhf.reference.live import Follower
-from rlhf.registry.gateway import BackendGateway, ObserverGateway
+from rlhf.registry.gateway import BackendGateway
+from rlhf.registry.observers import ObserverGateway
 from rlhf.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlhf.journal.journal import Journal
     from rlhf.loop.steps import Taken
-
-
-@frozen(kw_only=True)
-class RunRecord:
-    """What an observer may know of a run."""
-
-    name: str
-    """The trainer's name."""
-    folder: Path
-    config: Config
-    steps: int
-    """Optimizer steps of the whole schedule."""
 
 
 @define(kw_only=True)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -15,6 +16,7 @@ from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.load import load_object, load_record
+from rlhf.registry.observers import ObserverGateway
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +36,7 @@ def load_hooks(config: Config) -> tuple[BackendGateway, ObserverGateway]:
     return build_gateways(
         load_plugin(find_backend(config.backend)),
         [load_plugin(find("extension", name)) for name in config.extensions],
-        [load_plugin(find("observer", name)) for name in config.observers],
+        {name: load_plugin(find("observer", name)) for name in config.observers},
     )
 
 
@@ -46,23 +48,26 @@ def load_plugin(plugin: Installed) -> Any:
 
 
 def build_gateways(
-    backend: object, extensions: Iterable[object] = (), observers: Iterable[object] = ()
+    backend: object,
+    extensions: Iterable[object] = (),
+    observers: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[BackendGateway, ObserverGateway]:
-    """The gateways of these objects. The first extension is the outermost, the first observer is
-    called first. RLHFError for an implementation that pluggy would call wrongly or not at all."""
+    """Return the gateways of these objects. The first extension is the outermost, the first
+    observer is called first. Raises RLHFError for an implementation that pluggy would call wrongly
+    or not at all."""
     core = load_object(CORE)()
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(BackendHooks)
-    manager.add_hookspecs(ObserverHooks)
     check_backend(backend, defaults=core)
     manager.register(core)
     manager.register(backend)
-    for kind, plugins in (("extension", extensions), ("observer", observers)):
-        for plugin in reversed(list(plugins)):
-            list(check_hooks(kind, plugin))
-            manager.register(plugin)
+    for extension in reversed(list(extensions)):
+        list(check_hooks("extension", extension))
+        manager.register(extension)
     manager.check_pending()
-    return BackendGateway(manager), ObserverGateway(manager)
+    for observer in observers.values():
+        list(check_hooks("observer", observer))
+    return BackendGateway(manager), ObserverGateway(observers)
 
 
 def check_backend(backend: object, *, defaults: object) -> None:
@@ -213,25 +218,3 @@ class BackendGateway:
 
     def close_mesh(self, *, mesh: Mesh) -> bool:
         return self._ask("close_mesh", mesh=mesh)
-
-
-class ObserverGateway:
-    """The observers' hooks: rank 0 alone calls them. What an observer raises ends the run."""
-
-    def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._hooks = manager.hook
-
-    def on_start(self, *, run: Any) -> None:
-        self._hooks.on_start(run=run)
-
-    def on_step(self, *, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        self._hooks.on_step(run=run, step=step, metrics=metrics)
-
-    def on_eval(self, *, run: Any, step: int, metrics: Mapping[str, float]) -> None:
-        self._hooks.on_eval(run=run, step=step, metrics=metrics)
-
-    def on_checkpoint(self, *, run: Any, step: int, directory: Path) -> None:
-        self._hooks.on_checkpoint(run=run, step=step, directory=directory)
-
-    def on_finish(self, *, run: Any, error: BaseException | None) -> None:
-        self._hooks.on_finish(run=run, error=error)

@@ -11,17 +11,19 @@ from rlhf.data.tokenise import Examples, prepare
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
+from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
-from rlhf.loop.session import RunRecord, Session
+from rlhf.loop.session import Session
 from rlhf.loop.survey import Survey
 from rlhf.memory.choice import START, choose
 from rlhf.memory.fit import Headroom
 from rlhf.model.load import known_tokens, load_tokenizer
-from rlhf.registry.gateway import BackendGateway, ObserverGateway
+from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.load import load_object
+from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
 from rlhf.run.context import Run
 from rlhf.run.introduction import introduce

@@ -1,0 +1,76 @@
+"""The observers of a run: each is called by itself, and one that raises is dropped."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from rlhf.errors import first_line
+from rlhf.hookspecs import ObserverHooks, RunRecord
+
+
+class ObserverGateway:
+    """The observers' hooks; only rank 0 calls them.
+
+    What an observer raises does not end the run: it is reported once, with its traceback in
+    `errors/observer-NAME.txt` of the run folder, and this observer is not called again.
+    """
+
+    def __init__(self, observers: Mapping[str, object]) -> None:
+        self._hooks = {name: _hooks_of(observer) for name, observer in observers.items()}
+
+    def on_start(self, *, run: RunRecord) -> None:
+        self._call("on_start", run)
+
+    def on_step(self, *, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_step", run, step=step, metrics=metrics)
+
+    def on_eval(self, *, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_eval", run, step=step, metrics=metrics)
+
+    def on_checkpoint(self, *, run: RunRecord, step: int, directory: Path) -> None:
+        self._call("on_checkpoint", run, step=step, directory=directory)
+
+    def on_finish(self, *, run: RunRecord, error: BaseException | None) -> None:
+        self._call("on_finish", run, error=error)
+
+    def _call(self, hook: str, run: RunRecord, **arguments: Any) -> None:
+        metrics = arguments.get("metrics")
+        for name, hooks in list(self._hooks.items()):
+            if metrics is not None:
+                arguments["metrics"] = copy.deepcopy(dict(metrics))
+            try:
+                getattr(hooks, hook)(run=run, **arguments)
+            except Exception as error:  # An observer's own code may raise anything.
+                del self._hooks[name]
+                _report(name, hook, run.folder / "errors" / f"observer-{name}.txt", error)
+
+
+def _hooks_of(observer: object) -> Any:
+    manager = pluggy.PluginManager("rlhf")
+    manager.add_hookspecs(ObserverHooks)
+    manager.register(observer)
+    manager.check_pending()
+    return manager.hook
+
+
+def _report(name: str, hook: str, file: Path, error: Exception) -> None:
+    text = "".join(traceback.format_exception(error))
+    try:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        where = f"see {file}"
+    except OSError:
+        where = f"its traceback:\n{text}"
+    print(
+        f"warning: observer {name!r} failed in {hook} and is not called again: "
+        f"{type(error).__name__}: {first_line(error)}; {where}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -70,7 +70,7 @@ def tokenising_rates(tokenizer_path: str, path: Path) -> tuple[float, float]:
     from transformers import AutoTokenizer
 
     from rlhf.data.files import Source
-    from rlhf.data.formats import Reader
+    from rlhf.data.tokens import Reader
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     lines = (gzip.open if path.suffix == ".gz" else open)(path, "rt").readlines()

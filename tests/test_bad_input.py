@@ -26,17 +26,17 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 ROWS = {
-    "empty.jsonl": (b"", "data.train: there are no rows in {path}"),
-    "blank.jsonl": (b"\n \n", "data.train: there are no rows in {path}"),
-    "array.json": (b"[]", "data.train: there are no rows in {path}"),
+    "empty.jsonl": (b"", "data.train: no rows in {path}"),
+    "blank.jsonl": (b"\n \n", "data.train: no rows in {path}"),
+    "array.json": (b"[]", "data.train: no rows in {path}"),
     "number.json": (b"3\n", "{path} line 1: a row must be a JSON object, not 3"),
     "foreign.jsonl": (
         b'{"text": "a"}\n{"foo": 1}\n',
-        "{path} line 2: " + NEEDS + " `foo`: rename with columns in data",
+        "{path} line 2: " + NEEDS + " `foo`; rename columns with `columns` in data",
     ),
     "null.jsonl": (
         b'{"text": null}\n',
-        "{path} line 1: " + NEEDS + " nothing: rename with columns in data",
+        "{path} line 1: " + NEEDS + " nothing; rename columns with `columns` in data",
     ),
     "latin.jsonl": (
         b'{"text": "\xe9"}\n',
@@ -63,7 +63,7 @@ ROWS = {
     ),
     "half.jsonl": (
         b'{"text": "a \\ud800 b"}\n',
-        "{path} line 1: '\\ud800' is half a character: write the whole pair",
+        "{path} line 1: '\\ud800' is half of a surrogate pair; write both halves",
     ),
     "number.jsonl": (b'{"text": 5}\n', "{path} line 1: `text` must be text, not int"),
     "completion.jsonl": (
@@ -76,7 +76,7 @@ ROWS = {
     ),
     "role.jsonl": (
         b'{"messages": [{"role": 5, "content": "x"}]}\n',
-        '{path} line 1: message 0 of `messages` has no `role`: it is {{"role": 5, "content": "x"}}',
+        '{path} line 1: message 0 of `messages` has no `role`: {{"role": 5, "content": "x"}}',
     ),
     "content.jsonl": (
         b'{"messages": [{"role": "user", "content": {"a": 1}}]}\n',
@@ -85,8 +85,7 @@ ROWS = {
     ),
     "user.jsonl": (
         b'{"messages": [{"role": "user", "content": "x"}]}\n',
-        "data.train: none of the 1 rows is left to train on: 1 with nothing to train on "
-        "({path} line 1)",
+        "data.train: no trainable rows left of 1: 1 with nothing to train on ({path} line 1)",
     ),
     "tools.jsonl": (
         f'{TALK}, "tools": "{{"}}\n'.encode(),
@@ -102,7 +101,7 @@ ROWS = {
     ),
     "foreign.csv": (
         b"a,b\n1,2\n",
-        "{path} row 0: " + NEEDS + " `a`, `b`: rename with columns in data",
+        "{path} row 0: " + NEEDS + " `a`, `b`; rename columns with `columns` in data",
     ),
     "empty.csv": (b"", "data.train: cannot read {path}: No columns to parse from file"),
     "torn.csv": (
@@ -117,8 +116,8 @@ ROWS = {
     ),
     "rows.txt": (
         b"hello",
-        "data.train: {path} has no known ending: .jsonl, .jsonl.gz, .json, .json.gz, .ndjson, "
-        ".csv, .csv.gz, .parquet, .arrow",
+        "data.train: unknown file type {path}; use one of .jsonl, .jsonl.gz, .json, .json.gz, "
+        ".ndjson, .csv, .csv.gz, .parquet, .arrow",
     ),
 }
 
@@ -150,25 +149,25 @@ def test_a_template_that_fails_is_told_with_the_row(
     (tmp_path / "template").write_text(text)
     words = [*tiny.words(inputs, tmp_path / "run"), "--data.chat_template"]
     assert told(["run", "sft", *words, str(tmp_path / "template")], capsys) == (
-        f"{inputs.train} line 1: the chat template refuses the conversation ({reason}): change the "
+        f"{inputs.train} line 1: the chat template refuses the conversation ({reason}); change the "
         "row or set data.chat_template"
     )
 
 
 SETTINGS = {
-    "--data.train '/gone.jsonl'": "data.train: there is no file or folder /gone.jsonl",
-    "--data.train {path: TRAIN, split: test}": "data.train: TRAIN is a file, which has no split",
-    "--data.train {path: TRAIN, subset: en}": "data.train: TRAIN is a file, which has no subset",
+    "--data.train '/gone.jsonl'": "data.train: no such file or folder: /gone.jsonl",
+    "--data.train {path: TRAIN, split: test}": "data.train: TRAIN is a file; remove split",
+    "--data.train {path: TRAIN, subset: en}": "data.train: TRAIN is a file; remove subset",
     "--model.revision main": "model.revision has no effect on a local folder; remove it",
     "--train.seed 9223372036854775808": (
         "train.seed: must be < 9223372036854775808: 9223372036854775808"
     ),
     "--batch.tokens 8": (
-        "TRAIN line 7: the example has 63 tokens but batch.tokens is 8: set batch.tokens to at "
-        "least 63, or lower data.max_tokens"
+        "TRAIN line 7: the example has 63 tokens, more than batch.tokens 8; set batch.tokens to at "
+        "least 63 or lower data.max_tokens"
     ),
     "--data.max_tokens 60 --data.too_long error": (
-        "TRAIN line 7: the row has 63 tokens but data.max_tokens is 60: raise it, or set "
+        "TRAIN line 7: the row has 63 tokens, more than data.max_tokens 60; raise it or set "
         "data.too_long to drop or cut"
     ),
     "--deepspeed.timeout 1e300": "deepspeed.timeout: must be <= 1000000: 1e+300",

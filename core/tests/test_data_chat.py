@@ -1,5 +1,4 @@
-"""Where the assistant's turns stand: chat templates of many styles, with and without generation
-marks."""
+"""Conversations as token ids: chat templates of many styles, with and without generation marks."""
 
 import json
 import re
@@ -7,104 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from chat_templates import (
+    CHATML,
+    GEMMA,
+    LLAMA3,
+    QWEN3,
+    TEMPLATES,
+    TOOLS,
+    adding_bos,
+    tokenizer_of,
+)
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.data.formats import RawRow, Reader, Row, demonstrations
+from rlhf.data.columns import RawRow
+from rlhf.data.formats import demonstrations
+from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 from rlhf.model import load
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
-    "'<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-CHATML_MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == "
-    "'assistant' %}"
-    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ "
-    "m['content'] + '<|im_end|>' }}"
-    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
-    "'<|im_start|>assistant\n' }}{% endif %}"
-)
-CONTENT_MARKED = CHATML_MARKED.replace(
-    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}",
-    "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
-    "'<|end_header_id|>\n\n'"
-    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' "
-    "}}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + "
-    "m['content'] + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
-)
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
-    "ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{% set content = m.content %}{% set reason = m.reasoning_content or '' %}"
-    "{% if '</think>' in content %}{% set reason = "
-    "content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}"
-    "{{ '<think>\n' + reason + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif "
-    "%}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role "
-    "not supported') }}{% endif %}"
-    "{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + "
-    "m['content'] }}{% else %}"
-    "{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
-)
-PLAIN = (
-    "{% for m in messages %}{{ m['role'] | capitalize + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
-TOOLS = (
-    "{% for m in messages %}{% if loop.last or loop.index0 == messages|length - 2 %}{% if "
-    "tools and m.role == 'user' %}"
-    "{{ '[TOOLS]' + tools | tojson + '[/TOOLS]' }}{% endif %}{% endif %}"
-    "{% if m.role == 'assistant' and m.tool_calls %}{{ '<|im_start|>assistant\n<tool_call>' "
-    "+ m.tool_calls | tojson + "
-    "'</tool_call><|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
-    "'<|im_end|>\n' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
-    "endif %}"
-)
-TEMPLATES = {
-    "chatml": (CHATML, "{}<|im_end|>"),
-    "chatml marked": (CHATML_MARKED, "{}<|im_end|>"),
-    "marks without the end": (CONTENT_MARKED, "{}<|im_end|>"),
-    "llama 3": (LLAMA3, "{}<|eot_id|>"),
-    "mistral": (MISTRAL, " {}</s>"),
-    "qwen 3": (QWEN3, "{}<|im_end|>"),
-    "gemma": (GEMMA, "{}<end_of_turn>"),
-    "r1": (R1, "{}</s>"),
-    "plain": (PLAIN, "{}\n"),
-}
-SPECIAL = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|User|>", "<|Assistant|>",
-]  # fmt: skip
-CORPUS = [
-    "What is two and two? The answer is four.\n\nUser: hello there\nAssistant: I think so. "
-    "yes, no.\nassistant\n"
-] * 4
 QUESTION, REPLY, SECOND, LAST = (
     "What is two?",
     "Assistant: one and one",
@@ -117,39 +36,6 @@ TALK = [
     {"role": "user", "content": SECOND},
     {"role": "assistant", "content": LAST},
 ]
-
-
-def tokenizer_of(kind: str, template: str | None = None) -> PreTrainedTokenizerFast:
-    """A small real tokenizer: `bytes` as in GPT-2 and Llama 3, `blank` with a blank before every
-    text as in Llama 2."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=kind == "blank"))
-    if kind == "bytes":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        )
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        alphabet = [*map(chr, range(33, 127)), "\n"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=450,
-        special_tokens=["<unk>", *SPECIAL],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=SPECIAL[2:],
-        chat_template=template,
-    )
 
 
 def read(tokenizer: Any, **columns: Any) -> list[Row]:
@@ -319,17 +205,6 @@ def test_a_tokenizer_with_code_of_its_own_is_called_and_not_its_backend() -> Non
     assert tokenizer.decode([*row.prompt, *row.answers[0].tokens]) == "what is two</s>"
 
 
-def adding_bos(template: str) -> Any:
-    """A tokenizer that puts `<s>` before what it is given."""
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = tokenizer_of("bytes", template)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    return tokenizer
-
-
 def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
     tokenizer = adding_bos(LLAMA3)
     for columns in ({"text": "two"}, {"prompt": "one", "completion": "two"}, {"messages": TALK}):
@@ -397,7 +272,7 @@ def test_a_conversation_without_a_template_names_the_setting() -> None:
     with pytest.raises(RLHFError) as caught:
         read(tokenizer_of("bytes"), messages=TALK)
     assert str(caught.value) == (
-        "rows.jsonl line 1: this is a conversation, but the tokenizer has no chat template: "
+        "rows.jsonl line 1: this is a conversation, but the tokenizer has no chat template; "
         "set data.chat_template to a file or to chatml"
     )
 
@@ -409,8 +284,7 @@ def test_a_template_that_refuses_names_the_row_and_its_reason() -> None:
         )
     assert str(caught.value) == (
         "rows.jsonl line 1: the chat template refuses the conversation (System role not "
-        "supported): "
-        "change the row or set data.chat_template"
+        "supported); change the row or set data.chat_template"
     )
 
 
@@ -422,9 +296,8 @@ def test_a_turn_that_cannot_be_told_from_the_rest_is_an_error() -> None:
     with pytest.raises(RLHFError) as caught:
         read(tokenizer_of("bytes", backwards), messages=TALK)
     assert str(caught.value) == (
-        "rows.jsonl line 1: the chat template renders the conversation in a way in which the "
-        "assistant's turn cannot be "
-        "told from the rest: put {% generation %} marks around it in a file and name that in "
+        "rows.jsonl line 1: cannot locate the assistant's turn in the rendered conversation; put "
+        "{% generation %} marks around it in a template file and name the file in "
         "data.chat_template"
     )
 
@@ -435,13 +308,12 @@ def test_rows_of_another_shape_say_what_they_have() -> None:
         read(tokenizer, question="1 + 1", answer="2")
     assert str(caught.value) == (
         "rows.jsonl line 1: a row needs `messages`, `text`, or `prompt` and `completion`, "
-        "but this one has `question`, `answer`: rename with columns in data"
+        "but this one has `question`, `answer`; rename columns with `columns` in data"
     )
     with pytest.raises(RLHFError) as caught:
         read(tokenizer, messages=[{"from": "human", "value": "hi"}])
     assert str(caught.value) == (
-        "rows.jsonl line 1: message 0 of `messages` has no `role`: "
-        'it is {"from": "human", "value": "hi"}'
+        'rows.jsonl line 1: message 0 of `messages` has no `role`: {"from": "human", "value": "hi"}'
     )
 
 

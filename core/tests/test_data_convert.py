@@ -12,10 +12,12 @@ from word_rows import WHERE, Section
 
 from rlhf import demo
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry
+from rlhf.data.columns import RawRow
 from rlhf.data.convert import MARK, converted
 from rlhf.data.example import Example
-from rlhf.data.formats import RawRow, Row, label_per_token
+from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokenise import prepare
+from rlhf.data.tokens import Row
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
 
@@ -113,7 +115,9 @@ def test_sharegpt_is_messages_with_roles() -> None:
     ]
 
 
-NEEDS = "a row needs {} for convert: {}, but this one has `text`: rename with columns in data"
+NEEDS = (
+    "a row needs {} for convert: {}, but this one has `text`; rename columns with `columns` in data"
+)
 REFUSED = [
     ("prm800k", {"text": "a"}, NEEDS.format("`question` and `label`", "prm800k")),
     ("math_shepherd", {"text": "a"}, NEEDS.format("`input` and `label`", "math_shepherd")),
@@ -121,12 +125,12 @@ REFUSED = [
     (
         "math_shepherd",
         {"input": f"What? Step 1: a {MARK}", "label": "What? Step 1: a ?"},
-        "`label` has '?' where `input` has mark 0, not + or -: leave the row out",
+        "`label` has '?' where `input` has mark 0, not + or -; remove the row",
     ),
     (
         "math_shepherd",
         {"input": f"What? a {MARK}", "label": "What? a +"},
-        "`input` has no 'Step 1:' with a mark: leave it out",
+        "`input` has no 'Step 1:' with a mark; remove the row",
     ),
     (
         "sharegpt",

@@ -9,7 +9,9 @@ from transformers import AutoTokenizer
 from word_rows import WHERE
 
 from rlhf import demo
-from rlhf.data.formats import FORMATS, RawRow, Reader, Row, format_of
+from rlhf.data.columns import RawRow
+from rlhf.data.formats import FORMATS, format_of
+from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 
 
@@ -17,7 +19,7 @@ def test_an_unknown_format_is_named() -> None:
     with pytest.raises(RLHFError) as caught:
         format_of("pairs")
     assert str(caught.value) == (
-        "there is no row format 'pairs': there are demonstration, preference, stepwise, unpaired"
+        "unknown row format 'pairs'; available: demonstration, preference, stepwise, unpaired"
     )
 
 

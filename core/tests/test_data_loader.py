@@ -4,6 +4,7 @@ step, and no hang."""
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from rlhf.data.loader import batches_from
 from rlhf.data.mismatch import Mismatched
 from rlhf.data.order import RunOrder
 from rlhf.data.tokenise import Examples, prepare
-from rlhf.engine import Mesh
 from rlhf.trainer import Trainer
 
 NUM_ROWS = 53
@@ -90,9 +90,9 @@ class Surveying(Numbers):
 
 
 def order(
-    examples: Examples, config: Config, rank: int = 0, world: int = 1, **keywords: Any
+    examples: Examples, config: Config, rank: int = 0, ranks: int = 1, **keywords: Any
 ) -> RunOrder:
-    return RunOrder.for_training(examples, config, Mesh(rank=rank, world=world, **keywords))
+    return RunOrder.from_config(examples, config, rank=rank, ranks=ranks, **keywords)
 
 
 def test_every_rank_knows_the_same_step_and_takes_its_own_part(
@@ -133,8 +133,7 @@ def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
 ) -> None:
     trainer = Surveying(Section(), None)
     courses = [
-        RunOrder.for_training(examples, config, Mesh(rank=rank, world=2), trainer)
-        for rank in range(2)
+        RunOrder.from_config(examples, config, trainer, rank=rank, ranks=2) for rank in range(2)
     ]
     sources = [batches_from(course, workers=workers) for course in courses]
     paired: list[dict[int, int]] = [{}, {}]
@@ -182,7 +181,7 @@ def test_batches_come_in_the_order_of_the_plan_from_any_step(
 def test_evaluation_reads_every_row_once_and_ends(examples: Examples, config: Config) -> None:
     seen: list[int] = []
     for rank in range(2):
-        course = RunOrder.for_evaluation(examples, config, Mesh(rank=rank, world=2))
+        course = order(examples, config, rank, 2, shuffle=False)
         for batch in batches_from(course, workers=1):
             seen += batch.rows
     assert sorted(seen) == list(range(NUM_ROWS))
@@ -203,7 +202,11 @@ class Deadly(Examples):
         return super().__getitem__(number)
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(examples: Examples, config: Config) -> None:
+def test_a_worker_that_dies_is_an_error_and_no_hang(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A killed process cannot remove the folder of its sockets.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deadly = Deadly(*examples.__reduce__()[1])
     course = RunOrder(examples=deadly, size=10, tokens=40, shuffle=False)
     with pytest.raises(RuntimeError, match="DataLoader worker"):

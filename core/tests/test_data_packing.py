@@ -6,7 +6,7 @@ import torch
 
 from rlhf.data.example import Answer, Example
 from rlhf.data.loader import Parcel
-from rlhf.data.packing import filler, pack, paths
+from rlhf.data.packing import filler, pack
 
 NAN = float("nan")
 PAIR = Example(
@@ -50,14 +50,6 @@ def test_values_stand_per_example_answer_and_token() -> None:
     assert given.nonzero().flatten().tolist() == [0, 7, 10]
     assert label[given].tolist() == [0.0, 1.0, 0.25]
     assert len(label) == len(batch.tokens) == 16
-
-
-def test_every_path_is_the_prompt_and_one_answer() -> None:
-    batch = pack([PAIR, BARE], [0, 1])
-    found = [(e, a, batch.tokens[rows].tolist()) for e, a, rows in paths(batch)]
-    assert found == [(0, 0, [1, 2, 3, 4, 5]), (0, 1, [1, 2, 3, 6, 7, 8]), (1, 2, [9, 10, 11])]
-    for _, _, rows in paths(batch):
-        assert batch.positions[rows].tolist() == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("seed", range(20))

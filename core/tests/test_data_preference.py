@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from word_rows import WHERE, made, read, refusal, said, texts, tokenizer_of, user, words
 
-from rlhf.data.formats import FORMATS, RawRow, Reader
+from rlhf.data.columns import RawRow
+from rlhf.data.formats import FORMATS
 from rlhf.data.preference import _shared_text
+from rlhf.data.tokens import Reader
 
 PAIR = ["<user> say <assistant>", "one </s>", "two </s>"]
 PAIRS = {
@@ -203,11 +205,11 @@ def test_an_unpaired_row_is_one_answer_and_a_label(columns: dict[str, Any]) -> N
 
 PREFERENCE_NEEDS = (
     "a row needs `chosen` and `rejected`, with or without `prompt`, or `prompt`, `answers` and "
-    "`ranks`, but this one has {}: rename with columns in data"
+    "`ranks`, but this one has {}; rename columns with `columns` in data"
 )
 UNPAIRED_NEEDS = (
     "a row needs `prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`, but "
-    "this one has {}: rename with columns in data"
+    "this one has {}; rename columns with `columns` in data"
 )
 K_WISE = {"prompt": "say", "answers": ["one", "two"]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -220,7 +222,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "preference",
         {"chosen": [user("say"), said("one")], "rejected": [user("say")]},
-        "`rejected` has no turn of the assistant after the prompt: let it end with one",
+        "`rejected` has no turn of the assistant after the prompt; end it with one",
     ),
     (
         "preference",
@@ -242,19 +244,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**K_WISE, "ranks": [1, 2], "margin": "0.5"},
         "`margin` must hold numbers, not text",
     ),
-    ("preference", {**K_WISE, "ranks": [1]}, "1 ranks for 2 answers: give each answer one"),
-    ("preference", {**K_WISE, "scores": 3}, "int scores for 2 answers: give each answer one"),
+    ("preference", {**K_WISE, "ranks": [1]}, "1 ranks for 2 answers; give one per answer"),
+    ("preference", {**K_WISE, "scores": 3}, "int scores for 2 answers; give one per answer"),
     ("preference", {**K_WISE, "ranks": [1, True]}, "`ranks` must hold numbers, not bool"),
     (
         "preference",
         K_WISE,
-        "a row needs `ranks` or `scores` beside `answers`, but this one has `prompt`, `answers`: "
-        "rename with columns in data",
+        "a row needs `ranks` or `scores` beside `answers`, but this one has `prompt`, `answers`; "
+        "rename columns with `columns` in data",
     ),
     (
         "preference",
         {"prompt": "say", "answers": ["one"], "ranks": [1]},
-        "`answers` has 1: there must be two to compare, so leave the row out",
+        "`answers` has 1, but needs at least 2; remove the row",
     ),
     ("preference", {"prompt": "say", "answers": "one"}, "`answers` must be a list, not text"),
     (
@@ -265,22 +267,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "unpaired",
         {"prompt": "say", "completion": "one", "label": "true"},
-        "`label` is 'true': a label is true or false",
+        "`label` is 'true'; use true or false",
     ),
     (
         "unpaired",
         {"prompt": "say", "completion": "one", "label": 2},
-        "`label` is 2: a label is true or false",
+        "`label` is 2; use true or false",
     ),
     (
         "unpaired",
         {"messages": [user("say")], "label": True},
-        "`messages` has no turn of the assistant after the prompt: let it end with one",
+        "`messages` has no turn of the assistant after the prompt; end it with one",
     ),
     (
         "unpaired",
         {"prompt": "say", "completion": [], "label": True},
-        "`completion` has no turn of the assistant after the prompt: let it end with one",
+        "`completion` has no turn of the assistant after the prompt; end it with one",
     ),
 ]
 

@@ -82,5 +82,5 @@ def test_an_example_over_the_budget_names_the_least_sufficient_one() -> None:
     with pytest.raises(RLHFError) as caught:
         layout([5, 17, 3], 2, 16)
     assert str(caught.value) == (
-        "an example has 17 tokens but batch.tokens is 16: set batch.tokens to at least 17"
+        "an example has 17 tokens, more than batch.tokens 16; set batch.tokens to at least 17"
     )

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_chat import tokenizer_of as small_tokenizer
+from chat_templates import tokenizer_of as small_tokenizer
 from word_rows import WHERE, Section, made, read, refusal, texts, user
 
-from rlhf.data.formats import FORMATS, RawRow, Reader, label_per_token
+from rlhf.data.columns import RawRow
+from rlhf.data.formats import FORMATS
+from rlhf.data.stepwise import label_per_token
+from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
 
 STEPS = {"prompt": "say", "completions": ["one two", "three"], "labels": [True, 0.25]}
@@ -84,24 +87,24 @@ def test_a_byte_pair_never_crosses_the_end_of_a_step() -> None:
 
 
 STEPWISE_NEEDS = (
-    "a row needs `prompt`, `completions` and `labels`, but this one has {}: "
-    "rename with columns in data"
+    "a row needs `prompt`, `completions` and `labels`, but this one has {}; "
+    "rename columns with `columns` in data"
 )
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"completions": ["one"]}, STEPWISE_NEEDS.format("`completions`")),
     ({"prompt": "say", "labels": [1]}, STEPWISE_NEEDS.format("`prompt`, `labels`")),
     (
         {**STEPS, "labels": [1]},
-        "1 labels for 2 steps: give each step one, null where it is not known",
+        "1 labels for 2 steps; give one per step, null if unknown",
     ),
     ({**STEPS, "labels": 1}, "`labels` must be a list, not int"),
     (
         {**STEPS, "labels": [1, "good"]},
-        "label 1 is 'good': a label is true or false, or a number from 0 (wrong) to 1 (right)",
+        "label 1 is 'good'; use true, false, null or a number from 0 (wrong) to 1 (right)",
     ),
     (
         {**STEPS, "labels": [1, -1]},
-        "label 1 is -1: a label is true or false, or a number from 0 (wrong) to 1 (right)",
+        "label 1 is -1; use true, false, null or a number from 0 (wrong) to 1 (right)",
     ),
     ({**STEPS, "completions": "one"}, "`completions` must be a list of steps, not text"),
     (
@@ -110,12 +113,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**STEPS, "completions": [], "labels": []},
-        "`completions` has no step: leave the row out",
+        "`completions` has no steps; remove the row",
     ),
     (
         {"text": "one <step>", "labels": [1]},
-        "the steps stand in `text`: set placeholder in the trainer's section to the text that "
-        "ends each of them",
+        "`text` holds the steps as one text; set placeholder in the trainer's section to the text "
+        "that ends each step",
     ),
 ]
 
@@ -128,12 +131,12 @@ def test_a_wrong_row_is_named_with_what_to_do(columns: dict[str, Any], message: 
 def test_steps_without_a_mark_or_a_token_are_refused() -> None:
     section = Section(placeholder="<step>")
     assert refusal("stepwise", section, text="one . two", labels=[1]) == (
-        "`text` has no step that ends with the placeholder '<step>': "
-        "set placeholder to what stands there"
+        "`text` does not contain the placeholder '<step>'; set placeholder to the text that ends "
+        "each step"
     )
     empty = {**STEPS, "completions": ["one", ""]}
     assert refusal("stepwise", Section(separator=""), **empty) == (
-        "step 1 is empty: leave it out with its label"
+        "step 1 is empty; remove it and its label"
     )
 
 
@@ -166,6 +169,6 @@ def test_rows_that_are_too_long_are_dropped_or_an_error(path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         made("stepwise", LONG, path, max_tokens=8, too_long="error")
     assert str(caught.value) == (
-        f"{path} line 2: the row has 24 tokens but data.max_tokens is 8: raise it, or set "
+        f"{path} line 2: the row has 24 tokens, more than data.max_tokens 8; raise it or set "
         "data.too_long to drop or cut"
     )

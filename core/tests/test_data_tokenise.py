@@ -2,11 +2,13 @@
 path and line."""
 
 import gzip
+import importlib
 import json
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from rlhf.data.cache import once
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import Source
 from rlhf.data.tokenise import Examples, prepare
+from rlhf.data.tokens import encode
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
 
@@ -199,7 +202,7 @@ def test_an_error_in_a_process_is_told_like_any_other(tmp_path: Path) -> None:
         made(path, data={"processes": 2})
     assert str(caught.value) == (
         f"{path} line 4001: a row needs `messages`, `text`, or `prompt` and `completion`, "
-        "but this one has `nothing`: rename with columns in data"
+        "but this one has `nothing`; rename columns with `columns` in data"
     )
 
 
@@ -211,8 +214,8 @@ def test_columns_are_renamed_and_limits_are_kept(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         made(DataEntry(path=path, columns={"prompt": "query"}))
     assert str(caught.value) == (
-        f"{path} line 1: data.train takes `prompt` from a column `query`, "
-        "which is not there: there is question, answer"
+        f"{path} line 1: data.train maps `prompt` to column `query`, which does not exist; "
+        "columns: question, answer"
     )
 
 
@@ -291,8 +294,8 @@ def test_a_long_row_can_be_an_error(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         made(path, data={"max_tokens": 10, "too_long": "error"})
     assert str(caught.value) == (
-        f"{path} line 2: the row has 22 tokens but data.max_tokens is 10: "
-        "raise it, or set data.too_long to drop or cut"
+        f"{path} line 2: the row has 22 tokens, more than data.max_tokens 10; "
+        "raise it or set data.too_long to drop or cut"
     )
 
 
@@ -301,7 +304,7 @@ def test_data_without_anything_to_train_on_names_rows(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         made(path)
     assert str(caught.value) == (
-        "data.train: none of the 2 rows is left to train on: 1 longer than data.max_tokens 64 "
+        "data.train: no trainable rows left of 2: 1 longer than data.max_tokens 64 "
         f"({path} line 2), 1 with nothing to train on ({path} line 1)"
     )
 
@@ -311,8 +314,8 @@ def test_an_example_over_the_budget_names_the_least_sufficient_one(tmp_path: Pat
     with pytest.raises(RLHFError) as caught:
         made(path, batch={"tokens": 6})
     assert str(caught.value) == (
-        f"{path} line 11: the example has 8 tokens but batch.tokens is 6: "
-        "set batch.tokens to at least 8, or lower data.max_tokens"
+        f"{path} line 11: the example has 8 tokens, more than batch.tokens 6; "
+        "set batch.tokens to at least 8 or lower data.max_tokens"
     )
 
 
@@ -338,10 +341,10 @@ BAD_FILES = [
     (
         "rows.txt",
         b"w1\n",
-        "data.train: {} has no known ending: "
+        "data.train: unknown file type {}; use one of "
         ".jsonl, .jsonl.gz, .json, .json.gz, .ndjson, .csv, .csv.gz, .parquet, .arrow",
     ),
-    ("rows.jsonl", b"", "data.train: there are no rows in {}"),
+    ("rows.jsonl", b"", "data.train: no rows in {}"),
 ]
 
 
@@ -360,12 +363,14 @@ def test_a_missing_file_or_split_is_named(tmp_path: Path) -> None:
     path = tmp_path / "absent.jsonl"
     with pytest.raises(RLHFError) as caught:
         made(str(path))
-    assert str(caught.value) == f"data.train: there is no file or folder {path}"
+    assert str(caught.value) == f"data.train: no such file or folder: {path}"
     rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
     rows.save_to_disk(tmp_path / "splits")
     with pytest.raises(RLHFError) as caught:
         made(DataEntry(path=str(tmp_path / "splits"), split="dev"))
-    assert str(caught.value) == f"data.train: {tmp_path}/splits has no split 'dev': there is train"
+    assert (
+        str(caught.value) == f"data.train: {tmp_path}/splits has no split 'dev'; available: train"
+    )
 
 
 def test_nested_mappings_keep_their_own_keys(tmp_path: Path) -> None:
@@ -401,6 +406,41 @@ def test_rows_are_tokenised_once_and_again_only_when_something_has_changed(tmp_p
     assert Demonstrations.calls == 40
 
 
+ROW_READER = """
+from rows_of_mine.helper import tokens
+from rlhf.data.example import Answer, Example
+from rlhf.trainer import Trainer
+
+class Mine(Trainer):
+    def example(self, row):
+        return Example([2], [Answer(tokens())])
+    def setup(self, run): ...
+    def loss(self, batch): ...
+"""
+
+
+def test_rows_are_tokenised_again_when_another_module_of_the_package_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lines(tmp_path / "rows.jsonl")
+    lengths = []
+    for version, helper in enumerate(["[3, 4]", "[3, 4]", "[3, 4, 5]"]):
+        folder = tmp_path / str(version) / "rows_of_mine"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "trainer.py").write_text(ROW_READER)
+        (folder / "helper.py").write_text(f"def tokens():\n    return {helper}\n")
+        for name in [name for name in sys.modules if name.startswith("rows_of_mine")]:
+            del sys.modules[name]
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(folder.parent)
+            trainer = importlib.import_module("rows_of_mine.trainer").Mine
+            lengths.append(made(path, trainer=trainer).lengths.tolist())
+    assert lengths == [[3] * 10, [3] * 10, [4] * 10]
+    entries = (tmp_path / "cache" / "examples").iterdir()
+    assert len([entry for entry in entries if entry.is_dir()]) == 2
+
+
 def test_the_cache_holds_no_pickles(tmp_path: Path, cache: Path) -> None:
     made(lines(tmp_path / "rows.jsonl"))
     files = {file.name for file in cache.rglob("*") if file.is_file() and file.suffix != ".lock"}
@@ -415,7 +455,138 @@ def test_a_trainer_that_gives_a_wrong_tree_is_named_with_the_row(tmp_path: Path)
     path = lines(tmp_path / "rows.jsonl", [{"number": 1}])
     with pytest.raises(RLHFError) as caught:
         made(path, trainer=Wrong)
-    assert str(caught.value) == f"{path} line 1: Wrong.example gave 1 values 'rank' for 2 answers"
+    assert str(caught.value) == (
+        f"{path} line 1: Wrong.example() returned 1 of values 'rank' for 2 answers"
+    )
+
+
+def test_a_trainer_that_returns_no_example_is_named_with_the_row(tmp_path: Path) -> None:
+    class Wrong(Raw):
+        def example(self, row: Any) -> Any:
+            return None
+
+    path = lines(tmp_path / "rows.jsonl", [{"number": 1}])
+    with pytest.raises(RLHFError) as caught:
+        made(path, trainer=Wrong)
+    assert str(caught.value) == (
+        f"{path} line 1: Wrong.example() returned NoneType instead of an Example"
+    )
+
+
+def test_the_row_on_which_a_trainer_raises_is_named(tmp_path: Path) -> None:
+    class Picky(Raw):
+        def example(self, row: Any) -> Any:
+            if row["number"] == 1:
+                raise RLHFError("`number` is 1")
+            return row["question"]
+
+    with pytest.raises(RLHFError) as caught:
+        made(lines(tmp_path / "one.jsonl", [{"number": 1}]), trainer=Picky)
+    assert str(caught.value) == f"{tmp_path}/one.jsonl line 1: `number` is 1"
+    with pytest.raises(KeyError) as missing:
+        made(lines(tmp_path / "two.jsonl", [{"number": 2}]), trainer=Picky)
+    assert missing.value.__notes__ == [f"the row is {tmp_path}/two.jsonl line 1"]
+
+
+class Questions(Raw):
+    """Encodes raw rows as core encodes its own formats."""
+
+    def example(self, row: Any) -> Example:
+        encoded = encode(self.tokenizer, row["question"], *row["replies"], tools=row.get("tools"))
+        return Example(encoded.prompt, encoded.answers)
+
+
+def test_a_trainer_with_rows_of_its_own_encodes_them_as_core_does(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ 'w39 ' }}{% endif %}{% for m in messages %}{{ m.content + ' ' }}"
+        "{% if m.role == 'assistant' %}{{ '</s> ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'w38 ' }}{% endif %}"
+    )
+    talk = [{"role": "user", "content": "w1"}]
+    said = [{"role": "assistant", "content": "w3"}]
+    pairs = [
+        {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4 w5"},
+        {"prompt": talk, "chosen": said, "rejected": "w4", "tools": [{"name": "add"}]},
+        {"prompt": "w1", "chosen": "w3 " * 9, "rejected": "w4"},
+    ]
+    asked = [
+        {"question": row["prompt"], "replies": [row["chosen"], row["rejected"]]}
+        | ({"tools": row["tools"]} if "tools" in row else {})
+        for row in pairs
+    ]
+
+    class Pairs(Demonstrations):
+        row_format = "preference"
+
+    settings: dict[str, Any] = {"template": template, "data": {"max_tokens": 9, "too_long": "cut"}}
+    core = made(lines(tmp_path / "pairs.jsonl", pairs), trainer=Pairs, **settings)
+    mine = made(lines(tmp_path / "mine.jsonl", asked), trainer=Questions, **settings)
+    assert [tree_of(example) for example in mine] == [tree_of(example) for example in core]
+    assert (mine.report.cut, core.report.cut) == (1, 1)
+
+
+def tree_of(example: Example) -> tuple[list[int], list[tuple[list[int], Any]]]:
+    answers = [
+        (list(a.tokens), None if a.trained is None else list(a.trained)) for a in example.answers
+    ]
+    return list(example.prompt), answers
+
+
+def test_what_cannot_be_encoded_is_named_with_its_row(tmp_path: Path) -> None:
+    for replies, message in [
+        ([], "a row needs at least one answer"),
+        ([3], "`answers[0]` must be text or a list of messages, not int"),
+        (
+            [[{"role": "assistant", "content": "w1"}]],
+            "this is a conversation, but the tokenizer has no chat template; "
+            "set data.chat_template to a file or to chatml",
+        ),
+    ]:
+        path = lines(tmp_path / "rows.jsonl", [{"question": "w0", "replies": replies}])
+        with pytest.raises(RLHFError) as caught:
+            made(path, trainer=Questions)
+        assert str(caught.value) == f"{path} line 1: {message}"
+
+
+def test_computed_values_belong_to_new_examples(tmp_path: Path) -> None:
+    examples = made(lines(tmp_path / "rows.jsonl", ROWS[:2]))
+    columns = [[[[0.5, 1.5, 2.5]], [[3.5, 4.5, 5.5]]]]
+    more = examples.with_values("score", columns)
+    assert more.value_kinds == {"score": "token"}
+    assert examples.value_kinds == {}
+    assert examples[1].values == {}
+    for complete in (more, pickle.loads(pickle.dumps(more))):
+        assert complete[1].values == {"score": [[3.5, 4.5, 5.5]]}
+
+
+def test_a_value_per_example_is_read_whatever_values_precede_it(tmp_path: Path) -> None:
+    class Named(Raw):
+        def example(self, row: Any) -> Example:
+            example = super().example(row)
+            return attrs.evolve(example, values={**example.values, "weight": row["number"] * 3.0})
+
+    path = lines(tmp_path / "rows.jsonl", [{"number": n} for n in range(3)])
+    examples = made(path, trainer=Named)
+    assert examples.value("margin").tolist() == [0.0, 0.5, 1.0]
+    assert examples.value("weight").tolist() == [0.0, 3.0, 6.0]
+
+
+def test_a_warning_says_what_to_do_if_many_rows_are_lost(tmp_path: Path) -> None:
+    long = {"prompt": "w0", "completion": "w1 " * 20}
+    few = made(lines(tmp_path / "few.jsonl", [*ROWS, long]), data={"max_tokens": 10})
+    assert few.report.warning("train") is None
+    path = lines(tmp_path / "many.jsonl", [*ROWS, long, long, {"text": ""}])
+    dropped = made(path, data={"max_tokens": 10}).report
+    assert dropped.warning("train") == (
+        "data.train: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
+        "are too long, or set data.too_long to cut; check 1 rows with nothing to train on with "
+        "`rlhf inspect`"
+    )
+    cut = made(path, data={"max_tokens": 10, "too_long": "cut"}).report
+    assert cut.warning("eval") == (
+        "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
+        "are too long; check 1 rows with nothing to train on with `rlhf inspect`"
+    )
 
 
 def build_slowly(folder: Path, log: Path) -> None:

@@ -80,6 +80,9 @@ def test_rows_lengths_and_fill_are_shown_without_weights(
     text = text_of(shown)
     assert "6 rows; 1 too long (dropped), 16.7 %; 5 examples of 25 tokens; 15 trained on" in text
     assert f"too long: {tmp_path}/rows.jsonl line 6" in text
+    assert (
+        "warning: data.train: 16.7 % of the rows are dropped or cut; raise data.max_tokens" in text
+    )
     assert "\x1b[2mask one\x1b[0m\x1b[32msay two </s>\x1b[0m" in text
     assert "1 steps of 5 examples per epoch" in text
     assert "1 to 1 micro-batches per step, 78 % of batch.tokens 32 filled" in text

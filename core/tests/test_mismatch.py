@@ -48,6 +48,6 @@ def test_rows_that_leave_no_partner_are_told(groups: NDArray[np.int64], largest:
     with pytest.raises(RLHFError) as error:
         partners(groups, draw(0))
     assert str(error.value) == (
-        f"{largest} of {len(groups)} examples come from the same row, so not every one finds a "
-        "completion of another row: give more rows, or this one a smaller weight"
+        f"{largest} of {len(groups)} examples come from one row, so they cannot all be paired "
+        "with the completion of another row; add rows or lower the weight of this one"
     )

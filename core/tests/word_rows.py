@@ -4,16 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from attrs import frozen
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.sections import Config, DataConfig, DataEntry
+from rlhf.data.columns import RawRow
 from rlhf.data.example import Example
 from rlhf.data.examples import Examples
-from rlhf.data.formats import FORMATS, RawRow, Reader, Row, label_per_token
+from rlhf.data.formats import FORMATS
+from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokenise import prepare
+from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 from rlhf.trainer import Trainer
 
@@ -60,7 +64,8 @@ TOKENIZER = tokenizer_of()
 
 
 def read(format: str, section: Any = None, **columns: Any) -> list[Row]:
-    (rows,) = FORMATS[format]([RawRow(WHERE, columns)], Reader(TOKENIZER, section))
+    marks = attrs.asdict(section) if section else {}
+    (rows,) = FORMATS[format]([RawRow(WHERE, columns)], Reader(TOKENIZER, **marks))
     return rows
 
 

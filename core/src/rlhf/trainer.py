@@ -12,8 +12,9 @@ from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
-from rlhf.data.formats import label_per_token
 from rlhf.data.mismatch import Mismatched
+from rlhf.data.stepwise import encode_steps, label_per_token
+from rlhf.data.tokens import Row, encode
 from rlhf.registry.load import load_own
 
 __all__ = [
@@ -24,8 +25,11 @@ __all__ = [
     "Mismatched",
     "Packable",
     "PackedBatch",
+    "Row",
     "Term",
     "Trainer",
+    "encode",
+    "encode_steps",
     "label_per_token",
     "load_own",
 ]

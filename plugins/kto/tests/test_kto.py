@@ -202,4 +202,4 @@ def test_rows_too_few_for_the_estimate_of_kl_are_refused_before_anything_loads(
     with pytest.raises(RLHFError) as error:
         tiny.run("kto", words, str(tmp_path / "cache"), True)
     assert not (tmp_path / "run").exists()
-    assert str(error.value).startswith("data.eval: 1 of 1 examples come from the same row, so ")
+    assert str(error.value).startswith("data.eval: 1 of 1 examples come from one row, so ")

@@ -1,36 +1,34 @@
-"""`rlhf inspect NAME ...`: the rows as the model sees them, and how they fill the micro-batches; no
-weights are read."""
+"""`rlhf inspect NAME ...`: the rows as the model sees them, and how they fill the micro-batches.
+Reads no weights."""
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
 from rlhf.config.sections import Config
 from rlhf.data.example import Example
+from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
-from rlhf.data.tokenise import Examples
-from rlhf.engine import Mesh
 from rlhf.request.reader import Request
 from rlhf.run.preparation import prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50
 SHOWN_TOKENS = 400
-"""Of a longer stretch of one kind the middle is left out."""
+"""The middle of a longer run of tokens is left out."""
 BINS, BAR = 8, 40
 PROMPT, TRAINED, UNTRAINED = "dim", "green", "yellow"
 
 
 def inspect_command(request: Request, console: Console | None = None) -> int:
-    """Show the rows, their lengths and the fill of the micro-batches on one device. Returns the
-    exit code 0."""
+    """Show rows, their lengths and how full the micro-batches are on one device. Returns the exit
+    code 0."""
     console = console or Console(highlight=False)
     data = prepare_data(request)
     config = data.settled(request.config)
@@ -41,6 +39,9 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
         console.print(Text(f"{which}: {examples.report}", style="bold"))
         for reason, rows in examples.report.lost.items():
             console.print(Text(f"  {reason.replace('_', ' ')}: {', '.join(rows)}", style=UNTRAINED))
+        warning = examples.report.warning(which)
+        if warning:
+            console.print(Text(f"  warning: {warning}", style=UNTRAINED))
     console.print(_legend())
     for number in range(min(SHOWN_ROWS, len(train))):
         show_example(train[number], train.name(number), tokenizer, console)
@@ -51,14 +52,13 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
 
 
 def show_example(example: Example, name: str, tokenizer: Any, console: Console) -> None:
-    """One tree: its prompt, then its answers, each stretch in the colour of what is done with
-    it."""
+    """Show a tree: its prompt, then its answers; the colour says what is trained on."""
     sizes = " + ".join(str(len(answer.tokens)) for answer in example.answers)
     console.print(
         Text(f"\n{name}: {len(example.prompt)} prompt tokens, {sizes} in answers", style="bold")
     )
     text = Text()
-    text.append_text(_stretch(example.prompt, tokenizer, PROMPT))
+    text.append_text(_run_of(example.prompt, tokenizer, PROMPT))
     for number, answer in enumerate(example.answers, start=1):
         if len(example.answers) > 1:
             text.append(f"\n[answer {number}] ", style="bold")
@@ -71,7 +71,7 @@ def show_example(example: Example, name: str, tokenizer: Any, console: Console) 
         edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, len(mask)})
         for low, high in itertools.pairwise([0, *edges]):
             style = TRAINED if mask[low] else UNTRAINED
-            text.append_text(_stretch(answer.tokens[low:high], tokenizer, style))
+            text.append_text(_run_of(answer.tokens[low:high], tokenizer, style))
             text.append(labels.get(high, ""), style="bold")
     console.print(text)
     for key, value in example.values.items():
@@ -80,7 +80,7 @@ def show_example(example: Example, name: str, tokenizer: Any, console: Console) 
 
 
 def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
-    """How many examples have how many tokens, as bars."""
+    """Show how many examples have how many tokens, as bars."""
     counts, edges = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
     for count, low, high in zip(counts, edges, edges[1:], strict=False):
         bar = "#" * round(BAR * count / counts.max())
@@ -88,8 +88,8 @@ def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
 
 
 def show_fill(examples: Examples, config: Config, console: Console) -> None:
-    """How many micro-batches a step takes on one device, and how full they are."""
-    order = RunOrder.for_training(examples, config, Mesh(device=torch.device("cpu")))
+    """Show how many micro-batches a step takes on one device, and how full they are."""
+    order = RunOrder.from_config(examples, config)
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
@@ -105,7 +105,7 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
 
 
 def _labels(example: Example, answer: int) -> dict[int, str]:
-    """The values per token of an answer, by the number of tokens after which they are shown."""
+    """The values per token of an answer as text, by the number of tokens before it."""
     shown: dict[int, str] = {}
     for name, value in example.values.items():
         if kind_of(value) == PER_TOKEN:
@@ -121,8 +121,8 @@ def _legend() -> Text:
     )
 
 
-def _stretch(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
-    """The tokens as text, special ones too; bytes that are no characters as a replacement mark."""
+def _run_of(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
+    """The tokens as text, including special ones; invalid bytes become a replacement mark."""
     ids = [int(token) for token in tokens]
     if len(ids) <= SHOWN_TOKENS:
         return Text.assemble((tokenizer.decode(ids), style))

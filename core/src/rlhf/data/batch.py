@@ -29,9 +29,9 @@ class PackedBatch:
     branch: Tensor
     """0 for tokens of the prompt, i for those of the i-th answer [T]."""
     predict_from: Tensor
-    """Row index of the hidden state that predicts [N]. Position t predicts token t + 1."""
+    """Index in the row of the hidden state that predicts [N]. Position t predicts token t + 1."""
     predict_at: Tensor
-    """Row index of the token that is predicted [N]."""
+    """Index in the row of the token that is predicted [N]."""
     predict: Tensor
     """The predicted token's id [N], `tokens[predict_at]`."""
     answer: Tensor
@@ -39,7 +39,7 @@ class PackedBatch:
     answer_example: Tensor
     """Index in this batch of the example to which the answer belongs [A]."""
     answer_end: Tensor
-    """Row index of each answer's last token [A]."""
+    """Index in the row of each answer's last token [A]."""
     rows: tuple[int, ...] = ()
     """Number of each example in its data set [E], unique in a step; `Examples.name` returns the
     file and line of its row."""

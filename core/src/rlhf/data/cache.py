@@ -1,61 +1,54 @@
-"""The cache of tokenised rows: found by content, written once per host, without a collective."""
+"""The cache of tokenised rows: addressed by content, written once per host, without a
+collective."""
 
-import contextlib
-import fcntl
+import functools
 import hashlib
-import inspect
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import attrs
+from filelock import FileLock
 
 from rlhf.folder.disk import writing
 
 POLL_SECONDS = 0.2
-OURS = (
-    *("chat", "convert", "encode", "files", "formats", "mapping", "packing"),
-    *("preference", "rows", "stepwise", "tokenise", "trees", "unpaired"),
-)
-"""Our own modules whose source decides what the cache holds."""
 
 
 def cache_root() -> Path:
-    """`$RLHF_CACHE`, or `~/.cache/rlhf`."""
+    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`."""
     return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser()
 
 
 def once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `build(temporary folder)` unless it is there.
+    """Return `folder`, filled by `build(temporary folder)` unless it exists.
 
-    Whoever gets the lock builds; the others look for the folder until it is there, or until the
-    lock is free because the builder died. The folder is complete or absent.
+    One process builds and the others wait for it; if it dies, the next one builds. The folder is
+    complete or absent.
     """
     with writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        while not folder.exists():
-            with _lock(folder.with_suffix(".lock")) as ours:
-                if ours and not folder.exists():
+        if not folder.exists():
+            with FileLock(folder.with_suffix(".lock"), poll_interval=POLL_SECONDS):
+                if not folder.exists():
                     _build(folder, build)
-                elif not ours:
-                    time.sleep(POLL_SECONDS)
     return folder
 
 
 def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
-    """A digest of everything that decides what a row becomes: tokenizer and template, the trainer's
-    section and source, our own source and version, and `parts`."""
+    """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
+    the trainer's section and sources, core's version and sources, and `parts`."""
+    section = trainer.config
     own = {
         "parts": parts,
         "tokenizer": _tokenizer_digest(tokenizer),
-        "section": attrs.asdict(trainer.config) if attrs.has(type(trainer.config)) else None,
+        "section": attrs.asdict(section) if attrs.has(type(section)) else None,
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "sources": _sources(trainer),
         "version": _version(),
@@ -69,7 +62,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         build(part)
         part.rename(folder)
     except OSError:
-        # Another host wrote the same to a shared folder; locks do not reach across all file
+        # Another host wrote the same to a shared folder: locks do not reach across all file
         # systems.
         if not folder.exists():
             raise
@@ -77,21 +70,9 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Whether we hold the lock; the system frees it when its holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
 def _tokenizer_digest(tokenizer: Any) -> str:
     if tokenizer.is_fast:
-        # Padding and truncation are set by every call and mean nothing here.
+        # Every call sets padding and truncation, which mean nothing here.
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()
         vocabulary = tokenizer.backend_tokenizer.to_str()
@@ -105,17 +86,30 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _sources(trainer: Any) -> list[str]:
-    modules = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc"}
-    modules |= {f"rlhf.data.{name}" for name in OURS}
-    return [_sha(_source(name)) for name in sorted(modules)]
+    """Digests of the packages that the trainer's classes come from, and of core's own data room.
+
+    A helper module may decide what `example` returns as much as the trainer's own, so the whole
+    top-level package counts.
+    """
+    names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
+    outside = {name.partition(".")[0] for name in names} - {"rlhf"}
+    core = {name for name in names if name.startswith("rlhf.")}
+    return [_module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]
 
 
-def _source(name: str) -> str:
+def _module_digest(name: str) -> str:
+    """A digest of a module's file, or of all Python files of a package; its name if it has none."""
     module = sys.modules.get(name)
-    try:
-        return inspect.getsource(module) if module is not None else name
-    except (OSError, TypeError):
-        return name
+    paths = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+    found = [Path(path) for path in paths if path and Path(path).exists()]
+    return "".join(map(_python_digest, found)) or name
+
+
+@functools.cache
+def _python_digest(path: Path) -> str:
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    parts = [f"{file.relative_to(path)} {_sha(file.read_bytes())}" for file in files]
+    return _sha("\n".join(parts))
 
 
 def _version() -> str:
@@ -125,5 +119,6 @@ def _version() -> str:
         return ""
 
 
-def _sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _sha(content: str | bytes) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(content).hexdigest()[:32]

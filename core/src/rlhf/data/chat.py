@@ -1,11 +1,10 @@
-"""Where the assistant's turns stand in a rendered conversation, to the character.
+"""Conversations as text, with the assistant's turns located to the character.
 
 A turn is rendered as the model would meet it: the conversation up to it, ending with it. What the
-template writes before the turn is the prompt, the turn with its end-of-turn token is trained on.
-Turns whose rendering is a prefix of the last one's share one text; where a template renders history
-otherwise than it rendered the turn (reasoning dropped from earlier turns, tools moved to the last
-question) the conversation is split, so that each turn is trained on in the very context it is
-generated in.
+template writes before the turn is the prompt; the turn with its end-of-turn token is trained on.
+Turns whose rendering is a prefix of the last one's share one text. If a template renders earlier
+turns differently later (reasoning is dropped, tools move to the last question), the conversation
+is split, so that each turn is trained on in the context in which it is generated.
 """
 
 import operator
@@ -16,7 +15,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.encode import Marked
+from rlhf.data.encode import Rendered
 from rlhf.errors import RLHFError
 
 Message = Mapping[str, Any]
@@ -25,38 +24,40 @@ MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
 
+Spans = tuple[tuple[int, int], ...]
+
 
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them."""
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
-        """With `whole` a text goes on to the end of the rendering, behind its last turn."""
+        """With `whole`, a text continues to the end of the rendering, past its last turn."""
         self.tokenizer = tokenizer
         self._whole = whole
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._tails: dict[str, tuple[str, int] | None] = {}
+        self._endings: dict[str, tuple[str, int] | None] = {}
+        """By template: what it writes after an answer, and how much of that the model generates."""
         self._plain: Rendering | None = None
 
     @property
     def present(self) -> bool:
+        """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def documents(
+    def render(
         self,
         messages: Messages,
         *,
         first: int = 0,
         tools: Sequence[Any] | None = None,
         keywords: Mapping[str, Any] | None = None,
-    ) -> list[Marked]:
-        """The texts to train on, with the assistant's turns from message number `first` on as
-        spans.
+    ) -> list[Rendered]:
+        """Return the texts to train on; their spans are the assistant's turns from message `first`.
 
-        One text, or several where the template renders history otherwise. Empty if there is no such
-        turn. Raises RLHFError if the template refuses the conversation or a turn cannot be told
-        from the rest.
+        One text, or several if the template renders earlier turns differently; none without such a
+        turn. Raises RLHFError if the template refuses the conversation or a turn cannot be located.
         """
         turns = [
             number
@@ -64,42 +65,49 @@ class ChatTemplate:
             if number >= first and message["role"] == "assistant"
         ]
         view = self.view(tools, keywords)
-        found = [self._turn(messages[: number + 1], view) for number in turns]
-        out: list[Marked] = []
-        for text, spans in reversed(found):
+        rendered = [self._turn(messages[: number + 1], view) for number in turns]
+        out: list[Rendered] = []
+        for text, spans in reversed(rendered):
             if out and out[-1].text.startswith(text):
-                out[-1] = Marked(out[-1].text, spans + out[-1].spans)
+                out[-1] = Rendered(out[-1].text, spans + out[-1].spans)
             else:
-                out.append(Marked(text, spans))
+                out.append(Rendered(text, spans))
         if self._whole and out:
-            # The last turn's text is the first here.
-            out[0] = Marked(view.text(messages[: turns[-1] + 1]), out[0].spans)
+            # The first here is the text of the last turn.
+            out[0] = Rendered(view.text(messages[: turns[-1] + 1]), out[0].spans)
         return out[::-1]
 
     def view(
         self, tools: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
     ) -> "Rendering":
-        """The template with these tools and keywords."""
+        """Return the template with these tools and keywords."""
         if tools or keywords:
             return Rendering(self, tools, keywords or {})
         if self._plain is None:
             self._plain = Rendering(self, None, {})
         return self._plain
 
-    def _turn(
-        self, messages: Messages, view: "Rendering"
-    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """The rendering up to the end of the last turn, and the spans of that turn."""
         if view.marked:
             return self._marked_turn(messages, view)
         text = view.text(messages)
-        start = self._start(text, messages, view)
-        end = self._end(text, start, view)
+        start = self._start_by_generation_prompt(text, messages, view)
+        if start is None:
+            start = self._start_by_probes(text, messages, view)
+        if start is None:
+            raise RLHFError(
+                "cannot locate the assistant's turn in the rendered conversation; put "
+                "{% generation %} marks around it in a template file and name the file in "
+                "data.chat_template"
+            )
+        end = self._end_by_probes(text, start, view)
+        if end is None:
+            end = self._end_by_special_token(text, start)
         return text[:end], ((start, end),) if end > start else ()
 
-    def _marked_turn(
-        self, messages: Messages, view: "Rendering"
-    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
+        """The same for a template with `{% generation %}` marks."""
         text, spans = view.marks(messages)
         earlier = any(message["role"] == "assistant" for message in messages[:-1])
         if earlier:
@@ -107,67 +115,62 @@ class ChatTemplate:
         if not spans:
             return text, ()
         start, end = spans[-1]
-        if not self._closes(text[start:end]):
-            end += self._closing(text[end:])
+        if not self._ends_with_special(text[start:end]):
+            end += self._special_prefix(text[end:])
         return text[:end], (*spans[:-1], (start, end))
 
-    def _closes(self, text: str) -> bool:
-        """Whether the text ends with a special token."""
-        return any(match.end() == len(text) for match in self._special.finditer(text))
+    def _start_by_generation_prompt(
+        self, text: str, messages: Messages, view: "Rendering"
+    ) -> int | None:
+        """Where the last turn begins if the rendering continues the generation prompt."""
+        prompt = view.prompt(messages[:-1])
+        return len(prompt) if prompt is not None and text.startswith(prompt) else None
 
-    def _closing(self, tail: str) -> int:
-        """How many characters of the tail lead to the end of its first token, if that is a special
-        one."""
-        blank = len(tail) - len(tail.lstrip())
-        match = self._special.match(tail, blank)
-        return match.end() if match else 0
-
-    def _start(self, text: str, messages: Messages, view: "Rendering") -> int:
-        """Where the last turn begins: after the generation prompt, if the rendering goes on from
-        it."""
+    def _start_by_probes(self, text: str, messages: Messages, view: "Rendering") -> int | None:
+        """Where another answer would make a difference, after the rendering of the messages
+        before. Needed if the generation prompt says more than the rendering."""
         before = messages[:-1]
-        prompt = view.prompt(before)
-        if prompt is not None and text.startswith(prompt):
-            return len(prompt)
-        # The generation prompt says more than the rendering: the turn begins where the answer makes
-        # a difference.
         closed = view.text_or_none(before) if before else ""
         others = [view.text_or_none([*before, _answer(probe)]) for probe in PROBES]
         known = [other for other in others if other is not None]
-        header = len(_shared([text, *known]))
         if closed is None or len(known) < len(PROBES) or not text.startswith(closed):
-            raise RLHFError(
-                "the chat template renders the conversation in a way in which the "
-                "assistant's turn cannot be told "
-                "from the rest: put {% generation %} marks around it in a file and name that "
-                "in data.chat_template"
-            )
-        return max(len(closed), header)
+            return None
+        return max(len(closed), len(_shared([text, *known])))
 
-    def _end(self, text: str, start: int, view: "Rendering") -> int:
-        """Where the last turn ends: after its end-of-turn token, before the template's own line
-        break."""
-        tail = self._tail(view)
-        if tail is not None and text.endswith(tail[0]) and len(text) - len(tail[0]) >= start:
-            return len(text) - len(tail[0]) + tail[1]
+    def _end_by_probes(self, text: str, start: int, view: "Rendering") -> int | None:
+        """After the end-of-turn token, if the rendering ends as it does after any answer."""
+        if view.template not in self._endings:
+            self._endings[view.template] = self._ending()
+        ending = self._endings[view.template]
+        if ending is None or not text.endswith(ending[0]):
+            return None
+        answer_end = len(text) - len(ending[0])
+        return answer_end + ending[1] if answer_end >= start else None
+
+    def _ending(self) -> tuple[str, int] | None:
+        """What the template writes after any answer, and how much of it the model generates; None
+        if it holds no special token."""
+        question, plain = {"role": "user", "content": "a"}, self.view()
+        texts = [plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
+        if None in texts:
+            return None
+        tail = _shared([text[::-1] for text in texts if text])[::-1]
+        match = self._special.search(tail)
+        return (tail, match.end()) if match else None
+
+    def _end_by_special_token(self, text: str, start: int) -> int:
+        """After the last special token if only blanks follow it, else the end of the text."""
         stripped = text.rstrip()
-        return len(stripped) if self._closes(stripped[start:]) else len(text)
+        return len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
 
-    def _tail(self, view: "Rendering") -> tuple[str, int] | None:
-        """What the template writes after an answer, and how much of it the model generates."""
-        if view.template not in self._tails:
-            plain = self.view()
-            texts = [
-                plain.text_or_none([{"role": "user", "content": "a"}, _answer(probe)])
-                for probe in PROBES
-            ]
-            found = None
-            if texts[0] is not None and texts[1] is not None:
-                tail = _shared([text[::-1] for text in texts if text])[::-1]
-                match = self._special.search(tail)
-                found = (tail, match.end()) if match else None
-            self._tails[view.template] = found
-        return self._tails[view.template]
+    def _ends_with_special(self, text: str) -> bool:
+        return any(match.end() == len(text) for match in self._special.finditer(text))
+
+    def _special_prefix(self, tail: str) -> int:
+        """How many characters of `tail` its first token takes, if that is a special one."""
+        blank = len(tail) - len(tail.lstrip())
+        match = self._special.match(tail, blank)
+        return match.end() if match else 0
 
 
 class Rendering:
@@ -183,30 +186,32 @@ class Rendering:
         self._last: tuple[Messages, str | None] | None = None
 
     def text(self, messages: Messages, *, opened: bool = False) -> str:
-        """The conversation as text; with `opened` the header of the next answer after it."""
+        """Return the conversation as text; with `opened`, followed by the next answer's header."""
         try:
             return self._render(messages, opened=opened, marks=False)[0]
         except ERRORS as error:
             raise _refused(error) from None
 
     def text_or_none(self, messages: Messages, *, opened: bool = False) -> str | None:
-        """The same, or None if the template refuses."""
+        """Return the same, or None if the template refuses."""
         try:
             return self._render(messages, opened=opened, marks=False)[0]
         except ERRORS:
             return None
 
     def prompt(self, messages: Messages) -> str | None:
-        """The text that the model goes on from, None if the template refuses. The last one is kept,
-        since answers to one prompt follow one another."""
+        """Return the text that the model continues, None if the template refuses.
+
+        The last one is kept, since answers to one prompt follow one another.
+        """
         if self._last is not None and _same(self._last[0], messages):
             return self._last[1]
         text = self.text_or_none(messages, opened=True)
         self._last = (messages, text)
         return text
 
-    def marks(self, messages: Messages) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The text and what stands in `{% generation %}` marks."""
+    def marks(self, messages: Messages) -> tuple[str, Spans]:
+        """Return the text and the spans of its `{% generation %}` marks."""
         try:
             text, spans = self._render(messages, opened=False, marks=True)
         except ERRORS as error:
@@ -227,17 +232,17 @@ class Rendering:
         return texts[0], spans[0] if marks else ()
 
 
-# A template is somebody's program over somebody's rows: it may fail in any of these ways.
+# A template is a program of its author over rows of the user: it may fail in any of these ways.
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 
 def _same(one: Messages, other: Messages) -> bool:
-    """Whether these are the very same messages."""
+    """Whether these are the same message objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _shared(texts: Sequence[str]) -> str:
-    """What all the texts begin with."""
+    """The common beginning of all texts."""
     low, high = min(texts), max(texts)
     for place, (one, other) in enumerate(zip(low, high, strict=False)):
         if one != other:
@@ -252,6 +257,6 @@ def _answer(text: str) -> dict[str, str]:
 def _refused(error: Exception) -> RLHFError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return RLHFError(
-        f"the chat template refuses the conversation ({reason}): change the row or set "
+        f"the chat template refuses the conversation ({reason}); change the row or set "
         "data.chat_template"
     )

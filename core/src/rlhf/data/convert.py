@@ -1,10 +1,10 @@
-"""Rows of well-known data sets in the shape in which they are published, turned into rows of our
-formats: what `convert` names in an entry of `data.train` or `data.eval`."""
+"""Converters of published data sets into rows of our formats: what `convert` names in an entry of
+`data.train` or `data.eval`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.data.rows import RawRow, has, refuse
+from rlhf.data.columns import RawRow, errors_at, has, missing_columns
 from rlhf.errors import RLHFError
 
 RawColumns = Mapping[str, Any]
@@ -21,27 +21,27 @@ ROLES = {
     "function_call": "assistant",
     "observation": "tool",
 }
-"""Names of speakers in ShareGPT's rows that are no roles."""
+"""Speakers in the rows of ShareGPT, and their roles."""
 
 
 def converted(row: RawRow, name: str | None) -> list[RawRow]:
-    """The rows that one row becomes. Raises RLHFError for a row of another shape."""
+    """Return the rows that one row becomes. Raises RLHFError for a row of another shape."""
     if name is None:
         return [row]
-    return [RawRow(row.where, columns) for columns in CONVERTERS[name](row)]
+    with errors_at(row.where):
+        return [RawRow(row.where, columns) for columns in CONVERTERS[name](row)]
 
 
 def prm800k(row: RawRow) -> list[RawColumns]:
-    """PRM800K (arXiv 2305.20050) to `stepwise` rows.
+    """Convert PRM800K (arXiv 2305.20050) to `stepwise` rows.
 
-    The steps that were chosen (or written by the labeller) are one row; every completion that was
-    not chosen is one more, behind the steps before it, whose labels are null there: each judgement
-    counts once. A rating of -1 is wrong, 1 is right, and 0 (neutral) is right, as in the paper's
-    own scores.
+    The steps that were chosen (or written by the labeller) are one row. Every other completion is
+    one more row, after the steps before it, whose labels are null there: each judgement counts
+    once. A rating of -1 is wrong; 1 and 0 (neutral) are right, as in the paper's scores.
     """
     question, label = row.columns.get("question"), row.columns.get("label")
     if not isinstance(question, Mapping) or not isinstance(label, Mapping):
-        raise refuse(row, "`question` and `label` for convert: prm800k")
+        raise missing_columns(row, "`question` and `label` for convert: prm800k")
     prompt = question["problem"] + "\n"
     steps: list[str] = []
     labels: list[float | None] = []
@@ -67,11 +67,11 @@ def prm800k(row: RawRow) -> list[RawColumns]:
 
 
 def math_shepherd(row: RawRow) -> list[RawColumns]:
-    """Math-Shepherd (arXiv 2312.08935) to `stepwise` rows: `input` with a mark after each step, and
-    `label`, the same text with + or - for the marks."""
+    """Convert Math-Shepherd (arXiv 2312.08935) to `stepwise` rows: `input` has a mark after each
+    step, and `label` is the same text with + or - for the marks."""
     text, judged = row.columns.get("input"), row.columns.get("label")
     if not isinstance(text, str) or not isinstance(judged, str):
-        raise refuse(row, "`input` and `label` for convert: math_shepherd")
+        raise missing_columns(row, "`input` and `label` for convert: math_shepherd")
     *parts, _ = text.split(MARK)
     place = 0
     labels: list[bool] = []
@@ -80,14 +80,14 @@ def math_shepherd(row: RawRow) -> list[RawColumns]:
         sign = judged[place : place + 1]
         if sign not in ("+", "-"):
             raise RLHFError(
-                f"{row.where}: `label` has {sign!r} where `input` has mark {len(labels)}, not + "
-                "or -: leave the row out"
+                f"`label` has {sign!r} where `input` has mark {len(labels)}, not + or -; "
+                "remove the row"
             )
         labels.append(sign == "+")
         place += 1
     first = parts[0].find(FIRST_STEP) if parts else -1
     if first < 0:
-        raise RLHFError(f"{row.where}: `input` has no {FIRST_STEP!r} with a mark: leave it out")
+        raise RLHFError(f"`input` has no {FIRST_STEP!r} with a mark; remove the row")
     steps = [parts[0][first:], *parts[1:]]
     return [
         {
@@ -99,24 +99,24 @@ def math_shepherd(row: RawRow) -> list[RawColumns]:
 
 
 def sharegpt(row: RawRow) -> list[RawColumns]:
-    """Messages written as `from` and `value` to `role` and `content`.
+    """Convert messages written as `from` and `value` to `role` and `content`.
 
     `conversations` becomes `prompt` beside `chosen` and `rejected` or `label` with `completion`,
     and `messages` by itself; `system` becomes its first message.
     """
     if not has(row, "conversations"):
-        raise refuse(row, "`conversations` for convert: sharegpt")
+        raise missing_columns(row, "`conversations` for convert: sharegpt")
     columns = dict(row.columns)
-    messages = [_message(row, message) for message in columns.pop("conversations")]
+    messages = [_message(message) for message in columns.pop("conversations")]
     system = columns.pop("system", None)
     if system:
         messages.insert(0, {"role": "system", "content": system})
     for name in ("chosen", "rejected", "completion"):
         value = columns.get(name)
         if isinstance(value, Mapping):
-            columns[name] = [_message(row, value)]
+            columns[name] = [_message(value)]
         elif isinstance(value, list):
-            columns[name] = [_message(row, message) for message in value]
+            columns[name] = [_message(message) for message in value]
     answered = has(row, "chosen", "rejected") or has(row, "completion")
     return [{**columns, "prompt" if answered else "messages": messages}]
 
@@ -135,11 +135,10 @@ def _rating(completion: Mapping[str, Any]) -> float | None:
     return None if rating is None else float(rating >= 0)
 
 
-def _message(row: RawRow, message: Any) -> dict[str, Any]:
+def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"from", "value"} <= set(message):
         raise RLHFError(
-            f"{row.where}: convert: sharegpt takes messages with `from` and `value`, not "
-            f"{str(message)[:80]}"
+            f"convert: sharegpt takes messages with `from` and `value`, not {str(message)[:80]}"
         )
     speaker = message["from"]
     return {"role": ROLES.get(speaker, speaker), "content": message["value"]}

@@ -1,4 +1,5 @@
-"""Marked text to token ids: a boundary in the text becomes a boundary between tokens."""
+"""Text to token ids: the boundary between what is trained on and what is not becomes a boundary
+between tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,17 +10,22 @@ from attrs import frozen
 from rlhf.errors import RLHFError
 
 ANCHORS = ("\n", ".", "a", "(")
-"""Text put before a continuation and cut off again, for tokenizers that put a blank before every
-text."""
+"""Texts that are put before a continuation and cut off again, for tokenizers that put a blank
+before every text."""
+
+Tokens = tuple[list[int], int]
+"""Token ids, and how many of the first of them are trained on."""
 
 
 @frozen
-class Marked:
-    """A text and the spans of its characters that are trained on."""
+class Rendered:
+    """A prompt with an answer as text, and the spans of it that are trained on."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """`(start, end)` in rising order, without overlap."""
+    """`(start, end)` of characters, in rising order, without overlap."""
+    plain: bool = False
+    """Plain text gets BOS and EOS; a conversation has what its chat template writes."""
 
 
 @frozen
@@ -33,137 +39,163 @@ class Encoded:
 
 @frozen
 class Piece:
-    """A stretch of text that is tokenised by itself, since a reader of the prompt saw its start as
-    an end."""
+    """A part of a text that is tokenised by itself: at its start, the prompt of an answer ends."""
 
     text: str
     trained: int
-    """So many of its first characters are trained on."""
+    """How many of its first characters are trained on."""
     begins: bool
-    """Nothing stands before it."""
+    """Whether the text begins with this piece."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all of it is trained on, or none of it."""
+        return self.trained in (0, len(self.text))
+
+    def halves(self) -> "tuple[Piece, Piece]":
+        """Return what is trained on and the rest."""
+        head, rest = self.text[: self.trained], self.text[self.trained :]
+        return Piece(head, self.trained, self.begins), Piece(rest, 0, begins=False)
 
 
 class Encoder:
-    """Tokenises texts in batches. Plain text gets BOS if the tokenizer adds one, exactly one; a
-    rendered conversation has what its template writes, as whoever serves the model will have it."""
+    """Tokenises texts in batches."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.eos: int | None = tokenizer.eos_token_id
-        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
         bos = tokenizer.bos_token_id
-        adds = bos is not None and full[:1] == [bos] and plain[:1] != [bos]
+        adds = bos is not None and full[:1] == [bos] and bare[:1] != [bos]
         self.bos: int | None = bos if adds else None
+        """BOS if the tokenizer adds it by itself."""
         self._special = {
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
-        self._direct = _is_plain(tokenizer)
+        self._direct = _calls_backend(tokenizer)
         self._anchored = self._puts_blank_first()
 
-    def encode(self, documents: Sequence[Marked], plain: Sequence[bool]) -> list[Encoded]:
-        """Of each document, `plain` text or rendered, its token ids and which of them are trained
-        on.
+    def encode(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        """Return the token ids of each text and which of them are trained on.
 
-        A token is trained on if and only if it lies wholly within a span. Every span's start is a
-        boundary, so that what stands before it has the very ids that a prompt would have.
+        A token is trained on if and only if it lies wholly within a span, and so is an EOS that is
+        added. Every span starts at a token boundary, so that what precedes it has the same ids as
+        the prompt by itself.
         """
-        cut = [_cut(document) for document in documents]
-        done = iter(self._encode_pieces([piece for pieces in cut for piece in pieces]))
+        cut = [_cut(text) for text in texts]
+        pieces = iter(self._encode_pieces([piece for parts in cut for piece in parts]))
         out = []
-        for pieces, is_plain in zip(cut, plain, strict=True):
+        for text, parts in zip(texts, cut, strict=True):
             ids: list[int] = []
             runs: list[tuple[int, int]] = []
-            for part, kept in itertools.islice(done, len(pieces)):
-                if kept:
-                    runs.append((len(ids), len(ids) + kept))
-                ids += part
-            if is_plain and self.bos is not None and ids[:1] != [self.bos]:
-                ids = [self.bos, *ids]
-                runs = [(start + 1, end + 1) for start, end in runs]
-            out.append(Encoded(ids, runs))
+            for tokens, trained in itertools.islice(pieces, len(parts)):
+                if trained:
+                    runs.append((len(ids), len(ids) + trained))
+                ids += tokens
+            encoded = Encoded(ids, runs)
+            out.append(self._with_eos(self._with_bos(encoded)) if text.plain else encoded)
         return out
 
-    def encode_stretches(
+    def encode_parts(
         self, texts: Sequence[Sequence[str]], plain: Sequence[bool]
     ) -> list[list[list[int]]]:
-        """Of each sequence of texts that follow one another the ids of each, with BOS in the first
-        where that is `plain` text."""
+        """Return the ids of each part of each text, with BOS in the first part of `plain` texts."""
         pieces = []
         for parts in texts:
             before = ""
             for part in parts:
                 pieces.append(Piece(part, len(part), begins=not before))
                 before += part
-        done = iter(self._encode_pieces(pieces))
+        encoded = iter(self._encode_pieces(pieces))
         out = []
         for parts, is_plain in zip(texts, plain, strict=True):
-            ids = [[*next(done)[0]] for _ in parts]
-            start = next((number for number, part in enumerate(ids) if part), 0)
-            if is_plain and self.bos is not None and ids[start][:1] != [self.bos]:
+            ids = [[*next(encoded)[0]] for _ in parts]
+            first = next((number for number, part in enumerate(ids) if part), 0)
+            if is_plain and self.bos is not None and ids[first][:1] != [self.bos]:
                 ids[0] = [self.bos, *ids[0]]
             out.append(ids)
         return out
 
-    def _encode_pieces(self, pieces: Sequence[Piece]) -> list[tuple[list[int], int]]:
-        """Of each piece its ids and how many of the first are trained on. The ids of equal pieces
-        are one list."""
-        anchors = [ANCHORS[0] if self._anchored and not p.begins else "" for p in pieces]
-        whole: dict[str, list[int]] = {}
-        split: list[str] = []
-        for piece, anchor in zip(pieces, anchors, strict=True):
-            if anchor or 0 < piece.trained < len(piece.text):
-                split.append(anchor + piece.text)
-            else:
-                whole[piece.text] = []
-        whole = dict(zip(whole, self._ids(list(whole)), strict=True))
-        ids, encodings = self._tokenise(split)
-        number, out = 0, []
-        for piece, anchor in zip(pieces, anchors, strict=True):
-            if anchor or 0 < piece.trained < len(piece.text):
-                encoding = encodings[number] if encodings is not None else None
-                out.append(self._finish(piece, anchor, ids[number], encoding))
-                number += 1
-            else:
-                found = whole[piece.text]
-                out.append((found, len(found) if piece.trained else 0))
-        return out
+    def _with_bos(self, text: Encoded) -> Encoded:
+        if self.bos is None or text.ids[:1] == [self.bos]:
+            return text
+        runs = [(start + 1, end + 1) for start, end in text.trained]
+        return Encoded([self.bos, *text.ids], runs)
 
-    def _finish(
-        self, piece: Piece, anchor: str, ids: list[int], encoding: Any
-    ) -> tuple[list[int], int]:
-        skipped = 0
-        if anchor:
-            found = self._boundary(encoding, len(anchor))
-            if found is None:
-                return self._try_next_anchor(piece, anchor)
-            skipped = found
-        if piece.trained == len(piece.text):
-            return ids[skipped:], len(ids) - skipped
-        if piece.trained == 0:
-            return ids[skipped:], 0
-        end = None
-        if encoding is not None:
-            end = self._boundary(encoding, len(anchor) + piece.trained)
-        if end is not None:
-            return ids[skipped:], end - skipped
-        first = Piece(piece.text[: piece.trained], piece.trained, piece.begins)
-        rest = Piece(piece.text[piece.trained :], 0, begins=False)
-        (head, kept), (tail, _) = self._encode_pieces([first, rest])
-        return head + tail, kept
+    def _with_eos(self, text: Encoded) -> Encoded:
+        """The text with EOS, which is trained on, unless it ends with EOS already."""
+        if self.eos is None or text.ids[-1:] == [self.eos]:
+            return text
+        size, runs = len(text.ids), [*text.trained]
+        start = runs.pop()[0] if runs and runs[-1][1] == size else size
+        return Encoded([*text.ids, self.eos], [*runs, (start, size + 1)])
 
-    def _try_next_anchor(self, piece: Piece, tried: str) -> tuple[list[int], int]:
-        place = ANCHORS.index(tried) + 1
-        if place == len(ANCHORS):
-            raise RLHFError(
-                f"the tokenizer cannot continue a text at {piece.text[:40]!r}: "
-                "use a chat template that ends its header with a special token"
-            )
-        ids, encodings = self._tokenise([ANCHORS[place] + piece.text])
-        return self._finish(piece, ANCHORS[place], ids[0], encodings and encodings[0])
+    def _encode_pieces(self, pieces: Sequence[Piece]) -> list[Tokens]:
+        """Tokenise all pieces, and once more in halves those in which a token crosses the end of
+        what is trained on. Equal pieces may share one list of ids."""
+        encoded = self._encode_whole(pieces)
+        crossed = [piece for piece, tokens in zip(pieces, encoded, strict=True) if tokens is None]
+        halves = iter(self._encode_whole([half for piece in crossed for half in piece.halves()]))
+        return [tokens or _joined(next(halves), next(halves)) for tokens in encoded]
+
+    def _encode_whole(self, pieces: Sequence[Piece]) -> list[Tokens | None]:
+        """Tokenise each piece as one text; None if a token crosses the end of what is trained
+        on, which no token of a uniform piece does."""
+        simple = [piece.uniform and not self._needs_anchor(piece) for piece in pieces]
+        pairs = list(zip(pieces, simple, strict=True))
+        texts = list(dict.fromkeys(piece.text for piece, is_simple in pairs if is_simple))
+        ids = dict(zip(texts, self._ids(texts), strict=True))
+        located = iter(self._encode_located([piece for piece, is_simple in pairs if not is_simple]))
+        return [
+            (ids[piece.text], len(ids[piece.text]) if piece.trained else 0)
+            if is_simple
+            else next(located)
+            for piece, is_simple in pairs
+        ]
+
+    def _encode_located(self, pieces: Sequence[Piece]) -> list[Tokens | None]:
+        """The same for pieces whose tokens must be located in their text."""
+        out: list[Tokens | None] = [None] * len(pieces)
+        waiting = list(range(len(pieces)))
+        for anchor in ANCHORS:
+            before = [anchor if self._needs_anchor(pieces[number]) else "" for number in waiting]
+            texts = [a + pieces[number].text for a, number in zip(before, waiting, strict=True)]
+            ids, encodings = self._tokenise(texts)
+            failed = []
+            for place, number in enumerate(waiting):
+                encoding = encodings[place] if encodings is not None else None
+                found = ids[place]
+                start, end = self._ends(pieces[number], before[place], encoding, len(found))
+                if start is None:
+                    failed.append(number)
+                elif end is not None:
+                    out[number] = found[start:], end - start
+            if not failed:
+                return out
+            waiting = failed
+        raise RLHFError(
+            f"the tokenizer cannot continue a text at {pieces[waiting[0]].text[:40]!r}; "
+            "use a chat template that ends its header with a special token"
+        )
+
+    def _ends(
+        self, piece: Piece, before: str, encoding: Any, size: int
+    ) -> tuple[int | None, int | None]:
+        """Return at which of `size` tokens a piece begins and where what is trained on ends; None
+        for each if a token may cross it. The text `before` precedes the piece."""
+        start = self._boundary(encoding, len(before)) if before else 0
+        if piece.uniform:
+            return start, size if piece.trained else start
+        if encoding is None:
+            return start, None
+        return start, self._boundary(encoding, len(before) + piece.trained)
+
+    def _needs_anchor(self, piece: Piece) -> bool:
+        return self._anchored and not piece.begins
 
     def _boundary(self, encoding: Any, place: int) -> int | None:
-        """How many tokens stand before character `place`; None where a token may straddle it."""
+        """Return how many tokens precede character `place`; None if a token may cross it."""
         token = encoding.char_to_token(place - 1)
         if token is None:
             return None
@@ -176,16 +208,16 @@ class Encoder:
             return None
         if token == len(ids) or encoding.token_to_chars(token)[0] == place:
             return int(token)
-        # Byte-level tokenizers leave blanks out of the offsets; after a special token they are the
-        # next one's.
+        # Byte-level tokenizers leave blanks out of the offsets; after a special token they belong
+        # to the next one.
         return int(token) if ids[token - 1] in self._special else None
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """The ids alone, straight from the backend, which is a third faster without offsets."""
+        """Only the ids, straight from the backend, which is a third faster without offsets."""
         if not self._direct or not texts:
             return self._tokenise(texts)[0]
         backend = self.tokenizer.backend_tokenizer
-        # Whoever called the tokenizer last may have left these set.
+        # An earlier call of the tokenizer may have left these set.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -206,19 +238,20 @@ class Encoder:
         return out["input_ids"], out.encodings
 
     def _puts_blank_first(self) -> bool:
-        """Whether a text by itself begins otherwise than the same text after another."""
+        """Whether a text by itself begins differently than the same text after another."""
         if not self.tokenizer.is_fast:
             return False
         for anchor in ANCHORS:
             ids, encodings = self._tokenise(["Ab", anchor + "Ab"])
-            found = self._boundary(encodings[1], len(anchor))
-            if found is not None:
-                return bool(ids[1][found:] != ids[0])
+            start = self._boundary(encodings[1], len(anchor))
+            if start is not None:
+                return bool(ids[1][start:] != ids[0])
         return False
 
 
-def _is_plain(tokenizer: Any) -> bool:
-    """Whether calling the tokenizer is calling its backend: no class of its own comes between."""
+def _calls_backend(tokenizer: Any) -> bool:
+    """Whether calling the tokenizer is the same as calling its backend: it is a fast one, and no
+    class of its own overrides the call."""
     for kind in type(tokenizer).__mro__:
         if kind.__module__.startswith("transformers.tokenization_"):
             return bool(tokenizer.is_fast)
@@ -227,13 +260,18 @@ def _is_plain(tokenizer: Any) -> bool:
     return False
 
 
-def _cut(document: Marked) -> list[Piece]:
-    """The pieces between the starts of the spans."""
-    starts = [start for start, _ in document.spans]
-    bounds = [*sorted({0, *starts}), len(document.text)]
-    ends = dict(document.spans)
+def _cut(text: Rendered) -> list[Piece]:
+    """Cut a text at the starts of its spans."""
+    bounds = [*sorted({0, *(start for start, _ in text.spans)}), len(text.text)]
+    ends = dict(text.spans)
     return [
-        Piece(document.text[low:high], ends.get(low, low) - low, begins=low == 0)
+        Piece(text.text[low:high], ends.get(low, low) - low, begins=low == 0)
         for low, high in itertools.pairwise(bounds)
         if high > low
     ]
+
+
+def _joined(head: Tokens | None, rest: Tokens | None) -> Tokens:
+    assert head is not None
+    assert rest is not None
+    return head[0] + rest[0], head[1]

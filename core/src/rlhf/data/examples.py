@@ -1,5 +1,5 @@
-"""The tokenised rows of a run, as a sequence of examples with everything that is known about them
-before a forward."""
+"""The tokenised rows of a run as a sequence of examples, with what is known about them before a
+forward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,34 +16,50 @@ from rlhf.data.trees import TreeFile
 from rlhf.errors import RLHFError
 
 NAMED_ROWS = 5
+MANY_LOST = 0.1
+"""Share of the rows that may be dropped or cut without a warning."""
 
 
 @frozen(kw_only=True)
 class Report:
-    """What became of the rows; `str` gives one line."""
+    """Counts of the rows and of what they became; `str` returns one line."""
 
     rows: int
-    """Rows read (after limit and sampling)."""
+    """Rows read, after limit and sampling."""
     examples: int
-    """Examples made of them, rows taken several times counted once."""
+    """Examples made of them; rows taken several times count once."""
     too_long: int = 0
-    """Dropped, since a path is longer than `data.max_tokens`."""
+    """Dropped because a path is longer than `data.max_tokens`."""
     cut: int = 0
-    """Cut at `data.max_tokens`; they are among the examples."""
+    """Cut at `data.max_tokens`; included in `examples`."""
     empty: int = 0
-    """Dropped, since nothing in them is trained on."""
+    """Dropped because nothing in them is trained on."""
     split: int = 0
     """Conversations that became several examples."""
     tokens: int = 0
-    """Tokens of all trees, prompts counted once."""
+    """Tokens of all trees; a prompt counts once."""
     trained: int = 0
-    """Tokens that are predicted by the loss."""
+    """Tokens that the loss predicts."""
     labels: int = 0
-    """Values per token that are given, such as one per step."""
+    """Values per token that are not nan, such as one per step."""
     labels_cut: int = 0
-    """Labels that were lost with what was cut."""
+    """Labels that were cut off."""
     lost: Mapping[str, tuple[str, ...]] = field(factory=dict)
     """Names of the first few rows that were `too_long`, `cut` or `empty`."""
+
+    def warning(self, which: str) -> str | None:
+        """Return a warning if many rows of `data.WHICH` were dropped or cut, with the remedy."""
+        lost = self.too_long + self.cut + self.empty
+        if lost <= MANY_LOST * self.rows:
+            return None
+        long, share = self.too_long + self.cut, _percent(min(lost, self.rows), self.rows)
+        advice = []
+        if long:
+            cut = "" if self.cut else ", or set data.too_long to cut"
+            advice.append(f"raise data.max_tokens for {long:,} rows that are too long{cut}")
+        if self.empty:
+            advice.append(f"check {self.empty:,} rows with nothing to train on with `rlhf inspect`")
+        return f"data.{which}: {share} of the rows are dropped or cut; {'; '.join(advice)}"
 
     def __str__(self) -> str:
         parts = [f"{self.rows:,} rows"]
@@ -84,7 +100,7 @@ class Part:
     source: str
     """The entry's path, for error texts."""
     take: NDArray[np.int64]
-    """Which examples of the file, in order; one may stand there several times."""
+    """Numbers of the file's examples, in order; a number may occur several times."""
 
 
 class Packable(Protocol):
@@ -100,11 +116,19 @@ class Packable(Protocol):
 
 
 class Examples(Sequence[Example]):
-    """All examples of a run. Reading one copies nothing; pickles as the paths of its files."""
+    """All examples of a run. Reading one copies nothing; pickling keeps the paths of its files."""
 
-    def __init__(self, parts: Sequence[Part], report: Report) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        report: Report,
+        computed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`computed` holds further values per token by name: for each part something that gives a
+        list of one array per answer for the number of an example in the part's file."""
         self.report = report
         self._parts = tuple(parts)
+        self._computed = dict(computed or {})
         self._files = [TreeFile(part.file) for part in parts]
         self._part = np.repeat(np.arange(len(parts)), [len(part.take) for part in parts])
         self._place = np.concatenate([part.take for part in parts])
@@ -118,16 +142,16 @@ class Examples(Sequence[Example]):
             "tokens": self._column("predictions"),
             "labels": self._column("labels"),
         }
-        """What a term of a loss may be per, for each example [n]."""
+        """For each example what a term of the loss may be averaged over [n]."""
         self.row_numbers = self._column("row")
-        """Row of its file that each example came from, from 0 [n]."""
+        """Row of its file that each example came from [n], from 0."""
         self.prompt_lengths = self._joined(lambda file: file.list_lengths("prompt"))
         """Tokens of each example's prompt [n]."""
         self.sources = self._part * (1 + int(self.row_numbers.max())) + self.row_numbers
-        """A number for each file and row [n]: examples made of one row have the same."""
+        """A number for each file and row [n]: equal for examples made of one row."""
         self._lines = self._column("line")
-        self._attached: dict[str, Sequence[Any]] = {}
-        self.value_kinds = self._kinds()
+        self.value_kinds = {**self._kinds(), **dict.fromkeys(self._computed, PER_TOKEN)}
+        """What each value is per: `example`, `answer` or `token`."""
 
     def __len__(self) -> int:
         return len(self._place)
@@ -139,12 +163,12 @@ class Examples(Sequence[Example]):
     def __getitem__(self, number: int | slice) -> Example | list[Example]:
         if isinstance(number, slice):
             return [self[place] for place in range(*number.indices(len(self)))]
-        # A negative number means the same as in a list: numpy's arrays know it.
+        # numpy's arrays take negative numbers as a list does.
         part, place = self._part[number], int(self._place[number])
         example = self._files[part][place]
-        if not self._attached:
+        if not self._computed:
             return example
-        more = {name: columns[part][place] for name, columns in self._attached.items()}
+        more = {name: columns[part][place] for name, columns in self._computed.items()}
         return attrs.evolve(example, values={**example.values, **more})
 
     @property
@@ -152,31 +176,28 @@ class Examples(Sequence[Example]):
         """The files of tokenised rows, in the order of the entries."""
         return tuple(self._files)
 
-    def attach(self, name: str, columns: Sequence[Any]) -> None:
-        """Give every example a value per token that was computed from its tokens: of each of
-        `files` a sequence that holds for each example of it one array per answer. Before the first
-        loader starts; it does not travel in a pickle."""
-        self._attached[name] = columns
-        self.value_kinds = {**self.value_kinds, name: PER_TOKEN}
+    def with_values(self, name: str, columns: Sequence[Any]) -> "Examples":
+        """Return these examples with one more value per token, as `computed` describes."""
+        return Examples(self._parts, self.report, {**self._computed, name: columns})
 
-    def __reduce__(self) -> tuple[type["Examples"], tuple[tuple[Part, ...], Report]]:
-        return type(self), (self._parts, self.report)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._parts, self.report, self._computed)
 
     def name(self, number: int) -> str:
-        """Where an example came from: path and line, or row."""
+        """Return where an example came from: path and line, or row."""
         source = self._parts[self._part[number]].source
         line = int(self._lines[number])
         return f"{source} line {line}" if line else f"{source} row {self.row_numbers[number]}"
 
     def names(self, numbers: Iterable[int]) -> str:
-        """Where several came from, the first few by name."""
-        found = list(numbers)
-        shown = ", ".join(self.name(number) for number in found[:NAMED_ROWS])
-        more = len(found) - NAMED_ROWS
+        """Return where several examples came from, the first few by name."""
+        chosen = list(numbers)
+        shown = ", ".join(self.name(number) for number in chosen[:NAMED_ROWS])
+        more = len(chosen) - NAMED_ROWS
         return f"{shown} and {more} more" if more > 0 else shown
 
     def first_beyond(self, vocabulary: int) -> tuple[str, int] | None:
-        """Where the first example that holds a token id of at least `vocabulary` came from, and
+        """Return where the first example with a token id of at least `vocabulary` came from, and
         that id."""
         for part, file in enumerate(self._files):
             found = file.first_beyond(vocabulary)
@@ -187,7 +208,7 @@ class Examples(Sequence[Example]):
         return None
 
     def value(self, name: str) -> NDArray[np.float32]:
-        """A value per example [n]; of other kinds are values behind it in the alphabet alone."""
+        """Return a value per example [n]."""
         return self._joined(lambda file: file.value(name))
 
     def _column(self, name: str) -> NDArray[np.int64]:
@@ -203,9 +224,8 @@ class Examples(Sequence[Example]):
         for kind in kinds[1:]:
             if kind != kinds[0]:
                 raise RLHFError(
-                    f"the rows of {', '.join(part.source for part in self._parts)} differ in "
-                    "their values: "
-                    f"some have {kinds[0] or 'none'}, some {kind or 'none'}; give all rows "
+                    f"the rows of {', '.join(part.source for part in self._parts)} differ in their "
+                    f"values: some have {kinds[0] or 'none'}, some {kind or 'none'}; give all rows "
                     "the same columns"
                 )
         return kinds[0] if kinds else {}

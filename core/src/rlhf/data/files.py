@@ -1,5 +1,5 @@
-"""Where rows come from: files, folders, hub names and the embedded demo, as Arrow tables read
-through `datasets`."""
+"""Sources of rows: files, folders, hub names and the embedded demo, read as Arrow tables through
+`datasets`."""
 
 import codecs
 import contextlib
@@ -18,18 +18,18 @@ import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
-from rlhf.data.rows import RawRow
+from rlhf.data.columns import RawRow, errors_at
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder.disk import sha256
 
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SCALARS = ("label", "margin")
-"""Columns that are true, false or numbers, which text is read as in CSV."""
+"""Columns whose text in CSV is read as true, false or a number."""
 DEMO = "demo:"
 TEXT = "json text"
-"""The column that holds a row of JSON as it stands in the file. Arrow's own JSON reader would give
-every row the keys of all the others (with null), which tools and their arguments do not survive."""
+"""The column that holds a row of JSON as text. Arrow's own JSON reader would give every row the
+keys of all the others (with null), which breaks tools and their arguments."""
 LINE = "line"
 CHUNK = 10_000
 WHITE = b" \t\r\n"
@@ -37,13 +37,13 @@ WHITE = b" \t\r\n"
 
 @frozen
 class Source:
-    """One entry of `data.train` or `data.eval`, found but not yet read."""
+    """One entry of `data.train` or `data.eval`."""
 
     entry: DataEntry
     which: str
     """`train` or `eval`."""
     format: str
-    """The row format that a demo is asked for."""
+    """The row format in which a demo gives its rows."""
 
     @property
     def path(self) -> str:
@@ -59,8 +59,8 @@ class Source:
         return TABLES.get(_suffix(Path(self.path))) == "csv"
 
     def digest(self) -> str:
-        """A digest of the content, from the bytes of the files. Raises RLHFError if they are not
-        there."""
+        """Return a digest of the content, from the bytes of the files. Raises RLHFError if they are
+        missing."""
         if self.path.startswith(DEMO):
             return _digest(json.dumps(row).encode() for row in self._demo_rows())
         place = self._local()
@@ -72,7 +72,7 @@ class Source:
         return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
 
     def read(self, scratch: Path) -> datasets.Dataset:
-        """The rows, mapped into memory; `scratch` is a folder for what must be written for that."""
+        """Return the rows, mapped into memory; `scratch` is a folder for temporary files."""
         if self.path.startswith(DEMO):
             rows = [json.dumps(row) for row in self._demo_rows()]
             return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
@@ -83,46 +83,45 @@ class Source:
             return self._folder(place)
         for name in ("subset", "split"):
             if getattr(self.entry, name) is not None:
-                raise RLHFError(f"data.{self.which}: {place} is a file, which has no {name}")
+                raise RLHFError(f"data.{self.which}: {place} is a file; remove {name}")
         suffix = _suffix(place)
         if suffix in LINES:
             return _json_rows(place, scratch)
         if suffix in TABLES:
             return self._load(TABLES[suffix], data_files=str(place), split="train")
         known = ", ".join([*LINES, *TABLES])
-        raise RLHFError(f"data.{self.which}: {place} has no known ending: {known}")
+        raise RLHFError(f"data.{self.which}: unknown file type {place}; use one of {known}")
 
     def row(self, columns: Mapping[str, Any], number: int) -> RawRow:
-        """One row of `read` with its renames. Raises RLHFError for bad JSON or a column that is not
-        there."""
-        if TEXT not in columns:
-            where = f"{self.path} row {number}"
-            row = self._renamed(where, without_nulls(columns))
-            return RawRow(where, _scalars(row) if self._is_csv else row)
-        line = columns[LINE] if self.has_lines else 0
+        """Return one row of `read` with its columns renamed. Raises RLHFError for bad JSON and for
+        a column that does not exist."""
+        line = columns.get(LINE, 0) if self.has_lines else 0
         where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
-        return RawRow(where, self._renamed(where, _parse(where, columns[TEXT])))
+        with errors_at(where):
+            if TEXT in columns:
+                return RawRow(where, self._renamed(_parse(columns[TEXT])))
+            row = self._renamed(without_nulls(columns))
+            return RawRow(where, _scalars(row) if self._is_csv else row)
 
-    def _renamed(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         for target, source in self.entry.columns.items():
             if source not in row:
                 raise RLHFError(
-                    f"{where}: data.{self.which} takes `{target}` from a column `{source}`, "
-                    f"which is not there: there is {', '.join(row)}"
+                    f"data.{self.which} maps `{target}` to column `{source}`, which does not "
+                    f"exist; columns: {', '.join(row)}"
                 )
         taken = set(self.entry.columns.values())
         kept = {name: value for name, value in row.items() if name not in taken}
         return kept | {target: row[source] for target, source in self.entry.columns.items()}
 
     def _local(self) -> Path | None:
-        """The file or folder, None for a hub name. Raises RLHFError for a file that is not
-        there."""
+        """The file or folder, None for a hub name. Raises RLHFError for a missing file."""
         place = Path(self.path).expanduser()
         if place.exists():
             return place
         is_file = _suffix(place) in (*LINES, *TABLES) or place.is_absolute()
         if is_file or self.path.startswith((".", "~")) or self.path.count("/") > 1:
-            raise RLHFError(f"data.{self.which}: there is no file or folder {self.path}")
+            raise RLHFError(f"data.{self.which}: no such file or folder: {self.path}")
         return None
 
     def _folder(self, place: Path) -> datasets.Dataset:
@@ -136,12 +135,12 @@ class Source:
             ) from error
         if isinstance(found, datasets.Dataset):
             if self.entry.split is not None:
-                raise RLHFError(f"data.{self.which}: {place} has no splits: take split away")
+                raise RLHFError(f"data.{self.which}: {place} has no splits; remove split")
             return found
         split = self.entry.split or "train"
         if split not in found:
             raise RLHFError(
-                f"data.{self.which}: {place} has no split {split!r}: there is {', '.join(found)}"
+                f"data.{self.which}: {place} has no split {split!r}; available: {', '.join(found)}"
             )
         return found[split]
 
@@ -169,7 +168,7 @@ class Source:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no logging of `datasets`: what is wrong is told by its exception."""
+    """Silence progress bars and logging of `datasets`; its exceptions say what is wrong."""
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -182,7 +181,7 @@ def _quiet() -> Iterator[None]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the keys that are null: Arrow gives every mapping the keys of all its
+    """Return the value without keys that are null: Arrow gives every mapping the keys of all its
     neighbours."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -239,24 +238,24 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
         yield 0, json.dumps(row)
 
 
-def _parse(where: str, text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
         if "\\ud" in text.lower():
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
-        raise RLHFError(f"{where}: {half!a} is half a character: write the whole pair") from None
+        raise RLHFError(f"{half!a} is half of a surrogate pair; write both halves") from None
     except (ValueError, RecursionError) as error:
-        raise RLHFError(f"{where}: not valid JSON: {error}") from None
+        raise RLHFError(f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise RLHFError(f"{where}: a row must be a JSON object, not {text.strip()[:40]}")
+        raise RLHFError(f"a row must be a JSON object, not {text.strip()[:40]}")
     return row
 
 
 def _as_text(path: str) -> dict[str, Any]:
-    """How all cells of a CSV file stay text: pandas by itself reads the answers `None` and `NA` as
-    missing and `007` as 7."""
+    """Options that keep all cells of a CSV file as text: by default pandas reads the answers `None`
+    and `NA` as missing and `007` as 7."""
     opener: Any = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
         columns = next(csv.reader(file), [])
@@ -265,7 +264,7 @@ def _as_text(path: str) -> dict[str, Any]:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of CSV: empty cells are missing, and what is to be a number is one."""
+    """A row of CSV: empty cells are missing, and labels and margins are parsed."""
     kept = {name: value for name, value in row.items() if value != ""}
     for name in SCALARS:
         if isinstance(kept.get(name), str):

@@ -1,4 +1,4 @@
-"""Which rows form which optimizer step, and how a step is laid out over ranks and micro-batches."""
+"""The rows of each optimizer step, and the layout of a step over ranks and micro-batches."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from rlhf.errors import RLHFError
 
 Rows = NDArray[np.int64]
 QUADRATIC = 1 / 32_768
-"""Weight of attention's quadratic part beside the linear one: at a path of 32k tokens both cost
-about the same."""
+"""Weight of attention's quadratic cost relative to the linear cost: at a path of 32k tokens both
+are about equal."""
 
 
 def steps(num_rows: int, size: int, seed: int, epoch: int, *, shuffle: bool = True) -> list[Rows]:
-    """The rows of each optimizer step of one epoch; the last takes what is left.
+    """Return the rows of each optimizer step of one epoch; the last step takes the remainder.
 
-    Depends on nothing but the arguments, so the order is the same on any hardware.
+    Depends only on the arguments, so the order is the same on any hardware.
     """
     if shuffle:
         order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
@@ -27,7 +27,7 @@ def steps(num_rows: int, size: int, seed: int, epoch: int, *, shuffle: bool = Tr
 
 
 def costs(lengths: NDArray[np.int64], paths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Relative work per example, from the tokens of its tree and its longest path [n]."""
+    """Return the relative work per example [n], from its tokens and those of its longest path."""
     return lengths * (1.0 + QUADRATIC * paths)
 
 
@@ -37,18 +37,17 @@ def layout(
     tokens: int,
     costs: Sequence[float] | NDArray[np.float64] | None = None,
 ) -> list[list[Rows]]:
-    """Positions within the step as `[micro][rank]`: each at most `tokens` long, empty where a rank
-    has nothing left.
+    """Return positions within the step as `[micro][rank]`, each of at most `tokens` tokens.
 
-    Every rank has the same number of micro-batches, as few as will do; the work is spread evenly
-    over all of them, and those that run at the same time are alike. Raises RLHFError for an example
-    that is larger than the budget.
+    Every rank has the same number of micro-batches, as few as possible; a rank without examples
+    left has an empty one. The work is spread evenly, and micro-batches that run at the same time
+    are alike. Raises RLHFError for an example that is larger than the budget.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     total = int(sizes.sum())
     if len(sizes) and int(sizes.max()) > tokens:
         raise RLHFError(
-            f"an example has {int(sizes.max())} tokens but batch.tokens is {tokens}: "
+            f"an example has {int(sizes.max())} tokens, more than batch.tokens {tokens}; "
             f"set batch.tokens to at least {int(sizes.max())}"
         )
     micro = max(1, -(-total // (tokens * ranks)))
@@ -70,7 +69,8 @@ def layout(
 def _balanced(
     order: list[int], sizes: list[int], work: list[float], bins: int, tokens: int
 ) -> list[list[int]] | None:
-    """Longest first into the bin with the least work that has room; None if one does not fit."""
+    """Put the longest first into the bin with the least work that has room; None if one does not
+    fit."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, number, 0) for number in range(bins)]
     for item in order:
@@ -95,7 +95,7 @@ def _balanced(
 
 
 def _tight(order: list[int], sizes: list[int], bins: int, tokens: int) -> list[list[int]] | None:
-    """Longest first into the first bin with room: packs closer, balances worse."""
+    """Put the longest first into the first bin with room: packs tighter, balances worse."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     room = [tokens] * bins
     for item in order:
@@ -113,8 +113,8 @@ def _tight(order: list[int], sizes: list[int], bins: int, tokens: int) -> list[l
 def _arrange(
     filled: list[list[int]], work: list[float], micro: int, ranks: int
 ) -> list[list[Rows]]:
-    """Bins of like work at the same time; the heavier end of each group goes to the rank with the
-    least so far."""
+    """Run bins of similar work at the same time; the heaviest bin of each group goes to the rank
+    with the least work so far."""
     loads = [sum([work[item] for item in items]) for items in filled]
     order = sorted(range(len(filled)), key=lambda number: (-loads[number], number))
     done = [0.0] * ranks

@@ -17,18 +17,17 @@ from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, SurveyRows
 
 NO_STATE_EVERY = 1 << 30
-"""The plan is the only truth about where a run is, so the loader's own state is never carried
-about."""
+"""The plan alone says where a run is, so the loader never takes a snapshot of its own state."""
 
 
 def batches_from(
     order: RunOrder, *, first_step: int = 0, workers: int = 0, pin: bool = False
 ) -> Iterator[PackedBatch]:
-    """This rank's packed micro-batches from `first_step` on: endless in training, one pass without
-    shuffling.
+    """Return this rank's packed micro-batches from `first_step` on: endless in training, one pass
+    without shuffling.
 
-    `workers` processes pack ahead; a worker that dies raises RuntimeError here. `pin` puts the
-    tensors into page-locked memory.
+    `workers` processes pack ahead; if one dies, RuntimeError is raised here. `pin` puts the tensors
+    into page-locked memory.
     """
     last = None if order.shuffle else order.steps_per_epoch
     with warnings.catch_warnings():
@@ -41,11 +40,12 @@ def batches_from(
             num_workers=workers,
             pin_memory=pin,
             collate_fn=_as_it_is,
-            # It draws a seed: from the default generator that would move what a resumed run draws.
+            # The loader draws a seed. From the default generator, that would change what a resumed
+            # run draws.
             generator=torch.Generator().manual_seed(order.seed),
             worker_init_fn=_keep_quiet if workers else None,
-            # The rows are mapped into memory and no worker touches an accelerator: a fork costs
-            # nothing.
+            # The rows are mapped into memory and no worker touches an accelerator, so a fork is
+            # cheap and safe.
             multiprocessing_context="fork" if workers else None,
             snapshot_every_n_steps=NO_STATE_EVERY,
         )
@@ -63,7 +63,7 @@ class MicroBatches(Sampler[Rows | SurveyRows]):
 
 
 class Packing:
-    """Micro-batches of the plan to parcels; what the worker processes run."""
+    """Micro-batches of the plan as parcels: what the worker processes run."""
 
     def __init__(self, order: RunOrder) -> None:
         self._order = order
@@ -74,17 +74,17 @@ class Packing:
 
 @frozen
 class Parcel:
-    """A PackedBatch on its way from a worker: one tensor per dtype, since each costs a segment of
-    shared memory."""
+    """A PackedBatch as a worker sends it: one tensor per dtype, since each tensor takes a segment
+    of shared memory."""
 
     flats: dict[torch.dtype, Tensor]
     shapes: dict[tuple[str, str], tuple[torch.dtype, torch.Size]]
-    """By field and name in it, in the order in which the flat tensors hold them."""
+    """Dtype and shape by field and name, in the order of the flat tensors."""
     rest: dict[str, Any]
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "Parcel":
-        """The batch, folded."""
+        """Return the batch as a parcel."""
         parts: dict[tuple[str, str], Tensor] = {}
         rest = {}
         for item in attrs.fields(PackedBatch):
@@ -102,7 +102,7 @@ class Parcel:
         return cls({dtype: torch.cat(group) for dtype, group in groups.items()}, shapes, rest)
 
     def unpack(self) -> PackedBatch:
-        """The batch, whose tensors are views of the parcel's."""
+        """Return the batch; its tensors are views of the parcel's."""
         fields: dict[str, Any] = dict(self.rest)
         starts = dict.fromkeys(self.flats, 0)
         for (name, key), (dtype, shape) in self.shapes.items():
@@ -116,7 +116,7 @@ class Parcel:
         return PackedBatch(**fields)
 
     def pin_memory(self) -> "Parcel":
-        """The parcel in page-locked memory; torch's loader calls this."""
+        """Return the parcel in page-locked memory; torch's loader calls this."""
         return attrs.evolve(self, flats={d: flat.pin_memory() for d, flat in self.flats.items()})
 
 
@@ -125,6 +125,6 @@ def _as_it_is(parcel: Parcel) -> Parcel:
 
 
 def _keep_quiet(worker: int) -> None:
-    """One thread, and no end by a Ctrl-C, on which the run still takes a step."""
+    """Use one thread, and ignore Ctrl-C, after which the run still finishes its step."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""One batch of rows becomes one table of trees: what the tokenising processes run."""
+"""One batch of rows to one table of trees: what the tokenising processes run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -9,26 +9,38 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
+from rlhf.data.columns import RawRow, errors_at
 from rlhf.data.convert import converted
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import LINE, Source
 from rlhf.data.formats import format_of
 from rlhf.data.packing import PER_TOKEN, kind_of
-from rlhf.data.rows import RawRow, Reader, Row
+from rlhf.data.tokens import Reader, Row
 from rlhf.data.trees import Tree
 from rlhf.errors import RLHFError
-from rlhf.trainer import Trainer
+
+
+class ExampleBuilder(Protocol):
+    """What tokenising needs of a trainer; `rlhf.trainer.Trainer` documents each member."""
+
+    @property
+    def row_format(self) -> str | None: ...
+    @property
+    def renders_whole(self) -> bool: ...
+    @property
+    def config(self) -> Any: ...
+    def example(self, row: Any) -> Example: ...
 
 
 class RowsToTrees:
-    """One batch of rows to one table of trees."""
+    """Callable that turns one batch of rows into one table of trees."""
 
     def __init__(
         self,
         source: Source,
         numbers: NDArray[np.int64],
         data: DataConfig,
-        trainer: Trainer,
+        trainer: ExampleBuilder,
         reader: Reader,
     ) -> None:
         self.source, self.numbers, self.data = source, numbers, data
@@ -42,11 +54,14 @@ class RowsToTrees:
             converted(self.source.row(row, number), self.source.entry.convert)
             for row, number in zip(columns, numbers, strict=True)
         ]
-        made = iter(self._rows([row for rows in raw for row in rows]))
+        tokenised = iter(self._rows([row for rows in raw for row in rows]))
         out: list[Tree] = []
         for rows, number, line in zip(raw, numbers, lines, strict=True):
-            found = [self._tree(row, number, line, item) for row in rows for item in next(made)]
-            out += found or [Tree(number, line, trees.EMPTY, Example([], []))]
+            made = []
+            for row in rows:
+                with errors_at(row.where):
+                    made += [self._tree(number, line, item) for item in next(tokenised)]
+            out += made or [Tree(number, line, trees.EMPTY, Example([], []))]
         return trees.to_table(out)
 
     def _rows(self, raw: Sequence[RawRow]) -> Sequence[Sequence[Row | Mapping[str, Any]]]:
@@ -54,18 +69,17 @@ class RowsToTrees:
             return [[row.columns] for row in raw]
         return format_of(self.trainer.row_format)(raw, self.reader)
 
-    def _tree(self, raw: RawRow, number: int, line: int, item: Row | Mapping[str, Any]) -> Tree:
+    def _tree(self, number: int, line: int, item: Row | Mapping[str, Any]) -> Tree:
         example = self.trainer.example(item)
-        _check_example(example, raw.where, type(self.trainer).__name__)
+        _check_example(example, f"{type(self.trainer).__name__}.example()")
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         status = trees.KEPT
         before, labels_before = _predictions(example), _labels(example)
         if path > self.data.max_tokens:
             if self.data.too_long == "error":
                 raise RLHFError(
-                    f"{raw.where}: the row has {path} tokens but data.max_tokens is "
-                    f"{self.data.max_tokens}: "
-                    "raise it, or set data.too_long to drop or cut"
+                    f"the row has {path} tokens, more than data.max_tokens "
+                    f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
                 )
             if self.data.too_long == "drop":
                 return Tree(number, line, trees.TOO_LONG, Example([], []))
@@ -82,10 +96,10 @@ class RowsToTrees:
         return Tree(number, line, status, example, sum(after), labels, labels_before - labels)
 
 
-def _cut(example: Example, most: int) -> Example:
-    """The example with every path cut at its end; nothing is written over what is left."""
-    prompt = example.prompt[:most]
-    room = most - len(prompt)
+def _cut(example: Example, size: int) -> Example:
+    """The example with every path cut at `size` tokens; no token that is left changes."""
+    prompt = example.prompt[:size]
+    room = size - len(prompt)
     answers = [
         Answer(
             answer.tokens[:room],
@@ -101,13 +115,13 @@ def _cut(example: Example, most: int) -> Example:
 
 
 def _alike(example: Example) -> bool:
-    """Whether several answers are left of which none differs."""
+    """Whether the example has several answers and all of them are equal."""
     first, *others = (list(answer.tokens) for answer in example.answers)
     return bool(others) and all(answer == first for answer in others)
 
 
 def _predictions(example: Example) -> list[int]:
-    """Of each answer the trained tokens that have a token before them."""
+    """For each answer the number of its trained tokens that follow another token."""
     counts = []
     for answer in example.answers:
         mask = answer.trained
@@ -118,28 +132,33 @@ def _predictions(example: Example) -> list[int]:
 
 
 def _labels(example: Example) -> int:
-    """Values per token that are given."""
+    """The number of values per token that are not nan."""
     per_token = [value for value in example.values.values() if kind_of(value) == PER_TOKEN]
     return sum(
         int((~np.isnan(np.asarray(row, float))).sum()) for value in per_token for row in value
     )
 
 
-def _check_example(example: Example, where: str, trainer: str) -> None:
-    """What only the author of a trainer can break, told with the row on which it breaks."""
-    problem = ""
+def _check_example(example: Any, call: str) -> None:
+    """Raise RLHFError for an example that contradicts itself, which `call` returned."""
+    if not isinstance(example, Example):
+        raise RLHFError(f"{call} returned {type(example).__name__} instead of an Example")
     if not example.answers:
-        problem = "no answer"
+        raise RLHFError(f"{call} returned an Example without answers")
+    sizes = [len(answer.tokens) for answer in example.answers]
     for number, answer in enumerate(example.answers):
-        if answer.trained is not None and len(answer.trained) != len(answer.tokens):
-            marks, tokens = len(answer.trained), len(answer.tokens)
-            problem = f"{marks} marks for the {tokens} tokens of answer {number}"
+        if answer.trained is not None and len(answer.trained) != sizes[number]:
+            raise RLHFError(
+                f"{call} returned {len(answer.trained)} marks `trained` for the {sizes[number]} "
+                f"tokens of answer {number}"
+            )
     for name, value in example.values.items():
-        if hasattr(value, "__len__") and len(value) != len(example.answers):
-            problem = f"{len(value)} values {name!r} for {len(example.answers)} answers"
-        elif kind_of(value) == PER_TOKEN:
-            for row, answer in zip(value, example.answers, strict=True):
-                if len(row) != len(answer.tokens):
-                    problem = f"{len(row)} values {name!r} for {len(answer.tokens)} tokens"
-    if problem:
-        raise RLHFError(f"{where}: {trainer}.example gave {problem}")
+        if hasattr(value, "__len__") and len(value) != len(sizes):
+            raise RLHFError(
+                f"{call} returned {len(value)} of values {name!r} for {len(sizes)} answers"
+            )
+        if kind_of(value) == PER_TOKEN and [len(row) for row in value] != sizes:
+            raise RLHFError(
+                f"{call} returned {[len(row) for row in value]} of values {name!r} for answers of "
+                f"{sizes} tokens"
+            )

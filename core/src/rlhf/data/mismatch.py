@@ -1,5 +1,5 @@
-"""Every prompt with the completion of another row: what an estimate of KL divergence is taken
-over."""
+"""Every prompt with the completion of another row: the pairs over which KTO estimates its KL
+divergence."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -13,18 +13,18 @@ from rlhf.errors import RLHFError
 
 
 def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
-    """A permutation of the n members [n] that maps none into its own group.
+    """Return a permutation of the n members [n] that maps none into its own group.
 
-    Groups stand together in a drawn order and everybody moves on by the size of the largest one,
-    past his own. Raises RLHFError where one group holds more than half of all: then there is no
-    such permutation (Hall's theorem).
+    The members are lined up group by group in a drawn order, then rotated by the size of the
+    largest group, so that each passes its own. Raises RLHFError if one group holds more than half
+    of all: then no such permutation exists (Hall's theorem).
     """
     _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     largest = int(sizes.max())
     if 2 * largest > len(groups):
         raise RLHFError(
-            f"{largest} of {len(groups)} examples come from the same row, so not every one finds a "
-            "completion of another row: give more rows, or this one a smaller weight"
+            f"{largest} of {len(groups)} examples come from one row, so they cannot all be paired "
+            "with the completion of another row; add rows or lower the weight of this one"
         )
     within = draw.permutation(len(groups))
     order = within[np.argsort(draw.permutation(len(sizes))[place[within]], kind="stable")]
@@ -34,11 +34,11 @@ def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np
 
 
 class Mismatched(Sequence[Example]):
-    """Example i is prompt and values of example i with the answer of its partner, for examples of
-    one answer.
+    """Examples of one answer, of which i has the prompt and values of example i and the answer of
+    its partner.
 
-    Paired on token ids. An answer is cut at its end where the path would be longer than the longest
-    one of the data, so that it fits wherever the data does.
+    An answer is cut at its end if its path would be longer than the longest path of the data, so
+    that it fits wherever the data does.
     """
 
     def __init__(self, examples: Examples, draw: np.random.Generator) -> None:

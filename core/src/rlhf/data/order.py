@@ -1,9 +1,10 @@
-"""The order of a run: which micro-batches this rank sees in which step."""
+"""The order of a run: the micro-batches that this rank sees in each step."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from attrs import field, frozen
 from numpy.typing import NDArray
 
@@ -13,44 +14,50 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
 from rlhf.data.packing import pack
 
-if TYPE_CHECKING:
-    from rlhf.engine import Mesh
-    from rlhf.trainer import Trainer
-
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole blocks of flex attention."""
 SURVEY_STREAM = 1
-"""Keeps what a survey draws apart from the order of rows, which is drawn from seed and epoch."""
+"""Separates the survey's random numbers from the order of rows, which is drawn from seed and
+epoch."""
+CPU = torch.device("cpu")
+
+
+class Surveyor(Protocol):
+    """What the order needs of a trainer; `rlhf.trainer.Trainer` documents each member."""
+
+    def needs_survey(self) -> bool: ...
+    def needs_rollout(self) -> bool: ...
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable: ...
 
 
 @frozen(kw_only=True)
 class StepPlan:
-    """One optimizer step before any of it is run: the same on every rank, but for `micro`."""
+    """One optimizer step before it runs: the same on every rank except for `micro` and `survey`."""
 
     step: int
     epoch: int
     epoch_done: float
-    """Epochs behind us once this step is done."""
+    """Epochs completed after this step."""
     rows: Rows
-    """Numbers of the step's examples in its order, over all ranks."""
+    """Numbers of the step's examples, over all ranks, in the order of the step."""
     lengths: NDArray[np.int64]
     """Tokens of their packed trees."""
     paths: NDArray[np.int64]
     """Tokens of their longest paths."""
     answers: NDArray[np.int64]
-    """How many answers each of them has."""
+    """Number of answers of each."""
     totals: Mapping[str, float]
-    """What the terms of the loss are per, over the whole step and all ranks."""
+    """The counts that terms of the loss are divided by, over the whole step and all ranks."""
     layout: Sequence[Sequence[Rows]]
     """Numbers of examples as `[micro][rank]`."""
     micro: Sequence[Rows]
-    """This rank's share of it; an empty array is a filler."""
+    """This rank's share of `layout`; an empty array is a filler."""
     survey: Sequence["SurveyRows"] = ()
-    """This rank's micro-batches of the survey, where it has examples of its own."""
+    """This rank's micro-batches for the survey, if it has examples of its own."""
 
     @property
     def num_batches(self) -> int:
-        """How many packed batches the loader gives for this step: the survey's, then the loss's."""
+        """How many batches the loader returns for this step: the survey's, then the loss's."""
         return len(self.survey) + len(self.micro)
 
 
@@ -64,8 +71,8 @@ class SurveyRows:
 
 @frozen(kw_only=True)
 class RunOrder:
-    """The whole course of a run over its examples; any step can be asked for, nothing is kept but
-    an epoch's order."""
+    """The steps of a run over its examples. Any step can be planned; only the order of one epoch is
+    kept."""
 
     examples: Examples
     size: int
@@ -78,56 +85,47 @@ class RunOrder:
     ranks: int = 1
     round_to: int = 1
     """T of a micro-batch is rounded up to a multiple of this, within the budget."""
-    trainer: "Trainer | None" = field(default=None, repr=False)
-    """Says what its survey sees, if it is asked."""
+    trainer: Surveyor | None = field(default=None, repr=False)
+    """Decides what its survey sees; None without a survey."""
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
     _surveyed: dict[int, Packable] = field(factory=dict, init=False, repr=False)
 
     @classmethod
-    def for_training(
-        cls, examples: Examples, config: Config, mesh: "Mesh", trainer: "Trainer | None" = None
-    ) -> "RunOrder":
-        """A new order of rows in every epoch, from `train.seed`."""
-        return cls._of(examples, config, mesh, trainer, shuffle=True)
-
-    @classmethod
-    def for_evaluation(
-        cls, examples: Examples, config: Config, mesh: "Mesh", trainer: "Trainer | None" = None
-    ) -> "RunOrder":
-        """Every row once, as they stand."""
-        return cls._of(examples, config, mesh, trainer, shuffle=False)
-
-    @classmethod
-    def _of(
+    def from_config(
         cls,
         examples: Examples,
         config: Config,
-        mesh: "Mesh",
-        trainer: "Trainer | None",
+        trainer: Surveyor | None = None,
         *,
-        shuffle: bool,
+        shuffle: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device = CPU,
     ) -> "RunOrder":
+        """Return the order of a run: with `shuffle`, new in every epoch by `train.seed`; without,
+        that of the files, for evaluation."""
         return cls(
             examples=examples,
             size=config.batch.size,
             tokens=config.batch.budget,
             seed=config.train.seed,
             shuffle=shuffle,
-            rank=mesh.rank,
-            ranks=mesh.world,
-            round_to=1 if mesh.device.type == "cpu" else ROUND_ON_ACCELERATOR,
+            rank=rank,
+            ranks=ranks,
+            round_to=1 if device.type == "cpu" else ROUND_ON_ACCELERATOR,
             trainer=trainer,
         )
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch; the last may be smaller."""
         return -(-len(self.examples) // self.size)
 
     def step(self, number: int) -> StepPlan:
-        """The plan of step `number`, counted from 0 over all epochs."""
+        """Return the plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
         rows = self._epoch(epoch)[place]
-        numbers = self._laid(self.examples, rows)
+        numbers = self._lay_out(self.examples, rows)
         counts = self.examples.counts
         surveyed = self.surveyed(epoch)
         own = surveyed is not self.examples
@@ -144,14 +142,14 @@ class RunOrder:
             micro=[micro[self.rank] for micro in numbers],
             survey=[
                 SurveyRows(epoch, micro[self.rank])
-                for micro in (self._laid(surveyed, rows) if own else ())
+                for micro in (self._lay_out(surveyed, rows) if own else ())
             ],
         )
 
     def micro_batches(
         self, first_step: int = 0, last_step: int | None = None
     ) -> Iterator[Rows | SurveyRows]:
-        """This rank's micro-batches from `first_step` on, without an end or up to `last_step`
+        """Yield this rank's micro-batches from `first_step` on, endlessly or up to `last_step`
         (exclusive)."""
         number = first_step
         while last_step is None or number < last_step:
@@ -161,15 +159,15 @@ class RunOrder:
             number += 1
 
     def packed(self, rows: Rows | SurveyRows) -> PackedBatch:
-        """One micro-batch of the plan."""
+        """Return one micro-batch of the plan."""
         examples: Any = self.examples
         if isinstance(rows, SurveyRows):
             examples, rows = self.surveyed(rows.epoch), rows.rows
         return pack(examples, rows.tolist(), round_to=self.round_to, at_most=self.tokens)
 
     def surveyed(self, epoch: int) -> Packable:
-        """The examples that the survey sees in this epoch: those of the loss where it has no
-        others, or where a rollout makes them."""
+        """Return the examples that the survey sees in this epoch: those of the loss unless the
+        trainer has others. With a rollout they are always those of the loss."""
         if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
             return self.examples
         if epoch not in self._surveyed:
@@ -179,14 +177,14 @@ class RunOrder:
         return self._surveyed[epoch]
 
     def row_names(self, numbers: Iterable[int]) -> str:
-        """Where examples came from, for error texts."""
+        """Return where examples came from, for error messages."""
         return self.examples.names(numbers)
 
-    def _laid(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
+    def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
         """Numbers of examples as `[micro][rank]`."""
         lengths, paths = examples.lengths[rows], examples.longest_path[rows]
-        laid = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
-        return [[rows[positions] for positions in micro] for micro in laid]
+        positions = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        return [[rows[place] for place in micro] for micro in positions]
 
     def _epoch(self, epoch: int) -> list[Rows]:
         if epoch not in self._epochs:

@@ -1,4 +1,4 @@
-"""Trees into one row of tokens without padding, and back into their paths."""
+"""Trees packed into one row of tokens without padding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,26 +17,26 @@ PER_EXAMPLE, PER_ANSWER, PER_TOKEN = "example", "answer", "token"
 
 
 @frozen
-class Layout:
-    """The segments of a row: each example's prompt, then its answers; integers per segment [S]."""
+class Segments:
+    """The segments of a row, S in all: each example's prompt, then its answers."""
 
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
-    """Row index of the first token."""
+    """Index in the row of the first token [S]."""
     example: NDArray[np.int64]
     branch: NDArray[np.int64]
     offset: NDArray[np.int64]
-    """Position of the first token in its path."""
+    """Position of the first token in its path [S]."""
     before: NDArray[np.int64]
-    """Row index of the token before the first one in its path, -1 where there is none."""
+    """Index in the row of the token before the first one in its path [S], -1 without one."""
 
 
 def pack(
     examples: Sequence[Example], rows: Sequence[int], *, round_to: int = 1, at_most: int = 0
 ) -> PackedBatch:
-    """The examples with the numbers `rows` as one row; without any, a filler.
+    """Return the examples with the numbers `rows` as one row; a filler if `rows` is empty.
 
-    T is rounded up to a multiple of `round_to`, but not beyond `at_most` if the tokens fit without.
+    T is rounded up to a multiple of `round_to`, but not beyond `at_most` if the tokens fit into it.
     """
     kinds = value_kinds(examples)
     if not len(rows):
@@ -61,8 +61,7 @@ def pack(
 
 
 def filler(kinds: Mapping[str, str] | None = None, *, round_to: int = 1) -> PackedBatch:
-    """A row without examples, answers or predictions, which keeps a rank in step with the
-    others."""
+    """Return a row without examples, which keeps a rank in step with the others."""
     size = max(FILLER_TOKENS, round_to)
     none = torch.empty(0, dtype=torch.int64)
     zeros = torch.zeros(size, dtype=torch.int64)
@@ -77,23 +76,8 @@ def filler(kinds: Mapping[str, str] | None = None, *, round_to: int = 1) -> Pack
     )  # fmt: skip
 
 
-def paths(batch: PackedBatch) -> list[tuple[int, int, Tensor]]:
-    """Every path of the batch as `(example, answer, row indices [L])`; answers count through the
-    batch."""
-    start = answer = 0
-    out = []
-    for example, (prompt, lengths) in enumerate(batch.spans):
-        first = torch.arange(start, start + prompt, device=batch.tokens.device)
-        start += prompt
-        for length in lengths:
-            rest = torch.arange(start, start + length, device=batch.tokens.device)
-            out.append((example, answer, torch.cat([first, rest])))
-            start, answer = start + length, answer + 1
-    return out
-
-
 def value_kinds(examples: Sequence[Example]) -> Mapping[str, str]:
-    """What each value is per: `example`, `answer` or `token`."""
+    """Return what each value is per: `example`, `answer` or `token`."""
     kinds = getattr(examples, "value_kinds", None)
     if kinds is not None:
         return dict(kinds)
@@ -101,13 +85,13 @@ def value_kinds(examples: Sequence[Example]) -> Mapping[str, str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of an example is per, from its nesting."""
+    """Return what a value of an example is per, from its nesting."""
     if not hasattr(value, "__len__"):
         return PER_EXAMPLE
     return PER_TOKEN if len(value) and hasattr(value[0], "__len__") else PER_ANSWER
 
 
-def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Layout:
+def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Segments:
     lengths = np.array([n for prompt, answers in spans for n in (prompt, *answers)], np.int64)
     ends = np.cumsum(lengths)
     counts = np.array([len(answers) + 1 for _, answers in spans], np.int64)
@@ -117,7 +101,7 @@ def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Layout:
     prompt = lengths[firsts][example]
     prompt_end = ends[firsts][example] - 1
     on_answer = branch > 0
-    return Layout(
+    return Segments(
         lengths=lengths,
         starts=ends - lengths,
         example=example,
@@ -127,7 +111,7 @@ def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Layout:
     )
 
 
-def _per_token(segments: Layout, size: int) -> dict[str, NDArray[np.int64]]:
+def _per_token(segments: Segments, size: int) -> dict[str, NDArray[np.int64]]:
     row = np.arange(int(segments.lengths.sum()))
     shift = np.repeat(segments.offset - segments.starts, segments.lengths)
     return {
@@ -138,7 +122,7 @@ def _per_token(segments: Layout, size: int) -> dict[str, NDArray[np.int64]]:
 
 
 def _predictions(
-    chosen: Sequence[Example], segments: Layout, tokens: NDArray[np.int64]
+    chosen: Sequence[Example], segments: Segments, tokens: NDArray[np.int64]
 ) -> dict[str, NDArray[np.int64]]:
     """The index tensors of the loss."""
     on_answer = segments.branch > 0
@@ -164,7 +148,7 @@ def _predictions(
 
 
 def _values(
-    chosen: Sequence[Example], kinds: Mapping[str, str], segments: Layout, size: int
+    chosen: Sequence[Example], kinds: Mapping[str, str], segments: Segments, size: int
 ) -> dict[str, Tensor]:
     out = {}
     for name, kind in kinds.items():
@@ -183,7 +167,7 @@ def _values(
 
 
 def _inputs(chosen: Sequence[Example]) -> dict[str, Any]:
-    """Model keywords, one after another along the first dimension."""
+    """Keyword arguments for the model, concatenated along the first dimension."""
     return {
         name: torch.cat([torch.as_tensor(example.inputs[name]) for example in chosen])
         for name in chosen[0].inputs

@@ -1,4 +1,4 @@
-"""Rows become examples: once, in parallel processes, kept in a cache that is found by content."""
+"""Rows to examples: once, in parallel processes, kept in a cache that is addressed by content."""
 
 import contextlib
 import gc
@@ -20,22 +20,21 @@ from rlhf.data import trees
 from rlhf.data.cache import cache_root, key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source
-from rlhf.data.mapping import RowsToTrees
-from rlhf.data.rows import Reader
+from rlhf.data.mapping import ExampleBuilder, RowsToTrees
+from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
-from rlhf.trainer import Trainer
 
 BATCH_ROWS = 256
 ROWS_PER_PROCESS = 2000
-"""Fewer rows than this are not worth another process."""
+"""Fewer rows do not pay for another process."""
 
 
-def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> Examples:
-    """The examples of `data.train` or `data.eval` (`which`), from the cache or made now.
+def prepare(config: Config, trainer: ExampleBuilder, tokenizer: Any, *, which: str) -> Examples:
+    """Return the examples of `data.train` or `data.eval` (`which`), from the cache if possible.
 
-    Needs no process group: of several processes one makes them and the others watch for the file.
-    Raises RLHFError for rows that cannot be read, for data in which nothing is left to train on,
-    and for an example larger than `batch.tokens`.
+    Needs no process group: one of several processes tokenises and the others wait for its file.
+    Raises RLHFError for rows that cannot be read, for data without a trainable row, and for an
+    example larger than `batch.tokens`.
     """
     entries: Sequence[DataEntry] = getattr(config.data, which)
     format = trainer.row_format or "raw"
@@ -55,7 +54,7 @@ def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> 
 
 
 def _prepare_entry(
-    source: Source, place: int, config: Config, trainer: Trainer, tokenizer: Any
+    source: Source, place: int, config: Config, trainer: ExampleBuilder, tokenizer: Any
 ) -> tuple[Part, Report]:
     entry, data, seed = source.entry, config.data, [config.train.seed, place]
     chosen = key(
@@ -90,8 +89,7 @@ def _prepare_entry(
 
 
 def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
-    """The rows that are read: all of them, or a share drawn by the seed, in the order of the
-    file."""
+    """The rows to read, in the order of the file: all, or a share drawn by the seed."""
     if weight >= 1:
         return np.arange(count)
     drawn = np.random.Generator(np.random.PCG64([*seed, 1])).permutation(count)
@@ -99,8 +97,8 @@ def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
 
 
 def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
-    """How often each example is taken: the whole part of the weight, and a drawn share once
-    more."""
+    """The examples to take: each as often as the whole part of the weight says, and a drawn share
+    once more."""
     if weight <= 1:
         return np.arange(count)
     whole = int(weight)
@@ -114,7 +112,7 @@ def _tokenised(
     numbers: NDArray[np.int64],
     source: Source,
     data: DataConfig,
-    trainer: Trainer,
+    trainer: ExampleBuilder,
     tokenizer: Any,
     folder: Path,
 ) -> pa.Table:
@@ -124,7 +122,13 @@ def _tokenised(
         rows = rows.select(numbers)
     wanted = data.processes or len(os.sched_getaffinity(0))
     processes = max(1, min(wanted, len(numbers) // ROWS_PER_PROCESS))
-    reader = Reader(tokenizer, trainer.config, whole=trainer.renders_whole)
+    section = trainer.config
+    reader = Reader(
+        tokenizer,
+        whole=trainer.renders_whole,
+        separator=getattr(section, "separator", "\n"),
+        placeholder=getattr(section, "placeholder", None),
+    )
     with _quiet(processes):
         done = rows.with_format("arrow").map(
             RowsToTrees(source, numbers, data, trainer, reader),
@@ -141,7 +145,7 @@ def _tokenised(
 
 
 def _report(table: pa.Table) -> Report:
-    """The counts of a table of trees, kept and dropped ones."""
+    """The counts of a table of trees, including dropped ones."""
     column = {name: table[name].to_numpy() for name in trees.NUMBERS}
     status, kept = column["status"], column["status"] <= trees.CUT
     rows, counts = np.unique(column["row"], return_counts=True)
@@ -171,7 +175,7 @@ def _check_not_empty(report: Report, data: DataConfig, which: str, paths: Sequen
     if report.examples:
         return
     if not report.rows:
-        raise RLHFError(f"data.{which}: there are no rows in {', '.join(paths)}")
+        raise RLHFError(f"data.{which}: no rows in {', '.join(paths)}")
     reasons = []
     if report.too_long:
         rows = ", ".join(report.lost["too_long"])
@@ -179,9 +183,7 @@ def _check_not_empty(report: Report, data: DataConfig, which: str, paths: Sequen
     if report.empty:
         rows = ", ".join(report.lost["empty"])
         reasons.append(f"{report.empty} with nothing to train on ({rows})")
-    raise RLHFError(
-        f"data.{which}: none of the {report.rows} rows is left to train on: {', '.join(reasons)}"
-    )
+    raise RLHFError(f"data.{which}: no trainable rows left of {report.rows}: {', '.join(reasons)}")
 
 
 def _check_budget(examples: Examples, tokens: int) -> None:
@@ -189,16 +191,16 @@ def _check_budget(examples: Examples, tokens: int) -> None:
     size = int(examples.lengths[largest])
     if size > tokens:
         raise RLHFError(
-            f"{examples.name(largest)}: the example has {size} tokens but batch.tokens is "
-            f"{tokens}: "
-            f"set batch.tokens to at least {size}, or lower data.max_tokens"
+            f"{examples.name(largest)}: the example has {size} tokens, more than batch.tokens "
+            f"{tokens}; set batch.tokens to at least {size} or lower data.max_tokens"
         )
 
 
 @contextlib.contextmanager
 def _quiet(processes: int) -> Iterator[None]:
-    """No progress bar where nobody looks, no threads of the tokenizer beside its processes, and no
-    search for garbage among the modules, which costs a fifth of the time."""
+    """Show no progress bar without a terminal, run no threads of the tokenizer beside processes,
+    and keep the garbage collector off the imported modules, which would cost a fifth of the
+    time."""
     shown = not datasets.are_progress_bars_disabled()
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     if processes > 1:

@@ -1,4 +1,5 @@
-"""Examples as Arrow columns: flat token ids with offsets, so that reading one copies nothing."""
+"""Examples as Arrow columns: flat token ids with offsets, so that reading an example copies
+nothing."""
 
 import hashlib
 import json
@@ -14,7 +15,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, kind_of
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
 
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
 NUMBERS = (
@@ -36,28 +37,28 @@ LISTS = {
     "values": np.float32,
 }
 TOKENS = ("prompt", "tokens", "ends", "trained")
-"""The lists that say what a model sees and what is predicted."""
+"""The lists that decide what a model sees and predicts."""
 TEXTS = ("kinds", "inputs")
 CHUNK_ROWS = 8192
 
 
 @frozen
 class Tree:
-    """An example and what is counted about it, as it goes into the table."""
+    """An example and its counts, as they go into the table."""
 
     row: int
     line: int
-    """Line of the file from 1, 0 where there are no lines."""
+    """Line of the file from 1; 0 if the file has no lines."""
     status: int
     example: Example
     predictions: int = 0
     labels: int = 0
     labels_cut: int = 0
-    """Labels that stood beyond `data.max_tokens`."""
+    """Labels that were cut off at `data.max_tokens`."""
 
 
 def to_table(trees: Sequence[Tree]) -> pa.Table:
-    """The columns of the trees."""
+    """Return the columns of the trees."""
     columns: dict[str, Any] = {name: [] for name in (*NUMBERS, *LISTS, *TEXTS)}
     for tree in trees:
         example, answers = tree.example, tree.example.answers
@@ -121,12 +122,11 @@ class TreeFile:
         return Example(part("prompt"), answers, values, inputs)
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """A column of numbers [n]."""
+        """Return a column of numbers [n]."""
         return self._table[name].to_numpy()
 
     def digest(self) -> str:
-        """A digest of every example's token ids and of which are trained on, whatever values it
-        has."""
+        """Return a digest of all token ids and of which are trained on; values do not count."""
         found = hashlib.blake2b(digest_size=16)
         for chunk in self._chunks:
             for name in TOKENS:
@@ -136,7 +136,7 @@ class TreeFile:
         return found.hexdigest()
 
     def first_beyond(self, vocabulary: int) -> tuple[int, int] | None:
-        """The first example that holds a token id of at least `vocabulary`, and that id."""
+        """Return the first example with a token id of at least `vocabulary`, and that id."""
         for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
             found = []
             for name in ("prompt", "tokens"):
@@ -150,21 +150,28 @@ class TreeFile:
         return None
 
     def list_lengths(self, name: str) -> NDArray[np.int64]:
-        """How many entries a column of lists has in each example [n]."""
+        """Return how many entries a column of lists has in each example [n]."""
         return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
 
     def value(self, name: str) -> NDArray[np.float32]:
-        """A value per example [n]; of other kinds are values behind it in the alphabet alone."""
+        """Return a value per example [n]."""
         kinds = self.kinds[0]
-        assert name in kinds, f"the examples have no value {name!r}"
-        place = list(kinds).index(name)
-        assert set(list(kinds.values())[: place + 1]) == {PER_EXAMPLE}, kinds
-        lists = [chunk["values"] for chunk in self._chunks]
-        return np.concatenate([values[offsets[:-1] + place] for offsets, values in lists])
+        assert kinds.get(name) == PER_EXAMPLE, f"no value {name!r} per example: {kinds}"
+        answers = self.column("answers")
+        tokens = self.column("length") - self.list_lengths("prompt")
+        sizes = {PER_EXAMPLE: np.ones_like(answers), PER_ANSWER: answers, PER_TOKEN: tokens}
+        # The values of an example follow one another in the order of their names.
+        before = [sizes[kinds[other]] for other in list(kinds)[: list(kinds).index(name)]]
+        place = sum(before, np.zeros_like(answers))
+        found = []
+        for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
+            offsets, values = chunk["values"]
+            found.append(values[offsets[:-1] + place[start : start + len(offsets) - 1]])
+        return np.concatenate(found)
 
 
 def write(table: pa.Table, path: Path) -> None:
-    """The kept rows of the table as a file of chunks that `TreeFile` maps."""
+    """Write the kept rows of the table as a file of chunks that `TreeFile` maps."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         for start in range(0, table.num_rows, CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
@@ -181,7 +188,7 @@ def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 def _masks(answers: Sequence[Answer], sizes: Sequence[int]) -> Sequence[Any]:
-    """The masks of all answers, or nothing if everything is trained on."""
+    """The masks of all answers; empty if everything is trained on."""
     if all(answer.trained is None for answer in answers):
         return []
     masks = [

@@ -58,7 +58,9 @@ def rehearse(
     run = Rehearsal(config, trainer.tokenizer, mesh, hooks, **options)
     actor = type(trainer)(trainer.config, trainer.tokenizer)
     actor.setup(run)
-    order = RunOrder.for_training(run.examples[0], config, mesh, actor)
+    order = RunOrder.from_config(
+        run.examples[0], config, actor, rank=mesh.rank, ranks=mesh.world, device=mesh.device
+    )
     batch = run.without_values(largest(order, run.steps))
     policy = dict(run.states["policy"])
     updating, reducing = policy.pop("updating", 0), policy.pop("reducing", 0)

@@ -103,7 +103,7 @@ def own_logprobs(engine: Engine, batch: PackedBatch) -> Tensor:
     return engine(batch, token_logprobs)["logprobs"]
 
 
-def attach(
+def with_logprobs(
     examples: Sequence[Examples],
     name: str,
     folder: Path,
@@ -113,9 +113,9 @@ def attach(
     tokens: int,
     read: Callable[[Engine, PackedBatch], Tensor],
     width: int | None = None,
-) -> str:
-    """Give all examples the value `name` per token, from `folder`; what is not there is computed
-    with the engine that `engine` loads for it. What was done, in words. Collective."""
+) -> tuple[tuple[Examples, ...], str]:
+    """Return the examples with the value `name` per token, and what was done in words. Values that
+    are missing in `folder` are computed with the engine that `engine` loads. Collective."""
     started = time.monotonic()
     tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in examples]
     missing = sum(len(table.open()) for part in tables for table in part)
@@ -123,11 +123,11 @@ def attach(
     if any(mesh.gather(missing)):
         loaded = engine()
         computed = sum(fill(part, loaded, mesh, tokens=tokens, read=read) for part in tables)
-    for part, found in zip(examples, tables, strict=True):
-        part.attach(name, found)
+    pairs = zip(examples, tables, strict=True)
+    complete = tuple(part.with_values(name, found) for part, found in pairs)
     took = time.monotonic() - started
     what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
-    return f"{what} in {folder}"
+    return complete, f"{what} in {folder}"
 
 
 def fill(

@@ -19,7 +19,7 @@ from rlhf.model.packed import decoder
 from rlhf.model.positions import check_positions
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.reference.live import Follower, Reference, ReferenceMode, make_reference
-from rlhf.reference.table import attach, own_logprobs
+from rlhf.reference.table import own_logprobs, with_logprobs
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.generate import sample
 
@@ -153,10 +153,11 @@ class Run:
         It is kept in `folder()`; `engine` loads what computes the part that is not there. What was
         done, in words. Collective.
         """
-        return attach(
+        self.examples, done = with_logprobs(
             self.examples, name, folder(), self.mesh, engine=engine,
             tokens=self.config.batch.budget, read=read, width=width,
         )  # fmt: skip
+        return done
 
     def sample(
         self,

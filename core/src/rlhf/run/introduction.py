@@ -25,8 +25,17 @@ def introduce(
     )
     remarks = session.trainer.remarks(train)
     lines = first_lines(request, session, run, train=train, held_out=held_out)
-    said = [*lines, *run.notes, *curve_line(run), *request.notes, *remarks]
+    warnings = lost_rows(train, held_out)
+    said = [*lines, *run.notes, *curve_line(run), *request.notes, *warnings, *remarks]
     print("\n".join(said), flush=True)
+
+
+def lost_rows(train: Examples, held_out: Examples | None) -> list[str]:
+    """Return a warning for each part of the data of which many rows were dropped or cut."""
+    warnings = [train.report.warning("train")]
+    if held_out is not None:
+        warnings.append(held_out.report.warning("eval"))
+    return [f"warning    {warning}" for warning in warnings if warning]
 
 
 def curve_line(run: Run) -> list[str]:

@@ -62,12 +62,6 @@ class Data:
         per_epoch = -(-len(self.train) // config.batch.size)
         return config.train.steps or per_epoch * config.train.epochs
 
-    def eval_order(self, config: Config, mesh: Mesh) -> RunOrder | None:
-        """Every held-out row once, or None without any."""
-        if self.eval is None:
-            return None
-        return RunOrder.for_evaluation(self.eval, config, mesh, self.trainer)
-
 
 def prepare_data(request: Request) -> Data:
     """Tokenise what is not in the cache yet; without a collective, so that no rank waits at a
@@ -91,7 +85,7 @@ def _check_surveyed(data: Data, config: Config) -> None:
     """Raise now what would be raised when the survey first sees its examples."""
     for name, part in (("train", data.train), ("eval", data.eval)):
         if part is not None:
-            order = RunOrder.for_training(part, data.settled(config), Mesh(), data.trainer)
+            order = RunOrder.from_config(part, data.settled(config), data.trainer)
             try:
                 order.surveyed(0)
             except RLHFError as error:
@@ -131,13 +125,21 @@ def set_up(
     """Models, orders of rows and the journal. Collective."""
     run = with_models(request.config, data, mesh, hooks)
     config, trainer, num_steps = run.config, data.trainer, run.steps
+    # Not `data.parts`: those of the run have the values that its setup computed.
+    train, *held_out = (
+        RunOrder.from_config(
+            part, config, trainer, shuffle=not number,
+            rank=mesh.rank, ranks=mesh.world, device=mesh.device,
+        )
+        for number, part in enumerate(run.examples)
+    )  # fmt: skip
     session = Session(
         record=RunRecord(name=request.name, folder=path, config=config, steps=num_steps),
         config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=trainer,
         survey=Survey(trainer, mesh), engine=run.engines["policy"],
         followers=run.followers, schedule=run.schedule,
-        train_order=RunOrder.for_training(data.train, config, mesh, trainer),
-        eval_order=data.eval_order(config, mesh),
+        train_order=train,
+        eval_order=held_out[0] if held_out else None,
         num_steps=num_steps, path=path, folder=folder,
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
         speed=Speed(shape=run.shapes["policy"], peak=peak_of(mesh.device, mesh.world)),

@@ -5,22 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
 from transformers import AutoConfig, AutoTokenizer
 
-from rlhf.data.formats import RawRow, Reader, format_of
 from rlhf.errors import RLHFError
 from rlhf.model.adapter import exported_model
 from rlhf.model.task import FORMS
+from rlhf.trainer import encode_steps
 from rlhf_plugin_prm.losses import log_odds
-
-
-@frozen
-class Marks:
-    """How steps are marked, as the stepwise format asks for it."""
-
-    separator: str
-    placeholder: str | None
 
 
 class Scorer:
@@ -28,20 +19,23 @@ class Scorer:
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         self.config = process_config(folder)
-        marks = Marks(self.config.prm_separator, self.config.prm_placeholder)
         by_token = self.config.prm_formulation == "token"
         self.labels = self.config.prm_reward_tokens if by_token else [0, 1]
         model = exported_model(Path(folder), FORMS["causal" if by_token else "token"], dtype=dtype)
         self.model = model.to(device).eval()
-        self.reader = Reader(AutoTokenizer.from_pretrained(folder), marks)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     @torch.no_grad()
     def probabilities(self, prompt: Any, steps: Sequence[str]) -> list[float]:
         """The probability that each of the `steps` after the `prompt` (text or messages) is
         right."""
-        columns = {"prompt": prompt, "completions": list(steps), "labels": [None] * len(steps)}
-        raw = RawRow("the prompt given", columns)
-        ((row,),) = format_of("stepwise")([raw], self.reader)
+        row = encode_steps(
+            self.tokenizer,
+            prompt,
+            steps,
+            separator=self.config.prm_separator,
+            placeholder=self.config.prm_placeholder,
+        )
         tokens = [*row.prompt, *row.answers[0].tokens]
         ids = torch.tensor([tokens], device=self.model.device)
         logits = self.model(input_ids=ids).logits[0].float()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from rlhf.data.formats import RawRow, Reader, format_of
 from rlhf.errors import RLHFError
 from rlhf.model.adapter import exported_model
 from rlhf.model.task import FORMS
+from rlhf.trainer import encode
 
 
 class Scorer:
@@ -34,12 +34,8 @@ class Scorer:
         With `normalise` (default: as the run was told by `rm.normalise`) less the mean and over the
         deviation of the run's held-out rows; RLHFError where it had none.
         """
-        raw = [
-            RawRow(f"answer {number}", {"prompt": prompt, "completion": answer, "label": True})
-            for number, answer in enumerate(answers)
-        ]
-        rows = format_of("unpaired")(raw, Reader(self.tokenizer, whole=True))
-        found = [self._reward([*row.prompt, *row.answers[0].tokens]) for (row,) in rows]
+        rows = [encode(self.tokenizer, prompt, answer, renders_whole=True) for answer in answers]
+        found = [self._reward([*row.prompt, *row.answers[0].tokens]) for row in rows]
         asked = getattr(self.config, "reward_normalise", False) if normalise is None else normalise
         if not asked:
             return found

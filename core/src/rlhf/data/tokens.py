@@ -1,0 +1,184 @@
+"""Texts and conversations to token ids: what the row formats and `encode` share."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from rlhf.config.field_docs import documented
+from rlhf.data.chat import ChatTemplate, Messages
+from rlhf.data.columns import RawRow, as_messages, keywords_of, messages_of, tools_of
+from rlhf.data.encode import Encoded, Encoder, Rendered
+from rlhf.data.example import Answer
+from rlhf.errors import RLHFError
+
+
+@documented
+@frozen
+class Row:
+    """A prompt and its answers as token ids: what `example` gets for a row in a named format, and
+    what `encode` returns."""
+
+    prompt: list[int]
+    """Token ids of the prompt; may be empty."""
+    answers: list[Answer]
+    """The answers; their `trained` says which tokens are trained on."""
+    columns: Mapping[str, Any] = field(factory=dict)
+    """The row as it was read, with the columns that its format adds."""
+
+
+Unencoded = tuple[list[Rendered], Mapping[str, Any]]
+"""A row before it is tokenised: the text of each path, and the row's columns."""
+
+
+class Reader:
+    """A tokenizer with its chat template, and how steps are marked."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        whole: bool = False,
+        separator: str = "\n",
+        placeholder: str | None = None,
+    ) -> None:
+        """With `whole`, conversations keep what the template writes after their last turn."""
+        self.encoder = Encoder(tokenizer)
+        self.chat = ChatTemplate(tokenizer, whole=whole)
+        self.separator = separator
+        """Text that ends a step unless a placeholder does."""
+        self.placeholder = placeholder
+        """Text that marks the end of a step, if any."""
+
+
+def encode(
+    tokenizer: Any,
+    prompt: str | Messages,
+    *answers: str | Messages,
+    tools: Sequence[Any] | None = None,
+    renders_whole: bool = False,
+) -> Row:
+    """Return a prompt and its answers as token ids, encoded as core encodes its row formats.
+
+    For `example` of a trainer without a row format. `prompt` and each of `answers` is text or a
+    list of messages. If all are text, the prompt gets BOS if the tokenizer adds one, and each
+    answer ends with EOS. Otherwise each path is a conversation, rendered by the chat template with
+    `tools` (JSON schemas), and the assistant's turns of the answer are trained on.
+    `renders_whole` is described at `Trainer.renders_whole`. Core applies `data.max_tokens` later,
+    to the example. Raises RLHFError for values of another shape; core adds the row's place.
+    """
+    if not answers:
+        raise RLHFError("a row needs at least one answer")
+    reader = _reader(tokenizer, str(tokenizer.chat_template), renders_whole)
+    row = RawRow("", {"prompt": prompt, "tools": None if tools is None else list(tools)})
+    names = [f"answers[{number}]" for number in range(len(answers))]
+    return join_paths(reader.encoder.encode(render_answers(row, reader, names, answers)), {})
+
+
+@functools.lru_cache(maxsize=8)
+def _reader(tokenizer: Any, template: str, whole: bool) -> Reader:
+    """The reader of a tokenizer whose chat template is `template`."""
+    return Reader(tokenizer, whole=whole)
+
+
+def encode_rows(rows: Sequence[Sequence[Unencoded]], reader: Reader) -> list[list[Row]]:
+    """Tokenise all rows at once; those without a path are left out."""
+    paths = [path for parts in rows for rendered, _ in parts for path in rendered]
+    encoded = iter(reader.encoder.encode(paths))
+    return [
+        [
+            join_paths(list(itertools.islice(encoded, len(rendered))), columns)
+            for rendered, columns in parts
+            if rendered
+        ]
+        for parts in rows
+    ]
+
+
+def join_paths(paths: Sequence[Encoded], columns: Mapping[str, Any]) -> Row:
+    """Return the tree of paths that begin alike.
+
+    Its prompt is what all paths share before the first trained token of any.
+    """
+    size = min(path.trained[0][0] if path.trained else len(path.ids) for path in paths)
+    prompt = paths[0].ids[:size]
+    for path in paths[1:]:
+        if path.ids[:size] != prompt:
+            pairs = zip(path.ids, prompt, strict=False)
+            size = next(place for place, (one, other) in enumerate(pairs) if one != other)
+            prompt = prompt[:size]
+    return Row(prompt, [_answer(path, size) for path in paths], columns)
+
+
+def render_text(prompt: str, answer: str) -> Rendered:
+    """Return plain text of which the answer is trained on."""
+    whole = prompt + answer
+    return Rendered(whole, ((len(prompt), len(whole)),), plain=True)
+
+
+def render_conversation(
+    row: RawRow, reader: Reader, messages: Messages, *, first: int
+) -> list[Rendered]:
+    """Return the conversation as text; the assistant's turns from message `first` are trained on.
+
+    Several texts if the template renders earlier turns differently, none without such a turn.
+    """
+    check_template(reader)
+    return reader.chat.render(messages, first=first, tools=tools_of(row), keywords=keywords_of(row))
+
+
+def render_answers(
+    row: RawRow, reader: Reader, names: Sequence[str], values: Sequence[Any]
+) -> list[Rendered]:
+    """Return the path of the row's prompt with each of `values`: text or message lists.
+
+    `names` are what error messages call the values.
+    """
+    prompt = row.columns["prompt"]
+    if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
+        return [render_text(prompt, value) for value in values]
+    before = messages_of(row, "prompt", role="user")
+    return [
+        render_answer(row, reader, before, as_messages(name, value, role="assistant"), name)
+        for name, value in zip(names, values, strict=True)
+    ]
+
+
+def render_answer(
+    row: RawRow,
+    reader: Reader,
+    before: list[dict[str, Any]],
+    answer: list[dict[str, Any]],
+    name: str,
+) -> Rendered:
+    """Return an answer after its prompt.
+
+    If the template renders earlier turns of the answer differently, only its last turn is trained
+    on.
+    """
+    texts = render_conversation(row, reader, [*before, *answer], first=len(before))
+    if not texts:
+        raise RLHFError(f"`{name}` has no turn of the assistant after the prompt; end it with one")
+    return texts[-1]
+
+
+def check_template(reader: Reader) -> None:
+    """Raise RLHFError if the tokenizer has no chat template."""
+    if not reader.chat.present:
+        raise RLHFError(
+            "this is a conversation, but the tokenizer has no chat template; "
+            "set data.chat_template to a file or to chatml"
+        )
+
+
+def _answer(path: Encoded, size: int) -> Answer:
+    """The tokens of a path after the first `size`."""
+    tokens = path.ids[size:]
+    if path.trained == [(size, len(path.ids))]:
+        return Answer(tokens)
+    mask = [False] * len(tokens)
+    for start, end in path.trained:
+        mask[start - size : end - size] = [True] * (end - start)
+    return Answer(tokens, None if all(mask) else mask)

@@ -4,11 +4,15 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf import demo
+from rlhf.errors import RLHFError
 from rlhf.testing import Other, TrainerConformance
+from rlhf.testing.bench import NUM_STEPS, Bench
 from rlhf.testing.conformance import bench_of
 from rlhf.testing.curves import same_curve
 
@@ -29,11 +33,12 @@ class Section:
 sound = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Sound")
 means = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Means")
 inert = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Inert")
+sampling = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Sampling")
 """
 TRAINERS = """
 import torch
 from rlhf.readouts import token_logprobs
-from rlhf.trainer import Example, Loss, Term, Trainer
+from rlhf.trainer import Answer, Example, Loss, Term, Trainer
 
 class Sound(Trainer):
     row_format = "demonstration"
@@ -58,6 +63,24 @@ class Inert(Sound):
     def loss(self, batch):
         lost = -self.policy(batch, token_logprobs)["logprobs"]
         return Loss((Term(lost.pow(self.config.power).sum(), per="tokens"),))
+
+class Sampling(Sound):
+    def setup(self, run):
+        super().setup(run)
+        self.run = run
+
+    def rollout(self, examples, step):
+        draws = self.run.sample(
+            self.policy, [example.prompt for example in examples for _ in range(3)],
+            seeds=range(100 * step, 100 * step + 3 * len(examples)), max_new_tokens=40,
+        )
+        lengths.update(map(len, draws))
+        return [
+            Example(example.prompt, [Answer(draw) for draw in draws[3 * n : 3 * n + 3]])
+            for n, example in enumerate(examples)
+        ]
+
+lengths = set()
 """
 OTHERS: dict[str, Any] = {
     "scale": 2.0,
@@ -68,11 +91,12 @@ OTHERS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A distribution with one sound trainer and two that are not."""
+    """A distribution with two sound trainers and two that are not."""
     info = tmp_path / "site" / "rlhf_odd-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: rlhf-odd\nVersion: 1.0\n")
-    names = "".join(f"odd_{name} = odd_plugin:{name}\n" for name in ("sound", "means", "inert"))
+    trainers = ("sound", "means", "inert", "sampling")
+    names = "".join(f"odd_{name} = odd_plugin:{name}\n" for name in trainers)
     (info / "entry_points.txt").write_text(f"[rlhf.trainers]\n{names}")
     (info.parent / "odd_plugin.py").write_text(PLUGIN)
     (info.parent / "odd_plugin_trainers.py").write_text(TRAINERS)
@@ -96,6 +120,11 @@ class Means(TrainerConformance):
 
 class Inert(TrainerConformance):
     trainer = "odd_inert"
+    others = OTHERS
+
+
+class Sampling(TrainerConformance):
+    trainer = "odd_sampling"
     others = OTHERS
 
 
@@ -126,11 +155,64 @@ def test_a_setting_that_nobody_speaks_of_is_named(
         Sound().test_every_hyper_parameter_changes_the_loss(bench_of(Sound, tmp_path))
 
 
+def test_the_budget_holds_the_answers_of_a_rollout_which_end_at_different_lengths(
+    tmp_path: Path,
+) -> None:
+    rows_only = bench_of(Sound, tmp_path / "sound").longest
+    bench = bench_of(Sampling, tmp_path / "sampling")
+    lengths = importlib.import_module("odd_plugin_trainers").lengths
+    assert min(lengths) < 20 < max(lengths)
+    assert bench.longest > rows_only
+    assert len(bench.plain()) == NUM_STEPS + 1
+
+
+def test_a_run_that_failed_raises_its_own_error_again(tmp_path: Path) -> None:
+    bench = Bench("odd_sound", tmp_path, ["--no.such", "1"], str(tmp_path))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RLHFError, match=r"has no demo; pass --model and --data$") as caught:
+            bench.plain()
+        errors.append(caught.value)
+    assert errors[0] is errors[1]
+
+
+def test_a_run_that_only_fails_in_bf16_is_found() -> None:
+    def curve(*losses: float) -> list[dict[str, Any]]:
+        return [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+
+    def bench(*losses: float) -> Any:
+        plain = curve(1.0, 2.0, 3.0)
+        return SimpleNamespace(plain=lambda: plain, run=lambda *words: curve(*losses))
+
+    Sound().test_a_run_in_bf16_begins_like_that_in_fp32(bench(1.05, 1.9))
+    for losses in ((1.5, 2.0), (1.0, float("nan"))):
+        with pytest.raises(AssertionError, match=r"^at model\.dtype bf16, the default, the first"):
+            Sound().test_a_run_in_bf16_begins_like_that_in_fp32(bench(*losses))
+
+
+def test_too_few_rows_are_told(tmp_path: Path) -> None:
+    class Few(Sound):
+        rows = demo.rows("arithmetic", "train", "demonstration")[:28]
+
+    with pytest.raises(AssertionError) as error:
+        bench_of(Few, tmp_path)
+    assert str(error.value).startswith(
+        "odd_sound: the tests train on 22 rows and hold out 7; give 29 rows instead of 28"
+    )
+
+
 def test_curves_are_held_against_each_other_in_loss_norm_and_evaluation() -> None:
     def curve(loss: float = 1.0, norm: float = 2.0, held_out: float = 3.0) -> list[dict[str, Any]]:
         return [{"step": 1, "loss": loss, "grad_norm": norm}, {"step": 1, "eval/loss": held_out}]
 
     same_curve(curve(1.000005, 2.0001, 3.00001), curve())
-    for other in (curve(loss=1.0001), curve(norm=2.001), curve(held_out=3.001)):
-        with pytest.raises(AssertionError):
+    for other, promise in (
+        (curve(loss=1.0001), "loss differs from the run in plain torch: at step 1 1.0001 instead"),
+        (curve(norm=2.001), "grad_norm differs from the run in plain torch: at step 1 2.001"),
+        (curve(held_out=3.001), "the last evaluation differs from that of the run in plain torch"),
+    ):
+        with pytest.raises(AssertionError) as error:
             same_curve(other, curve())
+        assert str(error.value).startswith(promise)
+        # pytest shows the values in the modules of the kit, in every distribution's tests.
+        assert "\nassert " in str(error.value)

@@ -26,8 +26,8 @@ ON_POLICY = ("--kd.on_policy", "0.5", "--kd.teacher_answers", "0.3", "--kd.max_n
 def words(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """The words of a tiny run into a folder of this name."""
     folder = tmp_path_factory.mktemp("teachers")
-    student = tiny.make_model(folder / "student")
-    teacher = tiny.make_model(folder / "teacher", seed=1)
+    student = tiny.make_model(folder / "student", ends_answers=True)
+    teacher = tiny.make_model(folder / "teacher", seed=1, ends_answers=True)
     rows = demo.rows("arithmetic", "train", "demonstration")
     train = tiny.write_rows(folder / "train.jsonl", rows[:10])
     held_out = tiny.write_rows(folder / "eval.jsonl", rows[10:13])

@@ -139,30 +139,30 @@ def test_every_setting_that_a_loss_reads_changes_it(name: str, setting: str, val
     [
         (
             {"loss": "sigmiod"},
-            "there is no loss 'sigmiod'; did you mean sigmoid?; there are "
+            "unknown loss 'sigmiod'; did you mean sigmoid?; available: "
             + ", ".join(KINDS)
             + ", sft and module:function",
         ),
-        ({"loss": ("ipo", "ipo")}, "ipo stands twice: give it one weight"),
+        ({"loss": ("ipo", "ipo")}, "duplicate loss 'ipo'; give it one weight"),
         (
             {"loss": "sft"},
-            "sft alone compares nothing: add a pair loss, or use `rlhf run sft`",
+            "sft by itself compares nothing; add a pair loss, or use `rlhf run sft`",
         ),
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing has no effect in hinge"),
         ({"gamma": 1.0}, "gamma has no effect in sigmoid"),
         ({"discopop_tau": 0.1}, "discopop_tau has no effect in sigmoid"),
         (
             {"loss": "exo_pair", "label_smoothing": 0.0},
-            "exo_pair needs label_smoothing above 0: its default is 1e-3",
+            "exo_pair needs label_smoothing above 0; its default is 1e-3",
         ),
         (
             {"loss": "simpo", "reference": "cache"},
-            "reference cache has no effect: simpo needs none",
+            "reference cache has no effect: simpo does not use a reference",
         ),
         ({"reference_mix": 1.0}, "reference_mix has no effect without reference_every"),
         (
             {"loss": "orpo", "reference_every": 8},
-            "reference_every has no effect: orpo has no reference",
+            "reference_every has no effect: orpo does not use a reference",
         ),
         (
             {"reference": "cache", "reference_every": 8},
@@ -185,4 +185,4 @@ def test_a_weight_of_zero_only_takes_out_what_a_loss_brings() -> None:
     assert DPOConfig().sft_weight == 0.0
     with pytest.raises(ValueError) as error:
         DPOConfig(loss=(cpo, LossEntry(name="hinge", weight=0.0)))
-    assert str(error.value) == "hinge has the weight 0: take it out"
+    assert str(error.value) == "hinge has the weight 0; remove it"

@@ -112,20 +112,22 @@ def test_a_filler_has_no_loss() -> None:
     [
         (
             {"on_policy": 0.7, "teacher_answers": 0.5},
-            "on_policy 0.7 and teacher_answers 0.5 are shares of the same rows: together at most 1",
+            "on_policy 0.7 and teacher_answers 0.5 are shares of the same rows; "
+            "together they must be at most 1",
         ),
         (
             {"sft": 0.1, "on_policy": 0.5},
-            "sft 0.1 does not fit on_policy 0.5: the student's own answers would count as right",
+            "sft 0.1 cannot be combined with on_policy 0.5: the student's own answers would count "
+            "as correct",
         ),
         (
             {"sft": 1.0},
-            "sft 1 learns nothing from the teacher: lower it, or add teacher_answers",
+            "sft 1 learns nothing from the teacher; lower it, or add teacher_answers",
         ),
         (
             {"cache_top": 5, "on_policy": 0.5},
-            "cache_top has the rows' own answers alone, and on_policy 0.5 and teacher_answers 0 "
-            "ask for new ones",
+            "cache_top covers only the rows' own answers, but on_policy 0.5 and teacher_answers 0 "
+            "need new ones",
         ),
         ({"beta": 0.1}, f"beta would have no effect here: {NEEDS}"),
         (

@@ -137,7 +137,7 @@ def test_the_last_labelled_step_alone_is_an_outcome_reward() -> None:
 def test_settings_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(RLHFError) as caught:
         read_config("prm", overrides=["--prm.reward_tokens", "[good, bad]"], inputs=False)
-    assert str(caught.value) == ("prm: reward_tokens are of formulation token, and this is head")
+    assert str(caught.value) == "prm: reward_tokens need formulation token"
 
 
 def demo_tokenizer() -> Any:

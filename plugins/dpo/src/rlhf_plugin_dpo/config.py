@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.plugin import check_reference
+from rlhf.plugin import check_reference, check_rules
 
 share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
 
@@ -69,15 +69,15 @@ def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> Non
             hint = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join((*KINDS, "sft"))
             raise ValueError(
-                f"there is no loss {entry.name!r}{hint}; there are {known} and module:function"
+                f"unknown loss {entry.name!r}{hint}; available: {known} and module:function"
             )
         if names.count(entry.name) > 1:
-            raise ValueError(f"{entry.name} stands twice: give it one weight")
+            raise ValueError(f"duplicate loss {entry.name!r}; give it one weight")
         brought = entry.name == "sft" and any(kind_of(name).sft for name in names)
         if entry.weight == 0 and not brought:
-            raise ValueError(f"{entry.name} has the weight 0: take it out")
+            raise ValueError(f"{entry.name} has the weight 0; remove it")
     if not any(name != "sft" for name in names):
-        raise ValueError("sft alone compares nothing: add a pair loss, or use `rlhf run sft`")
+        raise ValueError("sft by itself compares nothing; add a pair loss, or use `rlhf run sft`")
 
 
 @frozen(kw_only=True)
@@ -125,42 +125,39 @@ class DPOConfig:
         return self.reference != "none" and any(kind_of(name).reference for name in self.names)
 
     def __attrs_post_init__(self) -> None:
-        for problem, broken in _contradictions(self):
-            if broken:
-                raise ValueError(problem)
-
-
-def _contradictions(config: DPOConfig) -> list[tuple[str, Any]]:
-    """Settings that would do nothing, or nothing sound."""
-    names, smoothing = ", ".join(config.names), config.label_smoothing
-    read = {name for loss in config.names for name in kind_of(loss).reads}
-    free = not any(kind_of(name).reference for name in config.names)
-    moved, fixed = config.reference_every is not None, ("adapter", "cache", "none")
-    return [
-        (f"label_smoothing has no effect in {names}", smoothing and "label_smoothing" not in read),
-        (f"gamma has no effect in {names}", config.gamma != 0.5 and "gamma" not in read),
-        (
-            f"discopop_tau has no effect in {names}",
-            config.discopop_tau != 0.05 and "discopop_tau" not in read,
-        ),
-        (
-            "exo_pair needs label_smoothing above 0: its default is 1e-3",
-            "exo_pair" in config.names and smoothing == 0,
-        ),
-        (
-            f"reference {config.reference} has no effect: {names} needs none",
-            free and config.reference not in ("auto", "none"),
-        ),
-        (
-            "reference_mix has no effect without reference_every",
-            config.reference_mix != 0.6 and not moved,
-        ),
-        (f"reference_every has no effect: {names} has no reference", moved and free),
-        (
-            f"reference_every needs reference engine, since {config.reference} cannot change",
-            moved and config.reference in fixed,
-        ),
-    ]
+        names, smoothing = ", ".join(self.names), self.label_smoothing
+        read = {setting for name in self.names for setting in kind_of(name).reads}
+        has_reference = any(kind_of(name).reference for name in self.names)
+        moves, fixed = self.reference_every is not None, ("adapter", "cache", "none")
+        tau = self.discopop_tau
+        check_rules(
+            (
+                f"label_smoothing has no effect in {names}",
+                smoothing and "label_smoothing" not in read,
+            ),
+            (f"gamma has no effect in {names}", self.gamma != 0.5 and "gamma" not in read),
+            (f"discopop_tau has no effect in {names}", tau != 0.05 and "discopop_tau" not in read),
+            (
+                "exo_pair needs label_smoothing above 0; its default is 1e-3",
+                "exo_pair" in self.names and smoothing == 0,
+            ),
+            (
+                f"reference {self.reference} has no effect: {names} does not use a reference",
+                not has_reference and self.reference not in ("auto", "none"),
+            ),
+            (
+                "reference_mix has no effect without reference_every",
+                self.reference_mix != 0.6 and not moves,
+            ),
+            (
+                f"reference_every has no effect: {names} does not use a reference",
+                moves and not has_reference,
+            ),
+            (
+                f"reference_every needs reference engine, since {self.reference} cannot change",
+                moves and self.reference in fixed,
+            ),
+        )
 
 
 def check(config: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from attrs import field, fields, frozen, validators
 
-from rlhf.errors import RLHFError
+from rlhf.plugin import RLHFError, check_rules
 
 inside: Any = validators.and_(validators.gt(0), validators.lt(1))
 share: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -46,56 +46,57 @@ class KDConfig:
     sampling_temperature: float = field(default=1.0, validator=validators.gt(0))
     """Temperature at which they are drawn."""
 
-    def __attrs_post_init__(self) -> None:
-        for problem, is_there in self._contradictions().items():
-            if is_there:
-                raise ValueError(problem)
-
     @property
     def writes(self) -> bool:
         """Whether any answers are written anew."""
         return self.on_policy + self.teacher_answers > 0
 
-    def _contradictions(self) -> dict[str, bool]:
-        """What these settings cannot mean together, and what would have no effect."""
-        default = {item.name: item.default for item in fields(KDConfig)}
+    def __attrs_post_init__(self) -> None:
         shares = f"on_policy {self.on_policy:g} and teacher_answers {self.teacher_answers:g}"
-        own = f"sft {self.sft:g} does not fit on_policy {self.on_policy:g}"
+        changed = " and ".join(self._changed_without_effect())
+        check_rules(
+            (
+                f"{shares} are shares of the same rows; together they must be at most 1",
+                self.on_policy + self.teacher_answers > 1,
+            ),
+            (
+                f"sft {self.sft:g} cannot be combined with on_policy {self.on_policy:g}: the "
+                "student's own answers would count as correct",
+                self.sft and self.on_policy,
+            ),
+            (
+                f"cache_top covers only the rows' own answers, but {shares} need new ones",
+                self.cache_top is not None and self.writes,
+            ),
+            (
+                "sft 1 learns nothing from the teacher; lower it, or add teacher_answers",
+                self.sft == 1 and not self.teacher_answers,
+            ),
+            (f"{changed} would have no effect here: {NEEDS}", changed),
+        )
+
+    def _changed_without_effect(self) -> list[str]:
+        """Return the settings that differ from their defaults although nothing reads them."""
+        default = {item.name: item.default for item in fields(KDConfig)}
         unread = {
             "beta": self.loss != "jsd",
             "skew": not self.loss.startswith("skewed"),
             "max_new_tokens": not self.writes,
             "sampling_temperature": not self.writes,
         }
-        idle = [name for name, is_idle in unread.items() if is_idle]
-        changed = [name for name in idle if getattr(self, name) != default[name]]
-        return {
-            f"{shares} are shares of the same rows: together at most 1": (
-                self.on_policy + self.teacher_answers > 1
-            ),
-            f"{own}: the student's own answers would count as right": bool(
-                self.sft and self.on_policy
-            ),
-            f"cache_top has the rows' own answers alone, and {shares} ask for new ones": (
-                self.cache_top is not None and self.writes
-            ),
-            "sft 1 learns nothing from the teacher: lower it, or add teacher_answers": (
-                self.sft == 1 and not self.teacher_answers
-            ),
-            f"{' and '.join(changed)} would have no effect here: {NEEDS}": bool(changed),
-        }
+        return [name for name in unread if unread[name] and getattr(self, name) != default[name]]
 
 
 NEEDS = (
     "beta needs the loss jsd, skew a skewed one, max_new_tokens and sampling_temperature need "
     "on_policy or teacher_answers"
 )
-"""What the settings need that do not always act."""
+"""What the settings need that do not always have an effect."""
 
 
 def check(config: Any) -> None:
-    """Raise RLHFError where a run has no teacher, or a folder with a revision."""
+    """Raise RLHFError if the teacher is missing, or is a folder and has a revision."""
     if not config.kd.teacher:
-        raise RLHFError("kd.teacher: no teacher is given; add --kd.teacher FOLDER_OR_HUB_NAME")
+        raise RLHFError("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
     if config.kd.teacher_revision and Path(config.kd.teacher).is_dir():
-        raise RLHFError("kd.teacher_revision: has no effect on a folder")
+        raise RLHFError("kd.teacher_revision has no effect on a local folder; remove it")

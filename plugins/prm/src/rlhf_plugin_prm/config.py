@@ -4,6 +4,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from rlhf.plugin import check_rules
+
 POSITIVE, NEGATIVE = "+", "-"
 """The reward tokens of Math-Shepherd (arXiv 2312.08935)."""
 
@@ -27,7 +29,13 @@ class PRMConfig:
     reward)."""
 
     def __attrs_post_init__(self) -> None:
-        if self.reward_tokens is not None and self.formulation == "head":
-            raise ValueError("reward_tokens are of formulation token, and this is head")
-        if not (self.separator or self.placeholder):
-            raise ValueError("separator is empty: a step needs a text that ends it")
+        check_rules(
+            (
+                "reward_tokens need formulation token",
+                self.reward_tokens is not None and self.formulation == "head",
+            ),
+            (
+                "separator is empty; a step needs a text that ends it",
+                not (self.separator or self.placeholder),
+            ),
+        )

@@ -174,7 +174,8 @@ SETTINGS = {
     "--optim.lr= ": "optim.lr: expected a number, got null",
     "--optim.lr -1": "optim.lr: must be > 0: -1.0",
     "--checkpoint.best eval/nope": (
-        "checkpoint.best: say whether eval/nope should rise or fall: +eval/nope or -eval/nope"
+        "checkpoint.best: eval/nope needs a direction; write +eval/nope or -eval/nope "
+        "(rise or fall)"
     ),
     "--backend nope": (
         "backend 'nope' is not installed; available: deepspeed (rlhf-plugin-deepspeed 0.1.0)"

@@ -172,11 +172,11 @@ def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
     [
         (
             ["--checkpoint.best", "eval/kl"],
-            "checkpoint.best: say whether eval/kl should rise or fall: +eval/kl or -eval/kl",
+            "checkpoint.best: eval/kl needs a direction; write +eval/kl or -eval/kl (rise or fall)",
         ),
         (
             ["--checkpoint.best", "loss"],
-            "checkpoint.best: a metric of an evaluation is expected, such as eval/loss, not loss",
+            "checkpoint.best: expected a metric of an evaluation such as eval/loss, got loss",
         ),
         (
             ["--train.patience", "2", "--train.eval_every", "1"],

@@ -228,8 +228,8 @@ def test_plugins_check_loads_each_and_tells_what_is_broken(
     assert main(["plugins", "check"]) == 2
     more = "of rlhf-more 1.0"
     assert capsys.readouterr().out.splitlines() == [
-        f"broken      backend 'empty' {more}: backend toy_trainer.Wrong lacks the hook "
-        "'setup_mesh'",
+        f"broken      backend 'empty' {more}: backend toy_trainer.Wrong does not implement the "
+        "hook 'setup_mesh'",
         "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
         f"broken      observer 'ear' {more}: OSError: no ear",

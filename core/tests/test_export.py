@@ -40,7 +40,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     for source in (tmp_path / "gone", run / "config.yaml", tmp_path):
         assert told(source, tmp_path / "out") == (
-            f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
+            f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )
     assert told(run / "checkpoints" / "step-000002", tmp_path / "out") == (
         f"no checkpoint 'step-000002' in {run}/checkpoints; available: step-000001"

@@ -183,18 +183,21 @@ def test_core_answers_build_schedule_where_the_backend_does_not() -> None:
 
 
 def test_a_backend_that_lacks_a_hook_is_refused() -> None:
-    assert refused(backend(without="prepare")) == f"backend {HERE}.Backend lacks the hook 'prepare'"
+    assert (
+        refused(backend(without="prepare"))
+        == f"backend {HERE}.Backend does not implement the hook 'prepare'"
+    )
     unmarked = backend(prepare=lambda self, model: model)
     assert refused(unmarked) == (
-        f"backend {HERE}.Backend lacks the hook 'prepare'; it has a method of that name "
-        "without @hookimpl"
+        f"backend {HERE}.Backend does not implement the hook 'prepare'; its method of that "
+        "name has no @hookimpl"
     )
 
 
 def test_a_backend_hook_has_one_implementation() -> None:
     again = hookimpl(specname="setup_mesh")(lambda self, config: config)
     assert refused(backend(start=again)) == (
-        f"backend {HERE}.Backend implements 'setup_mesh' twice: one answer is possible"
+        f"backend {HERE}.Backend implements 'setup_mesh' twice; remove one implementation"
     )
 
 
@@ -203,7 +206,7 @@ def test_an_answer_of_none_is_refused() -> None:
     with pytest.raises(RLHFError) as caught:
         gateway.setup_mesh(config=None)  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "the hook 'setup_mesh' gave None: the backend or an extension forgot its return"
+        "the hook 'setup_mesh' returned None; add a return to the backend or the extension"
     )
 
 
@@ -260,7 +263,7 @@ class Meddler:
     [
         (
             Rival,
-            "'setup_mesh' is not @hookimpl(wrapper=True): an extension may only wrap hooks",
+            "'setup_mesh' needs @hookimpl(wrapper=True), since an extension may only wrap hooks",
         ),
         (
             Misspelt,
@@ -268,22 +271,22 @@ class Meddler:
         ),
         (
             Unknown,
-            "'configure_zero' takes 'model', which the hook does not give; "
-            "it gives config, mesh, model_shape",
+            "'configure_zero' takes 'model', which the hook does not pass; "
+            "available: config, mesh, model_shape",
         ),
         (
             Default,
-            "'configure_zero' takes 'mesh', with a default, and pluggy up to 1.6 then never fills "
-            "it: drop the default",
+            "'configure_zero' takes 'mesh', with a default, so pluggy up to 1.6 never passes "
+            "it; remove the default",
         ),
         (
             KeywordOnly,
-            "'configure_zero' takes 'mesh', which pluggy never fills: name plain parameters",
+            "'configure_zero' takes 'mesh', which pluggy never passes; use plain parameters",
         ),
         (
             Gathered,
-            "'configure_zero' takes '**everything', which pluggy never fills: "
-            "name plain parameters",
+            "'configure_zero' takes '**everything', which pluggy never passes; "
+            "use plain parameters",
         ),
     ],
 )

@@ -155,7 +155,9 @@ def test_an_adapter_is_exported_alone_and_merges_into_its_base(
 def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path / "out"))
-    assert str(caught.value) == (f"{tmp_path} is no adapter folder: it has no adapter_config.json")
+    assert str(caught.value) == (
+        f"{tmp_path} is not an adapter folder: it has no adapter_config.json"
+    )
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
     )

@@ -271,25 +271,23 @@ def test_auto_takes_the_cheapest_and_says_why(folder: Path) -> None:
         (
             {},
             {"mode": "adapter"},
-            "pairs.reference adapter needs lora: choose engine or cache, or add --lora 16",
+            "pairs.reference adapter needs lora; choose engine or cache, or add --lora 16",
         ),
         (
             {},
             {"mode": "cache", "live": True},
-            "pairs.reference cache has log-probabilities of the data's own answers alone, and "
-            "pairs asks about others: choose adapter or engine",
+            "pairs.reference cache has log-probabilities of the rows' own answers only, and pairs "
+            "needs those of other answers; choose adapter or engine",
         ),
         (
             {"lora": LoraConfig(rank=2)},
             {"every": 2},
-            "pairs: a reference that moves is an engine of its own and follows all weights, but "
-            "here is an adapter: take the adapter out",
+            "pairs: a reference that moves follows all weights of the policy; remove the adapter",
         ),
         (
             {},
             {"mode": "cache", "every": 2},
-            "pairs: a reference that moves is an engine of its own and follows all weights, but "
-            "here is the mode cache: choose engine",
+            "pairs: a reference that moves cannot be of mode cache; choose engine",
         ),
     ],
 )
@@ -314,8 +312,8 @@ def test_an_adapter_to_go_on_with_is_part_of_the_start(folder: Path, tmp_path: P
     with pytest.raises(RLHFError) as error:
         later.reference("adapter")
     assert str(error.value) == (
-        f"pairs.reference adapter would be the base without model.adapter {tmp_path}, which is "
-        "not where the policy starts: choose engine or cache"
+        f"pairs.reference adapter would be the base model without model.adapter {tmp_path}, "
+        "which is not where the policy starts; choose engine or cache"
     )
 
 
@@ -381,17 +379,16 @@ def test_a_table_splits_by_answers(folder: Path) -> None:
     [
         (
             "dpo --dpo.reference adapter",
-            "dpo.reference adapter needs lora: choose engine or cache, or add --lora 16",
+            "dpo.reference adapter needs lora; choose engine or cache, or add --lora 16",
         ),
         (
             "dpo --dpo.reference_every 5 --lora 4",
-            "dpo: a reference that moves is an engine of its own and follows all weights, but here "
-            "is an adapter: take the adapter out",
+            "dpo: a reference that moves follows all weights of the policy; remove the adapter",
         ),
         (
             "kto --kto.reference cache",
-            "kto.reference cache has log-probabilities of the data's own answers alone, and kto "
-            "asks about others: choose adapter or engine",
+            "kto.reference cache has log-probabilities of the rows' own answers only, and kto "
+            "needs those of other answers; choose adapter or engine",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""`rlhf export`: a model folder made of a checkpoint."""
+"""`rlhf export`: write a model folder from a checkpoint."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlhf.loop.export import write_model
 
 
 def export_command(source: str, output: str) -> int:
-    """`rlhf export RUN/checkpoints/step-N OUT`, or a run folder for its newest checkpoint."""
+    """Write `output` from a checkpoint, or from the newest one of a run folder; returns 0."""
     disable_progress_bar()
     with new_folder(Path(output)) as target:
         folder = _checkpoint_folder(Path(source))
@@ -21,15 +21,15 @@ def export_command(source: str, output: str) -> int:
 
 
 def _checkpoint_folder(source: Path) -> Path:
-    """The checkpoint that `source` names, undamaged."""
+    """Return the checkpoint that `source` names. Raises RLHFError if it is damaged."""
     if (source / "checkpoints").is_dir():
         newest = checkpoints.newest(source / "checkpoints", remedy=_remedy(source / "checkpoints"))
         if newest is None:
-            raise RLHFError(f"{source} holds no checkpoint yet: give another run folder")
+            raise RLHFError(f"{source} has no checkpoint yet; choose another run folder")
         return newest
     if not (source.parent.parent / "config.yaml").is_file():
         raise RLHFError(
-            f"{source} is no checkpoint of a run: give RUN/checkpoints/step-NNNNNN or RUN"
+            f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )
     return checkpoints.named(source.parent, source.name, remedy=_remedy(source.parent))
 

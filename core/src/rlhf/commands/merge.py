@@ -1,4 +1,4 @@
-"""`rlhf merge`: a LoRA adapter folded into its base model."""
+"""`rlhf merge`: merge a LoRA adapter into its base model."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rlhf.model.trainable import adapter_settings
 
 
 def merge_command(adapter: str, output: str) -> int:
-    """Write base plus adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
+    """Write base and adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
 
     `adapter` is an adapter folder, or a run folder whose `model/` is one.
     """
@@ -25,7 +25,7 @@ def merge_command(adapter: str, output: str) -> int:
 
 
 def _merge(source: Path, target: Path) -> str:
-    """Fill the empty folder `target`; the name of the base."""
+    """Fill the empty folder `target`; returns the name of the base model."""
     settings = adapter_settings(str(source))
     merged = exported_model(source, form_of(settings.task_type)).merge_and_unload()
     merged.save_pretrained(target)
@@ -38,8 +38,8 @@ def _merge(source: Path, target: Path) -> str:
 
 
 def adapter_folder(path: Path) -> Path:
-    """The folder with the adapter's config."""
+    """Return the folder with the adapter's config: `path` or `path`/model."""
     for folder in (path, path / "model"):
         if (folder / "adapter_config.json").is_file():
             return folder
-    raise RLHFError(f"{path} is no adapter folder: it has no adapter_config.json")
+    raise RLHFError(f"{path} is not an adapter folder: it has no adapter_config.json")

@@ -1,4 +1,4 @@
-"""What a run is asked to do; `rlhf.request.reader` reads it."""
+"""The configuration of a run: its sections, and a strict reader of plain data."""
 
 from rlhf.config.sections import Config
 

@@ -1,4 +1,4 @@
-"""Names of TRL, Transformers, OpenRLHF and Axolotl: known to error texts only."""
+"""Settings of TRL, Transformers, OpenRLHF and Axolotl, which error messages translate."""
 
 NAMES = {
     "model.path": "model_name_or_path base_model pretrain",
@@ -10,7 +10,7 @@ NAMES = {
     "data.max_tokens": "max_length max_seq_length sequence_len max_len cutoff_len",
     "batch.size": "train_batch_size per_device_train_batch_size",
     "batch.tokens": "micro_batch_size micro_train_batch_size per_device_eval_batch_size",
-    "what follows from batch.size and batch.tokens": "gradient_accumulation_steps",
+    "derived from batch.size and batch.tokens": "gradient_accumulation_steps",
     "always on": "packing sample_packing packing_samples",
     "optim.lr": "learning_rate",
     "optim.name": "optimizer",
@@ -37,4 +37,4 @@ NAMES = {
     "output": "output_dir save_path ckpt_path",
 }
 FOREIGN = {name: ours for ours, names in NAMES.items() for name in names.split()}
-"""`'learning_rate' is optim.lr here`."""
+"""Our name by theirs, as in `'learning_rate' is optim.lr here`."""

@@ -1,23 +1,26 @@
-"""What `checkpoint.best` asks for: a metric and whether it should rise or fall."""
+"""The objective in `checkpoint.best`: a metric, and whether it should rise or fall."""
 
 import functools
 import re
 
-FALLS = {"loss"}
-RISES = {"accuracy", "accuracies", "margin", "margins", "auc", "f1"}
-"""What is known of a metric by a word of its name."""
+FALLING = {"loss"}
+RISING = {"accuracy", "accuracies", "margin", "margins", "auc", "f1"}
+"""Words in the name of a metric that tell its direction."""
 
 
 @functools.cache
 def objective(text: str) -> tuple[str, int]:
-    """The metric that `checkpoint.best` names and whether it should rise (1) or fall (-1): by its
-    leading sign, else by a word of its name. Raises ValueError where neither says so."""
+    """Return the metric that `text` names, and 1 if it should rise or -1 if it should fall.
+
+    The direction is its leading sign, or follows from a word of its name. Raises ValueError if
+    neither tells it.
+    """
     name = text.lstrip("+-")
     if not name.startswith("eval/"):
-        raise ValueError(f"a metric of an evaluation is expected, such as eval/loss, not {text}")
+        raise ValueError(f"expected a metric of an evaluation such as eval/loss, got {text}")
     if text != name:
         return name, -1 if text.startswith("-") else 1
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if bool(words & FALLS) == bool(words & RISES):
-        raise ValueError(f"say whether {name} should rise or fall: +{name} or -{name}")
-    return name, -1 if words & FALLS else 1
+    if bool(words & FALLING) == bool(words & RISING):
+        raise ValueError(f"{name} needs a direction; write +{name} or -{name} (rise or fall)")
+    return name, -1 if words & FALLING else 1

@@ -9,7 +9,7 @@ from rlhf.config.objective import objective
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
-share: Any = validators.and_(validators.ge(0), validators.le(1))
+fraction: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
 
@@ -26,42 +26,42 @@ def _has_direction(instance: object, attribute: object, value: str) -> None:
 @documented
 @frozen(kw_only=True)
 class ModelConfig:
-    """Which model is trained, and how it is held."""
+    """The model that is trained, and how it is represented."""
 
     path: str = ""
     """Folder or hub name of a model in the transformers layout."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer where it is not beside the model."""
+    """Folder or hub name of the tokenizer, if it is not in the model's folder."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Recorded in versions.json."""
+    """Run Python code that comes with the model. Recorded in versions.json of the run."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of the weights in forward and backward; bf16 and fp16 keep fp32 masters."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """random builds the weights from the model's config alone."""
+    """random: create new weights from the model's config."""
     quantize: Literal["nf4"] | None = None
-    """Hold the frozen base in 4 bits (NF4, arXiv 2305.14314); needs lora and a CUDA device."""
+    """Keep the frozen base in 4 bits (NF4, arXiv 2305.14314). Needs lora and a CUDA device."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained: shell patterns, such as `*.embed_tokens.*`."""
+    """Parameters that are not trained, as shell patterns such as `*.embed_tokens.*`."""
     adapter: str | None = None
-    """Folder of a LoRA adapter to go on training."""
+    """Folder of a LoRA adapter to continue training."""
     kernels: Literal["auto", "liger", "compile", "none"] = "auto"
-    """What runs the layers on CUDA. auto: with fp8 compile; else norms by kernels of ours, rotary
-    embedding and gates by those of Liger (arXiv 2410.10989) for the families that docs/models.md
-    names, where liger-kernel is installed. liger: this, or an error. compile: torch.compile of the
-    layers of any family, at ZeRO stages 0 to 2, without quantize and with recompute none or full.
-    none: the model's own."""
+    """Kernels of the layers on CUDA. none: the model's own. liger: fused norms, and Liger's rotary
+    embedding and gates (arXiv 2410.10989), for the families in docs/models.md; an error if they
+    cannot be used. compile: torch.compile of the layers, for any family; at ZeRO stages 0 to 2,
+    without quantize, with recompute none or full. auto: compile with fp8, else those of liger that
+    can be used."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Products of the layers in FP8, by this recipe of torchao: faster for large models, for a
-    curve that is not quite the same. tensorwise: one scale for each tensor; rowwise: one for each
-    row, which is slower. On GPUs of compute capability 8.9, for rowwise 9.0."""
+    """Compute the layers' matrix products in FP8 by this recipe of torchao. Faster for large
+    models; the curve differs slightly. tensorwise: one scale per tensor; rowwise: one per row,
+    which is slower. Needs GPUs of compute capability 8.9, for rowwise 9.0."""
     recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
-    """What is computed again in backward instead of kept, for the same curve. full: every layer
-    (gradient checkpointing), a fifth to a quarter more time. selective: the products of gated
-    layers, a quarter of the activations for 2 % more time. offload: as full, and each layer's input
-    waits on the host. auto: the first of none, selective, full and offload with which a step fits
-    the accelerator's memory."""
+    """Activations that are recomputed in the backward pass instead of kept; the curve is the same.
+    selective: the products of gated feed-forward layers, which saves a quarter of the activations
+    for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more
+    time. offload: as full, with each layer's input kept in host memory. auto: the first of none,
+    selective, full and offload with which a step fits in the accelerator's memory."""
 
 
 @documented
@@ -74,54 +74,54 @@ class DataEntry:
     subset: str | None = None
     """Configuration name on the hub."""
     split: str | None = None
-    """Split of a hub or folder data set; default train."""
+    """Split of a data set from a hub or folder; default: train."""
     weight: float = field(default=1.0, validator=positive)
-    """How many times the rows are taken per epoch: 0.3 takes 30 % of them, 2 takes each twice."""
+    """How often the rows are used per epoch: 0.3 uses 30 % of them, 2 uses each twice."""
     limit: int | None = field(default=None, validator=optional(positive))
-    """Take the first so many rows."""
+    """Use only this many rows, the first ones."""
     columns: dict[str, str] = field(factory=dict)
-    """Column renames: `{prompt: question}` reads `prompt` from the column `question`."""
+    """Renamed columns: `{prompt: question}` reads `prompt` from the column `question`."""
     convert: Literal["prm800k", "math_shepherd", "sharegpt"] | None = None
-    """Turns rows as a well-known data set publishes them into rows of our formats, after the
-    renames: PRM800K, Math-Shepherd, or messages written as `from` and `value`."""
+    """Convert rows, after renaming, from the format of PRM800K, of Math-Shepherd, or from messages
+    with `from` and `value` (ShareGPT)."""
 
 
 @documented
 @frozen(kw_only=True)
 class DataConfig:
-    """What is trained on and what is evaluated on."""
+    """The rows for training and for evaluation."""
 
     train: tuple[DataEntry, ...] = ()
     """One path, one entry or a list of them."""
     eval: tuple[DataEntry, ...] = ()
-    """Held-out rows; likewise."""
+    """Held-out rows, in the same form."""
     max_tokens: int = field(default=4096, validator=positive)
-    """Longest path (prompt plus one answer) in tokens."""
+    """Most tokens of a prompt plus one answer."""
     too_long: Literal["drop", "cut", "error"] = "drop"
-    """What happens to longer rows: dropped, cut at the end, or an error. The share is printed."""
+    """Longer rows are dropped, cut at the end, or an error. Their share is printed."""
     chat_template: str | None = None
     """File with a Jinja chat template, or `chatml`, instead of the tokenizer's own."""
     workers: int = field(default=1, validator=not_negative)
-    """Loader processes per rank that pack batches ahead of the step."""
+    """Loader processes per rank, which prepare batches ahead of the step."""
     processes: int | None = field(default=None, validator=optional(positive))
-    """Processes that tokenise before the start; default one per core."""
+    """Processes that tokenise the rows before the run; default: one per core."""
 
 
 @documented
 @frozen(kw_only=True)
 class BatchConfig:
-    """How many rows make a step, and how many tokens fit at once."""
+    """How many rows make up a step, and how many tokens are computed at once."""
 
     size: int = field(default=32, validator=positive)
-    """Examples per optimizer step over all ranks: the one batch number that changes learning."""
+    """Examples per optimizer step over all ranks: the only batch setting that affects learning."""
     tokens: int | Literal["auto"] = field(default="auto", validator=_positive_or_auto)
-    """Tokens per micro-batch and rank: memory and speed only. Accumulation follows from it. auto is
-    8192, or the largest example; on an accelerator more where that is faster, less where it would
-    not fit."""
+    """Tokens per micro-batch and rank: affects only memory and speed, and determines gradient
+    accumulation. auto: 8192, or the size of the largest example; on an accelerator more if that is
+    faster, and less if it would not fit."""
 
     @property
     def budget(self) -> int:
-        """`tokens`, once a run has a number in the place of auto."""
+        """`tokens`, once a run has replaced auto by a number."""
         assert isinstance(self.tokens, int)
         return self.tokens
 
@@ -134,95 +134,94 @@ class OptimConfig:
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
     name: Literal["adamw"] = "adamw"
-    """AdamW (arXiv 1711.05101)."""
+    """The optimizer: AdamW (arXiv 1711.05101)."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape after warm-up; step k of N has the rate f(k / N)."""
+    """Learning rate after warm-up; that of step k of N is f(k / N)."""
     warmup: float = field(default=0.03, validator=not_negative)
-    """Linear warm-up: a share of the steps below 1, else a number of steps."""
-    min_lr: float = field(default=0.0, validator=share)
-    """Floor of linear and cosine, as a share of lr."""
+    """Linear warm-up: a share of all steps if below 1, else a number of steps."""
+    min_lr: float = field(default=0.0, validator=fraction)
+    """Final rate of linear and cosine, as a share of lr."""
     weight_decay: float = field(default=0.0, validator=not_negative)
-    """Decoupled weight decay; never on norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     clip: float = field(default=1.0, validator=not_negative)
-    """Largest gradient norm; 0 does not clip."""
+    """Gradient norm above which gradients are scaled down; 0 disables clipping."""
     betas: tuple[float, float] = field(
         default=(0.9, 0.999), validator=validators.deep_iterable(below_one)
     )
-    """Decay of Adam's two moments."""
+    """Decay rates of Adam's two moments."""
     eps: float = field(default=1e-8, validator=positive)
     """Adam's epsilon."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the master weights and of Adam's moments. bf16 takes 4 or 6 bytes per parameter
-    instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost;
-    with model.dtype bf16."""
+    """Precision of the master weights and of Adam's moments. bf16 needs 4 or 6 bytes per parameter
+    instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost.
+    Needs model.dtype bf16."""
 
 
 @documented
 @frozen(kw_only=True)
 class TrainConfig:
-    """How long, from which seed, and what is said on the way."""
+    """Length, seed, logging and evaluation of the run."""
 
     epochs: int = field(default=1, validator=positive)
     """Passes over the training rows."""
     steps: int | None = field(default=None, validator=optional(positive))
     """Length of the schedule in optimizer steps; overrides epochs."""
     stop_at: int | None = field(default=None, validator=optional(positive))
-    """End this run after that step, with a checkpoint; the schedule does not change."""
+    """Stop after this step, with a checkpoint; the schedule does not change."""
     hours: float | None = field(default=None, validator=optional(positive))
-    """End this run after so much wall time, with a checkpoint; the schedule does not change."""
+    """Stop after this many hours, with a checkpoint; the schedule does not change."""
     seed: int = field(default=0, validator=validators.and_(not_negative, validators.lt(2**63)))
-    """Seed of the order of rows, of new weights and of dropout."""
+    """Seed of the order of rows, new weights and dropout."""
     deterministic: bool = False
-    """Deterministic kernels only; slower on CUDA."""
+    """Use only deterministic kernels; slower on CUDA."""
     log_every: int = field(default=1, validator=positive)
-    """Steps between lines of metrics.jsonl."""
+    """Steps between lines in metrics.jsonl."""
     eval_every: int | None = field(default=None, validator=optional(positive))
     """Steps between evaluations; there is always one at the end."""
     eval_at_start: bool = False
-    """Evaluate before the first step too."""
+    """Also evaluate before the first step."""
     patience: int | None = field(default=None, validator=optional(positive))
-    """End the run after so many evaluations in a row without a better `checkpoint.best`."""
+    """Stop after this many evaluations in a row without an improvement of `checkpoint.best`."""
     trace: int | None = field(default=None, validator=optional(positive))
-    """Record the three steps after this one with torch's profiler, into traces/ of the run folder.
-    """
+    """Record the three steps after this one with torch's profiler, in traces/ of the run folder."""
 
 
 @documented
 @frozen(kw_only=True)
 class CheckpointConfig:
-    """What can be resumed."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: int | None = field(default=500, validator=optional(positive))
-    """Steps between checkpoints; there is always one where a run stops, with null only that."""
+    """Steps between checkpoints; null: only the one that a run always saves when it stops."""
     keep: int = field(default=3, validator=positive)
-    """Newest checkpoints kept; older ones go once the newer is whole."""
+    """How many checkpoints to keep; older ones are deleted once a new one is complete."""
     best: str | None = field(default=None, validator=optional(_has_direction))
-    """Metric of an evaluation, such as eval/loss: the best one's checkpoint is kept and its weights
-    are the exported model. A sign says that it should rise (+) or fall (-), where its name does
-    not."""
+    """Metric of an evaluation, such as eval/loss. The checkpoint of the best evaluation is kept,
+    and the exported model has its weights. A sign says that the metric should rise (+) or fall
+    (-), if its name does not tell."""
     stop_timeout: float = field(default=600.0, validator=positive)
-    """Seconds that a stopped run may take to save before its ranks are killed."""
+    """Seconds in which a stopped run may save before its ranks are killed."""
 
 
 @documented
 @frozen(kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) through peft."""
+    """Low-rank adapters (arXiv 2106.09685), by peft."""
 
     rank: int = field(default=16, validator=positive)
     """Rank of the update."""
     alpha: float | None = field(default=None, validator=optional(positive))
-    """Scale of the update is alpha / rank; default twice the rank."""
-    dropout: float = field(default=0.0, validator=share)
-    """Dropout before the adapter."""
+    """The update is scaled by alpha / rank; default: twice the rank."""
+    dropout: float = field(default=0.0, validator=fraction)
+    """Dropout of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Module names that get an adapter, or all-linear (all but the head)."""
+    """Names of the modules with an adapter, or all-linear (all but the head)."""
 
 
 @documented
 @frozen(kw_only=True)
 class Config:
-    """Everything a run was asked to do. The reader adds the trainer's and the backend's section."""
+    """The whole configuration; the reader adds the trainer's and the backend's section."""
 
     trainer_name: ClassVar[str]
     backend_name: ClassVar[str]
@@ -235,13 +234,13 @@ class Config:
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     lora: LoraConfig | None = None
     backend: str | None = None
-    """Name of the backend; the only one installed is the default."""
+    """Name of the backend; default: the only one installed."""
     extensions: tuple[str, ...] = ()
     """Extensions whose hook wrappers are active."""
     observers: tuple[str, ...] = ()
-    """Observers that are told of steps, evaluations and checkpoints."""
+    """Observers, which receive steps, evaluations and checkpoints."""
     output: str | None = None
-    """Run folder; default runs/NAME-1, -2, ..."""
+    """Run folder; default: runs/NAME-1, -2, ..."""
 
     @property
     def own(self) -> Any:

@@ -1,4 +1,4 @@
-"""The plugins that were chosen, behind one typed gateway per kind; nobody else calls a hook."""
+"""The chosen plugins behind one typed gateway per kind; hooks are called from nowhere else."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 SPECS = {"backend": BackendHooks, "extension": BackendHooks, "observer": ObserverHooks}
 CORE = "rlhf.loop.learning_rate:DefaultSchedule"
-"""Core's own `trylast` implementations."""
+"""Core's own `trylast` implementations, for hooks that the backend does not implement."""
 
 
 def load_hooks(config: Config) -> tuple[BackendGateway, ObserverGateway]:
-    """The gateways of the plugins that `config` names."""
+    """Return the gateways of the plugins that `config` names."""
     return build_gateways(
         load_plugin(find_backend(config.backend)),
         [load_plugin(find("extension", name)) for name in config.extensions],
@@ -41,10 +41,10 @@ def load_hooks(config: Config) -> tuple[BackendGateway, ObserverGateway]:
 
 
 def load_plugin(plugin: Installed) -> Any:
-    """An object with hook implementations: a backend's hooks, an observer or an extension."""
+    """Return the object with the hook implementations of a backend, an observer or an extension."""
     path = load_record(plugin).hooks if plugin.kind == "backend" else plugin.value
-    found = load_object(path, plugin)
-    return found() if isinstance(found, type) else found
+    loaded = load_object(path, plugin)
+    return loaded() if isinstance(loaded, type) else loaded
 
 
 def build_gateways(
@@ -52,9 +52,11 @@ def build_gateways(
     extensions: Iterable[object] = (),
     observers: Mapping[str, object] = MappingProxyType({}),
 ) -> tuple[BackendGateway, ObserverGateway]:
-    """Return the gateways of these objects. The first extension is the outermost, the first
-    observer is called first. Raises RLHFError for an implementation that pluggy would call wrongly
-    or not at all."""
+    """Return the gateways of these objects.
+
+    The first extension is the outermost, the first observer is called first. Raises RLHFError for
+    an implementation that pluggy would call wrongly or not at all.
+    """
     core = load_object(CORE)()
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(BackendHooks)
@@ -71,23 +73,27 @@ def build_gateways(
 
 
 def check_backend(backend: object, *, defaults: object) -> None:
-    """Every backend hook must have exactly one implementation beside `defaults` and wrappers."""
-    given = list(check_hooks("backend", backend))
-    covered = {*given, *check_hooks("backend", defaults)}
+    """Raise RLHFError unless `backend` implements each hook exactly once, not counting wrappers; one
+    that is in `defaults` may be missing."""
+    implemented = list(check_hooks("backend", backend))
+    covered = {*implemented, *check_hooks("backend", defaults)}
     for hook in (name for name in vars(BackendHooks) if not name.startswith("_")):
-        if given.count(hook) > 1:
+        if implemented.count(hook) > 1:
             raise RLHFError(
-                f"backend {_label(backend)} implements '{hook}' twice: one answer is possible"
+                f"backend {_label(backend)} implements '{hook}' twice; remove one implementation"
             )
         if hook not in covered:
             unmarked = (
-                "; it has a method of that name without @hookimpl" if hasattr(backend, hook) else ""
+                "; its method of that name has no @hookimpl" if hasattr(backend, hook) else ""
             )
-            raise RLHFError(f"backend {_label(backend)} lacks the hook '{hook}'{unmarked}")
+            raise RLHFError(
+                f"backend {_label(backend)} does not implement the hook '{hook}'{unmarked}"
+            )
 
 
 def check_hooks(kind: str, plugin: object) -> Iterator[str]:
-    """The hooks that `plugin` implements, wrappers left out; RLHFError for one that cannot work."""
+    """Yield the hooks that `plugin` implements, without wrappers. Raises RLHFError for one that
+    cannot work."""
     reader = pluggy.PluginManager("rlhf")
     for name in dir(plugin):
         options = reader.parse_hookimpl_opts(plugin, name)
@@ -104,7 +110,7 @@ def check_hooks(kind: str, plugin: object) -> Iterator[str]:
             raise RLHFError(f"{where} is not a hook of {kind}s{hint}")
         if kind == "extension" and not options["wrapper"]:
             raise RLHFError(
-                f"{where} is not @hookimpl(wrapper=True): an extension may only wrap hooks"
+                f"{where} needs @hookimpl(wrapper=True), since an extension may only wrap hooks"
             )
         _check_parameters(where, spec, getattr(plugin, name))
         if not (options["wrapper"] or options["hookwrapper"]):
@@ -114,16 +120,16 @@ def check_hooks(kind: str, plugin: object) -> Iterator[str]:
 def _check_parameters(where: str, spec: Any, implementation: Any) -> None:
     known = [name for name in inspect.signature(spec).parameters if name != "self"]
     for name, parameter in inspect.signature(implementation).parameters.items():
-        bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        plain = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            problem = "which pluggy never fills: name plain parameters"
+            problem = "which pluggy never passes; use plain parameters"
         elif name not in known:
-            problem = f"which the hook does not give; it gives {', '.join(known)}"
+            problem = f"which the hook does not pass; available: {', '.join(known)}"
         elif parameter.default is not parameter.empty:
-            problem = "with a default, and pluggy up to 1.6 then never fills it: drop the default"
+            problem = "with a default, so pluggy up to 1.6 never passes it; remove the default"
         else:
             continue
-        raise RLHFError(f"{where} takes '{bare}', {problem}")
+        raise RLHFError(f"{where} takes '{plain}', {problem}")
 
 
 def _label(plugin: object) -> str:
@@ -131,29 +137,29 @@ def _label(plugin: object) -> str:
 
 
 class BackendGateway:
-    """The backend's hooks, wrapped by the extensions. `rlhf.hookspecs` says what each answers."""
+    """The backend's hooks, wrapped by the extensions; `rlhf.hookspecs` documents each of them."""
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
         self._hooks = manager.hook
 
-    def _ask(self, hook: str, **arguments: Any) -> Any:
+    def _call(self, hook: str, **arguments: Any) -> Any:
         answer = getattr(self._hooks, hook)(**arguments)
         if answer is None:
             raise RLHFError(
-                f"the hook '{hook}' gave None: the backend or an extension forgot its return"
+                f"the hook '{hook}' returned None; add a return to the backend or the extension"
             )
         return answer
 
     def setup_mesh(self, *, config: Config) -> Mesh:
-        return self._ask("setup_mesh", config=config)
+        return self._call("setup_mesh", config=config)
 
     def configure_zero(self, *, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
-        return self._ask("configure_zero", config=config, mesh=mesh, model_shape=model_shape)
+        return self._call("configure_zero", config=config, mesh=mesh, model_shape=model_shape)
 
     def estimate_memory(
         self, *, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        return self._ask(
+        return self._call(
             "estimate_memory",
             config=config,
             plan=plan,
@@ -163,20 +169,20 @@ class BackendGateway:
         )
 
     def model_context(self, *, plan: Plan, role: str) -> AbstractContextManager[Any]:
-        return self._ask("model_context", plan=plan, role=role)
+        return self._call("model_context", plan=plan, role=role)
 
     def load_weights(
         self, *, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
     ) -> tuple[str, ...]:
-        return self._ask("load_weights", module=module, weights=weights, plan=plan, mesh=mesh)
+        return self._call("load_weights", module=module, weights=weights, plan=plan, mesh=mesh)
 
     def build_optimizer(
         self, *, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
     ) -> Optimizer:
-        return self._ask("build_optimizer", groups=groups, config=config, plan=plan)
+        return self._call("build_optimizer", groups=groups, config=config, plan=plan)
 
     def build_schedule(self, *, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
-        return self._ask("build_schedule", optimizer=optimizer, config=config, steps=steps)
+        return self._call("build_schedule", optimizer=optimizer, config=config, steps=steps)
 
     def prepare(
         self,
@@ -188,7 +194,7 @@ class BackendGateway:
         plan: Plan,
         mesh: Mesh,
     ) -> Engine:
-        return self._ask(
+        return self._call(
             "prepare",
             model=model,
             optimizer=optimizer,
@@ -199,22 +205,22 @@ class BackendGateway:
         )
 
     def save_checkpoint(self, *, engine: Engine, directory: Path, state: Mapping[str, Any]) -> bool:
-        return self._ask("save_checkpoint", engine=engine, directory=directory, state=state)
+        return self._call("save_checkpoint", engine=engine, directory=directory, state=state)
 
     def load_checkpoint(self, *, engine: Engine, directory: Path) -> Mapping[str, Any]:
-        return self._ask("load_checkpoint", engine=engine, directory=directory)
+        return self._call("load_checkpoint", engine=engine, directory=directory)
 
     def read_weights(self, *, directory: Path) -> Mapping[str, Tensor]:
-        return self._ask("read_weights", directory=directory)
+        return self._call("read_weights", directory=directory)
 
     def export_weights(self, *, engine: Engine, directory: Path) -> bool:
-        return self._ask("export_weights", engine=engine, directory=directory)
+        return self._call("export_weights", engine=engine, directory=directory)
 
     def mix_weights(self, *, engine: Engine, source: Engine, share: float) -> bool:
-        return self._ask("mix_weights", engine=engine, source=source, share=share)
+        return self._call("mix_weights", engine=engine, source=source, share=share)
 
     def generation_context(self, *, engine: Engine) -> AbstractContextManager[Any]:
-        return self._ask("generation_context", engine=engine)
+        return self._call("generation_context", engine=engine)
 
     def close_mesh(self, *, mesh: Mesh) -> bool:
-        return self._ask("close_mesh", mesh=mesh)
+        return self._call("close_mesh", mesh=mesh)

@@ -1,9 +1,9 @@
-"""The hooks, in the order in which a run calls them. Light: types are named, not imported.
+"""Specifications of the hooks, in the order in which a run calls them.
 
-Backend hooks are `firstresult`: exactly one implementation answers, extensions wrap it. They run on
-every rank and never return None. Observer hooks run on rank 0, return nothing and change nothing.
-Their `run` is a `RunRecord`: `name` (of the trainer), `folder`, `config` and `steps` of the whole
-schedule.
+Backend hooks are `firstresult`: the backend implements each of them once, extensions may wrap them.
+They run on every rank and never return None. A collective hook must be called on all ranks.
+Observer hooks run on rank 0 only and return nothing. Their `run` is a `RunRecord`: `name` (of the
+trainer), `folder`, `config` and `steps` of the whole schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ hookimpl = pluggy.HookimplMarker("rlhf")
 
 @frozen(kw_only=True)
 class RunRecord:
-    """What an observer may know of a run."""
+    """The run as observers see it."""
 
     name: str
     """The trainer's name."""
@@ -41,51 +41,56 @@ class RunRecord:
 
 
 class BackendHooks:
-    """What a backend implements."""
+    """Hooks that a backend implements."""
 
     @hookspec(firstresult=True)
     def setup_mesh(self, config: Config) -> Mesh:
-        """Start the process group, seed every generator, choose the device. Collective; once,
-        before any model loads. Raises RLHFError for a device or a group that cannot be had."""
+        """Start the process group, seed all random generators and choose the device.
+
+        Called once, before any model is loaded. Raises RLHFError if the device or the group is not
+        available. Collective."""
 
     @hookspec(firstresult=True)
     def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
-        """The backend's whole plan as plain data; the same on every rank, without a collective."""
+        """Return the backend's plan as plain data, the same on every rank. Not collective."""
 
     @hookspec(firstresult=True)
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        """Bytes that a model takes on each accelerator through a step, activations left out:
-        `weights`, and where it is `trained` `gradients`, `optimizer`, `buffers`, `updating` (what
-        the optimizer's step takes for a moment) and `reducing` (the most that gradients of one
-        micro-batch take in backward until they are reduced or added to the others). Without a
-        collective, before any weight is read."""
+        """Return the bytes that a model needs on each accelerator, without activations.
+
+        The keys are `weights` and, if the model is `trained`, `gradients`, `optimizer`, `buffers`,
+        `updating` (transient memory of the optimizer's step) and `reducing` (peak of one
+        micro-batch's gradients in backward, until they are reduced or accumulated). Called before
+        any weight is read. Not collective."""
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
-        """The context in which the modules of `role` are created; parameters come out sharded at
-        stage 3."""
+        """Return the context in which the modules of `role` are created. At stage 3 it shards the
+        parameters."""
 
     @hookspec(firstresult=True)
     def load_weights(
         self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
     ) -> tuple[str, ...]:
-        """Fill a module that was created sharded. `weights` is the full state dict on rank 0's host
-        and None on the others. One parameter is whole at a time. Returns the names that the weights
-        did not have. Collective; called at stage 3 alone."""
+        """Load weights into a module that was created sharded; called only at stage 3.
+
+        `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
+        parameter is whole at a time. Returns the names of parameters that are not in `weights`.
+        Collective."""
 
     @hookspec(firstresult=True)
     def build_optimizer(
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
     ) -> Optimizer:
-        """The optimizer over `groups` (`{"params": [...], "weight_decay": float}`), with the rate
-        of `optim.lr`."""
+        """Return the optimizer of `groups` (`{"params": [...], "weight_decay": float}`) with the
+        learning rate `optim.lr`."""
 
     @hookspec(firstresult=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
-        """The schedule over `steps` optimizer steps: step k of N has the rate f(k / N). Core has a
-        default."""
+        """Return the learning rate schedule over `steps` optimizer steps: step k of N has the rate
+        f(k / N). Core has a default implementation."""
 
     @hookspec(firstresult=True)
     def prepare(
@@ -97,41 +102,45 @@ class BackendHooks:
         plan: Plan,
         mesh: Mesh,
     ) -> Engine:
-        """An engine around `model` that advances `schedule` with every step and keeps it in its
-        checkpoints; with optimizer None for inference alone. Collective."""
+        """Return an engine around `model`, which advances `schedule` with every step and saves it
+        in its checkpoints. Without an optimizer, the engine is for inference only. Collective."""
 
     @hookspec(firstresult=True)
     def save_checkpoint(self, engine: Engine, directory: Path, state: Mapping[str, Any]) -> bool:
-        """Write what resuming `engine` needs into the existing empty `directory`, with `state`
-        (plain data, the same on every rank). The caller makes the whole folder atomic. Returns
-        True. Collective."""
+        """Write everything that resuming `engine` needs into the existing, empty `directory`.
+
+        `state` is plain data, the same on every rank, and is saved too. The caller renames the
+        folder once it is complete. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def load_checkpoint(self, engine: Engine, directory: Path) -> Mapping[str, Any]:
         """Restore `engine` from `directory` and return the `state` that was saved. Raises RLHFError
-        when it was written by another stage or number of ranks. Collective."""
+        if it was saved with another stage or number of ranks. Collective."""
 
     @hookspec(firstresult=True)
     def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
-        """The full-precision state dict of the module in a checkpoint, on the host, without an
-        engine and in one process: for `rlhf export`."""
+        """Return the full-precision state dict of a checkpoint's module in host memory, without an
+        engine and in a single process. For `rlhf export`."""
 
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:
-        """Gather the weights on rank 0's host, one parameter at a time on the accelerator, and
-        write them with `rlhf.model.save.save_model(module, weights, directory)`. Returns True.
+        """Gather the weights in rank 0's host memory, one parameter at a time on the accelerator,
+        and write them with `rlhf.model.save.save_model(module, weights, directory)`. Returns True.
         Collective."""
 
     @hookspec(firstresult=True)
     def mix_weights(self, engine: Engine, source: Engine, share: float) -> bool:
-        """Move each weight of `engine`, which is not trained, to `share` of that of `source` and
-        the rest of its own; both hold the same model, each at its own stage. One parameter is whole
-        at a time. Returns True. Collective."""
+        """Set each weight of `engine` to `share` times that of `source` plus `1 - share` times its
+        own.
+
+        `engine` is not trained. Both have the same model, each at its own stage. Only one parameter
+        is whole at a time. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Return the context in which core calls `engine.module.model.generate`: evaluation mode,
-        without gradient. Core has every rank run the same number of forwards. Collective."""
+        """Return the context in which `engine.module.model.generate` can be called on every rank.
+        It yields the keyword arguments that `generate` needs (`synced_gpus` at stage 3).
+        Collective."""
 
     @hookspec(firstresult=True)
     def close_mesh(self, mesh: Mesh) -> bool:
@@ -148,21 +157,21 @@ class ObserverHooks:
 
     @hookspec
     def on_start(self, run: RunRecord) -> None:
-        """The models are ready; the evaluation of step 0 (`train.eval_at_start`) and the first step
-        are next."""
+        """Called when the models are ready, before the evaluation of step 0
+        (`train.eval_at_start`) and the first step."""
 
     @hookspec
     def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        """A logged step has ended. `metrics` is what `metrics.jsonl` gets."""
+        """Called after a logged step; `metrics` are those in `metrics.jsonl`."""
 
     @hookspec
     def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation has ended; names begin with `eval/`."""
+        """Called after an evaluation; the names of its metrics begin with `eval/`."""
 
     @hookspec
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
-        """A checkpoint is complete on disk."""
+        """Called when a checkpoint is complete on disk."""
 
     @hookspec
     def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
-        """The run has ended: `error` is what it ended with, or None."""
+        """Called at the end of the run; `error` is None unless the run failed."""

@@ -94,7 +94,7 @@ class DataConfig:
     train: tuple[DataEntry, ...] = ()
     """One path, one entry or a list of them."""
     eval: tuple[DataEntry, ...] = ()
-    """Held-out rows, in the same form."""
+    """Held-out rows, likewise."""
     max_tokens: int = field(default=4096, validator=positive)
     """Most tokens of a prompt plus one answer."""
     too_long: Literal["drop", "cut", "error"] = "drop"

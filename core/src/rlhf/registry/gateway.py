@@ -73,8 +73,8 @@ def build_gateways(
 
 
 def check_backend(backend: object, *, defaults: object) -> None:
-    """Raise RLHFError unless `backend` implements each hook exactly once, not counting wrappers; one
-    that is in `defaults` may be missing."""
+    """Raise RLHFError unless `backend` implements each hook exactly once, not counting wrappers;
+    those in `defaults` may be missing."""
     implemented = list(check_hooks("backend", backend))
     covered = {*implemented, *check_hooks("backend", defaults)}
     for hook in (name for name in vars(BackendHooks) if not name.startswith("_")):

@@ -47,7 +47,7 @@ def test_a_report_that_fails_does_not_fail_the_finished_run(
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, report="json:loads")
     assert run_rank(attrs.evolve(request, demo=True, plugin=plugin), backend=PlainBackend()) == 0
-    written = tmp_path / "run" / "report_error.txt"
+    written = tmp_path / "run" / "errors" / "report.txt"
     assert capsys.readouterr().out.splitlines()[-1] == (
         "report     failed: TypeError: loads() takes 1 positional argument but 2 were given; "
         f"see {written}"

@@ -30,7 +30,7 @@ backend's section too."""
 FOLDERS = ("checkpoints", "model", "traces", "errors")
 """Folders that a run makes in its own."""
 
-FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl", "report_error.txt")
+FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl")
 """Files that a run writes, besides its lock."""
 
 RECORDED = (

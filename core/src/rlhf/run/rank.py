@@ -69,7 +69,8 @@ def report_on_demo(request: Request, path: Path) -> None:
     try:
         load_object(str(request.plugin.report), request.origin)(request.config, path)
     except Exception as error:  # A plugin's code may raise anything.
-        written = path / "report_error.txt"
+        written = path / "errors" / "report.txt"
+        written.parent.mkdir(exist_ok=True)
         written.write_text(traceback.format_exc())
         print(
             f"report     failed: {type(error).__name__}: {first_line(error)}; see {written}",

@@ -24,7 +24,7 @@ from transformers import Qwen2Config
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.memory.rehearsal import META
-from rlhf.model.load import empty_model
+from rlhf.model.shape import empty_model
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
 

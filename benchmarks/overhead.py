@@ -23,7 +23,8 @@ from torch.optim import AdamW
 
 from rlhf.data.loader import batches_from
 from rlhf.loop.steps import take_step
-from rlhf.model.load import load_whole, read_architecture
+from rlhf.model.architecture import read_architecture
+from rlhf.model.load import load_whole
 from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks

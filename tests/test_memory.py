@@ -9,10 +9,10 @@ from transformers import Qwen2Config
 import tiny
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
-from rlhf.engine import Mesh
-from rlhf.memory.estimate import GIB, Estimate
+from rlhf.engine import GIB, Mesh
+from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import META, step_bytes
-from rlhf.model.load import empty_model, shape_of
+from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config

@@ -8,9 +8,9 @@ import pytest
 import torch
 from asking import on_accelerator, peak_with, question, small_run
 
+from rlhf.engine import GIB, gib
 from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
-from rlhf.memory.estimate import GIB, gib
 from rlhf.memory.fit import MARGIN, Headroom
 from rlhf.request.reader import read_config
 from rlhf.run.preparation import Data, out_of_memory, prepare_data

@@ -7,43 +7,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import FAMILIES, SIZES
+from families import FAMILIES, llama, row
 
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import LiveBytes
 from rlhf.model import attention
-from rlhf.model.kernels import compiled
+from rlhf.model.kernels import compiled, fp8
 from rlhf.model.kernels.compiled import (
     check_compilable,
     check_packed,
     compile_layers,
-    layers_of,
     rehearse_compiled,
-    to_fp8,
 )
-from rlhf.model.packed import PackedModel, decoder
+from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder, layers_of
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.run.context import Run
 from rlhf.testing.plain import PlainBackend
 
 LAYERS = 3
-
-
-def model(**more: Any) -> PackedModel:
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": LAYERS} | more
-    return PackedModel(
-        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
-    )
-
-
-def row(*lengths: int) -> Any:
-    examples = [Example([], [Answer([1 + k % 90 for k in range(n)])]) for n in lengths]
-    return pack(examples, range(len(examples)), round_to=128)
 
 
 def dense(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
@@ -78,7 +63,7 @@ def gradients(module: PackedModel, *batches: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_layers_are_the_model_s_own(graphs: Any, recompute: bool) -> None:
-    module = model().train()
+    module = llama().train()
     batches = [row(90, 40, 30), row(200, 100), row(300), row(100, 150, 140)]
     expected = gradients(module, *batches)
     if recompute:
@@ -102,7 +87,7 @@ def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> N
 
 
 def test_other_rows_run_the_model_s_own_layers(graphs: Any) -> None:
-    module = model()
+    module = llama()
     compile_layers(decoder(module.causal), None)
     module.path = "separate"
     module.hidden(row(20, 30))
@@ -112,7 +97,7 @@ def test_other_rows_run_the_model_s_own_layers(graphs: Any) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_products_in_fp8_are_near_and_leave_names_alone(recipe: str) -> None:
     pytest.importorskip("torchao")
-    module = model().to(torch.bfloat16)
+    module = llama().to(torch.bfloat16)
     names = [name for name, _ in module.named_parameters()]
     batch = row(90, 40, 30)
     expected = module.packed_row(batch).float()
@@ -124,15 +109,15 @@ def test_products_in_fp8_are_near_and_leave_names_alone(recipe: str) -> None:
 
 
 def test_a_product_whose_sizes_fp8_has_not_stays_as_it_is() -> None:
-    assert compiled.fits_fp8(torch.nn.Linear(32, 48))
-    assert not compiled.fits_fp8(torch.nn.Linear(32, 40))
-    assert not compiled.fits_fp8(torch.nn.LayerNorm(32))
+    assert fits_fp8(torch.nn.Linear(32, 48))
+    assert not fits_fp8(torch.nn.Linear(32, 40))
+    assert not fits_fp8(torch.nn.LayerNorm(32))
 
 
 def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() -> None:
     def kept(*, fp8: bool) -> int:
         with torch.device("meta"):
-            module = model(hidden_size=64, intermediate_size=128)
+            module = llama(hidden_size=64, intermediate_size=128)
         rehearse_compiled(decoder(module.causal), "tensorwise" if fp8 else None, again=False)
         batch = row(90, 40, 30).to(torch.device("meta"))
         with LiveBytes(known=list(module.parameters())) as counter:
@@ -194,15 +179,16 @@ def test_what_a_device_or_a_model_cannot_do_is_told() -> None:
     asked = ["--model.kernels", "compile"]
     config = read_config("sft", overrides=asked, inputs=False).config
     with pytest.raises(RLHFError) as told:
-        check_compilable(config, torch.device("cpu"))
+        check_compilable(config.model, torch.device("cpu"))
     assert str(told.value) == (
-        "model.kernels compile needs a CUDA device with Triton, and this run is on cpu: take it out"
+        "model.kernels compile needs a CUDA device with Triton, but this run is on cpu; remove "
+        "model.kernels compile"
     )
     with pytest.raises(RLHFError) as told:
         check_packed(config.model, "padded", "packed was off by 0.3")
     assert str(told.value) == (
-        "model.kernels compile needs packed rows, and this model runs on the path 'padded' (packed "
-        "was off by 0.3): take it out"
+        "model.kernels compile needs packed rows, but this model runs on the path 'padded' (packed "
+        "was off by 0.3); remove model.kernels compile"
     )
     check_packed(config.model, "packed", "")
 
@@ -217,20 +203,24 @@ def test_what_no_row_can_be_packed_for_is_told_before_it_loads(tmp_path: Path) -
     with pytest.raises(RLHFError) as told:
         Run(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
     assert str(told.value) == (
-        "model.kernels compile needs packed rows, and this model runs on the path 'padded' (its "
-        "attention cannot be exchanged): take it out"
+        "model.kernels compile needs packed rows, but this model runs on the path 'padded' (its "
+        "attention cannot be replaced); remove model.kernels compile"
     )
 
 
 @pytest.mark.parametrize(
     ("chip", "torchao", "problem"),
     [
-        ((8, 0), "0.18.0", "needs compute capability 9.0, and this device has 8.0: take it out"),
-        ((9, 0), None, "needs torchao: pip install 'rlhf-core[fp8]'"),
+        (
+            (8, 0),
+            "0.18.0",
+            "needs compute capability 9.0, but this device has 8.0; remove model.fp8",
+        ),
+        ((9, 0), None, "needs torchao; pip install 'rlhf-core[fp8]'"),
         (
             (9, 0),
             "0.17.1",
-            "needs torchao 0.18, and 0.17.1 is installed: pip install 'rlhf-core[fp8]'",
+            "needs torchao 0.18, but 0.17.1 is installed; pip install 'rlhf-core[fp8]'",
         ),
         ((9, 0), "0.18.0", ""),
     ],
@@ -244,13 +234,13 @@ def test_what_fp8_needs_is_told(
         return torchao
 
     monkeypatch.setattr(compiled, "fused_on", lambda kind: True)
-    monkeypatch.setattr(compiled, "version", version)
+    monkeypatch.setattr(fp8, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
     words = ["--model.fp8", "rowwise", "--model.dtype", "bf16"]
     config = read_config("sft", overrides=words, inputs=False).config
     if not problem:
-        check_compilable(config, torch.device("cuda"))
+        check_compilable(config.model, torch.device("cuda"))
         return
     with pytest.raises(RLHFError) as told:
-        check_compilable(config, torch.device("cuda"))
+        check_compilable(config.model, torch.device("cuda"))
     assert str(told.value) == f"model.fp8 rowwise {problem}"

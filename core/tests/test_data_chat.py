@@ -22,7 +22,7 @@ from rlhf.data.columns import RawRow
 from rlhf.data.formats import demonstrations
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
-from rlhf.model import load
+from rlhf.model import tokenizer as tokenizers
 
 QUESTION, REPLY, SECOND, LAST = (
     "What is two?",
@@ -257,11 +257,11 @@ TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", 
 )
 def test_the_template_chatml_refuses_what_it_has_no_form_for(columns: Any, told: str) -> None:
     with pytest.raises(RLHFError, match=re.escape(told)):
-        read(tokenizer_of("bytes", load.CHATML), **columns)
+        read(tokenizer_of("bytes", tokenizers.CHATML), **columns)
 
 
 def test_the_template_chatml_joins_parts_of_text() -> None:
-    tokenizer = tokenizer_of("bytes", load.CHATML)
+    tokenizer = tokenizer_of("bytes", tokenizers.CHATML)
     parts = [{"type": "text", "text": word} for word in ("two ", "words")]
     (row,) = read(tokenizer, messages=[{"role": "user", "content": parts}, TALK[1]])
     (plain,) = read(tokenizer, messages=[{"role": "user", "content": "two words"}, TALK[1]])

@@ -13,16 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
-from rlhf.readouts import logits, token_logprobs
-from rlhf.readouts.divergence import (
-    READ,
+from rlhf.readouts import (
     Mixture,
     TopTeacher,
     WholeTeacher,
     distil,
     divergence,
-    forward_kl,
+    logits,
+    token_logprobs,
 )
+from rlhf.readouts.distillation import COMPARED
+from rlhf.readouts.teachers import forward_kl
 
 NUM, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 7, 6, 5, 11
 
@@ -158,7 +159,7 @@ def test_what_is_read_beside_the_loss_is_that_of_the_plain_formula() -> None:
     torch.testing.assert_close(read["kl"], forward_kl(soft, soft_target).detach())
     same = (logits.argmax(-1) == target.argmax(-1)).float()
     torch.testing.assert_close(read["agreement"], same)
-    assert [name for name in READ if read[name].requires_grad] == []
+    assert [name for name in COMPARED if read[name].requires_grad] == []
 
 
 def test_kl_worked_by_hand() -> None:

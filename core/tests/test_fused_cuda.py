@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import FAMILIES, SIZES, gradients, tree_batch
+from families import FAMILIES, SIZES, gradients, tree_batch
 
 from rlhf.model.head import Head
 from rlhf.model.kernels.compiled import compile_layers
 from rlhf.model.kernels.fused import FAMILIES as FUSED
 from rlhf.model.kernels.fused import fuse
-from rlhf.model.packed import PackedModel, decoder
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder
+from rlhf.readouts import WholeTeacher, token_logprobs
 from rlhf.readouts import logits as chunks
-from rlhf.readouts import token_logprobs
-from rlhf.readouts.divergence import WholeTeacher, compare, forward_kl, fused_compare
+from rlhf.readouts.distillation import compare, fused_compare
+from rlhf.readouts.teachers import forward_kl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -109,11 +111,11 @@ def test_logits_are_read_as_on_the_host(
     for one, other in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
     normaliser = expected.normaliser
-    wanted = chunks.pull(logits.clone(), targets, normaliser, gradient, **options)
+    wanted = chunks.logit_gradient(logits.clone(), targets, normaliser, gradient, **options)
     moved = [item.to(CUDA) for item in (logits, targets, normaliser, gradient)]
-    pulled = chunks.pull(*moved, **options)
+    for_logits = chunks.logit_gradient(*moved, **options)
     loose = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(pulled.cpu(), wanted, rtol=loose, atol=loose)
+    torch.testing.assert_close(for_logits.cpu(), wanted, rtol=loose, atol=loose)
 
 
 def test_a_fused_divergence_is_the_divergence() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import FAMILIES, SIZES
+from families import FAMILIES, SIZES
 
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import LiveBytes
-from rlhf.model.kernels.fused import check_forgettable, check_fusible, not_fusible
-from rlhf.model.kernels.gates import forget_products, gates_of
-from rlhf.model.packed import decoder
+from rlhf.model.kernels.fused import check_fusible, check_gates_known, not_fusible
+from rlhf.model.kernels.gates import gates_of, recompute_products
+from rlhf.model.parts import decoder
 
 KINDS = ("LlamaConfig", "Gemma3TextConfig", "Phi3Config")
 
@@ -44,7 +44,7 @@ def test_gradients_are_the_same_and_less_is_kept(kind: str) -> None:
     expected = {name: value.clone() for name, value in expected.items()}
     layers = gates_of(decoder(causal))
     assert len(layers) == 2
-    forget_products(decoder(causal), {})
+    recompute_products(decoder(causal), {})
     found, less = run(causal)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -59,14 +59,14 @@ def test_what_comes_out_is_the_same_without_a_gradient_too() -> None:
     causal = model("LlamaConfig")
     with torch.no_grad():
         expected = causal(torch.arange(8)[None]).logits
-        forget_products(decoder(causal), {})
+        recompute_products(decoder(causal), {})
         assert torch.equal(causal(torch.arange(8)[None]).logits, expected)
 
 
 def test_a_layer_whose_activation_is_not_known_takes_the_product_it_is_given() -> None:
     layer = torch.nn.Module()
     layer.gate_up_proj, layer.down_proj = torch.nn.Linear(4, 12), torch.nn.Linear(6, 4)
-    forget_products(torch.nn.ModuleList([layer]), {id(layer): torch.mul})
+    recompute_products(torch.nn.ModuleList([layer]), {id(layer): torch.mul})
     hidden = torch.randn(3, 4, requires_grad=True)
     gate, up = layer.gate_up_proj(hidden).chunk(2, dim=-1)
     output, expected = layer.forward(hidden), layer.down_proj(gate * up)
@@ -81,7 +81,7 @@ def test_a_frozen_layer_under_an_adapter_has_its_gradient() -> None:
     def gradient(*, forget: bool) -> torch.Tensor:
         causal = model("LlamaConfig")
         if forget:
-            forget_products(decoder(causal), {})
+            recompute_products(decoder(causal), {})
         torch.manual_seed(1)
         settings = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
         adapted = get_peft_model(causal, settings)
@@ -93,13 +93,13 @@ def test_a_frozen_layer_under_an_adapter_has_its_gradient() -> None:
 
 def test_what_is_not_known_is_refused_with_the_alternative() -> None:
     config = transformers.GPT2Config()
-    with pytest.raises(RLHFError, match=r"^model\.recompute selective does not know the family "):
-        check_forgettable(config, "selective")
-    check_forgettable(config, "full")
+    with pytest.raises(RLHFError, match=r"^model\.recompute selective does not support "):
+        check_gates_known(config, "selective")
+    check_gates_known(config, "full")
     with pytest.raises(RLHFError) as told:
         check_fusible(transformers.LlamaConfig(), "liger", torch.device("cpu"))
     assert str(told.value) == (
-        "model.kernels liger needs a CUDA device with Triton, and this run is on cpu: set "
+        "model.kernels liger needs a CUDA device with Triton, but this run is on cpu; set "
         "model.kernels to auto"
     )
     check_fusible(transformers.LlamaConfig(), "auto", torch.device("cpu"))
@@ -113,6 +113,6 @@ def test_layers_that_liger_would_get_wrong_are_not_fused() -> None:
     exact = transformers.Gemma2Config(hidden_activation="gelu")
     assert "the activation gelu" in not_fusible(exact, "auto", cuda)
     assert not_fusible(transformers.GPT2Config(), "auto", cuda).startswith(
-        "does not know the family gpt2, only gemma, "
+        "does not support the family gpt2 (supported: gemma, "
     )
-    assert not_fusible(transformers.LlamaConfig(), "none", cuda) == "was not asked for"
+    assert not_fusible(transformers.LlamaConfig(), "none", cuda) == "is switched off"

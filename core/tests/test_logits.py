@@ -1,5 +1,5 @@
-"""Logits read and pulled back: torch's operators against autograd, and the Triton kernels, run by
-Triton's interpreter on the host, against them."""
+"""Values and gradients of logits: torch's operators against autograd, and the Triton kernels, run
+by Triton's interpreter on the host, against torch's operators."""
 
 from types import ModuleType
 from typing import Any
@@ -19,9 +19,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize(("scale", "softcap"), CASES)
-def test_what_is_read_and_pulled_is_what_autograd_finds(
-    scale: float, softcap: float | None
-) -> None:
+def test_values_and_gradients_are_those_of_autograd(scale: float, softcap: float | None) -> None:
     logits, targets, gradient = drawn(torch.float64)
     leaf = logits.clone().requires_grad_()
     values = leaf * scale if softcap is None else softcap * torch.tanh(leaf * scale / softcap)
@@ -34,8 +32,8 @@ def test_what_is_read_and_pulled_is_what_autograd_finds(
     correct = (values.argmax(-1) == targets).float()
     for found, wanted in zip(read[1:], (picked, entropy, correct), strict=True):
         torch.testing.assert_close(found, wanted.detach().float(), rtol=1e-5, atol=1e-5)
-    pulled = chunks.pull(logits.float(), targets, read.normaliser, gradient, **options)
-    torch.testing.assert_close(pulled, expected.float(), rtol=1e-4, atol=1e-6)
+    result = chunks.logit_gradient(logits.float(), targets, read.normaliser, gradient, **options)
+    torch.testing.assert_close(result, expected.float(), rtol=1e-4, atol=1e-6)
 
 
 def test_where_kernels_are_fused_products_have_whole_blocks_of_rows(
@@ -59,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("triton")
     from rlhf.readouts import logits_triton
 
-    monkeypatch.setattr(logits_triton, "BLOCK", 64)
+    monkeypatch.setattr(logits_triton, "COLUMNS", 64)
     return logits_triton
 
 
@@ -73,18 +71,20 @@ def test_the_kernels_give_the_same(
     expected = chunks.read(logits.clone(), targets, **options)
     found = kernels.read_rows(logits.clone(), targets, scale, softcap)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-5)
-    wanted = chunks.pull(logits.clone(), targets, expected.normaliser, gradient, **options)
-    pulled = kernels.pull_rows_(logits, targets, expected.normaliser, gradient, scale, softcap)
+    wanted = chunks.logit_gradient(
+        logits.clone(), targets, expected.normaliser, gradient, **options
+    )
+    result = kernels.logit_gradient_(logits, targets, expected.normaliser, gradient, scale, softcap)
     loose = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(pulled, wanted, rtol=loose, atol=loose)
+    torch.testing.assert_close(result, wanted, rtol=loose, atol=loose)
 
 
 def test_a_gradient_that_is_one_number_everywhere_is_read_row_by_row(kernels: ModuleType) -> None:
     logits, targets, _ = drawn()
     normaliser = logits.logsumexp(-1)
     every = torch.tensor(0.5).expand(7)
-    found = kernels.pull_rows_(logits.clone(), targets, normaliser, every, 1.0, None)
-    wanted = chunks.pull(logits, targets, normaliser, every, scale=1.0, softcap=None)
+    found = kernels.logit_gradient_(logits.clone(), targets, normaliser, every, 1.0, None)
+    wanted = chunks.logit_gradient(logits, targets, normaliser, every, scale=1.0, softcap=None)
     torch.testing.assert_close(found, wanted)
 
 

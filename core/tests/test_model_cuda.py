@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import FAMILIES, TREES, PlainEngine, gradients, tree_batch
+from engines import BareEngine
+from families import FAMILIES, TREES, gradients, tree_batch
 
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
@@ -29,7 +30,7 @@ def module_of(name: str, dtype: torch.dtype) -> PackedModel:
     return PackedModel(causal.eval().to("cuda", dtype))
 
 
-class CudaEngine(PlainEngine):
+class CudaEngine(BareEngine):
     device = torch.device("cuda")
 
     def __init__(self, module: PackedModel, precision: str) -> None:

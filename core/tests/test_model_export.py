@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Shards
+from families import chatml_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,16 +18,17 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
-    PreTrainedTokenizerFast,
 )
 
+from rlhf import engine
 from rlhf.commands.merge import merge_command
 from rlhf.config.sections import Config, LoraConfig, ModelConfig
-from rlhf.engine import Mesh, Plan
+from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
-from rlhf.model.load import CHATML, load_model
+from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.save import save_model, save_tokenizer_and_config, verify_export
+from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.tokenizer import CHATML
 
 SIZES = {
     "vocab_size": 40,
@@ -65,8 +67,8 @@ def test_an_exported_model_opens_in_transformers_with_the_same_logits(
 ) -> None:
     module = module_of(family)
     state = module.state_dict() if wrapped else module.causal.state_dict()
-    save_model(module, {name: value.clone() for name, value in state.items()}, tmp_path)
-    verify_export(tmp_path, module)
+    module.save_weights({name: value.clone() for name, value in state.items()}, tmp_path)
+    verify_export(tmp_path, module.model)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     module.path = "separate"
     torch.testing.assert_close(logits(again), logits(module.causal))
@@ -77,43 +79,47 @@ def test_an_exported_model_opens_in_transformers_with_the_same_logits(
 def test_full_precision_weights_are_written_in_the_models_dtype(tmp_path: Path) -> None:
     module = module_of("untied", dtype=torch.bfloat16)
     state = {name: value.float() for name, value in module.state_dict().items()}
-    save_model(module, state, tmp_path)
-    verify_export(tmp_path, module)
+    module.save_weights(state, tmp_path)
+    verify_export(tmp_path, module.model)
     written = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_shards_are_verified_by_the_shapes_they_were_created_with(tmp_path: Path) -> None:
+def test_shards_are_verified_by_the_shapes_they_were_created_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_shardings", [])
     module = module_of("tied")
     state = {name: value.clone() for name, value in module.state_dict().items()}
+    register_sharding(Shards(module.parameters()))
     for parameter in module.parameters():
-        parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
-    save_model(module, state, tmp_path)
-    verify_export(tmp_path, module)
+    module.save_weights(state, tmp_path)
+    verify_export(tmp_path, module.model)
 
 
 def test_a_damaged_export_is_told(tmp_path: Path) -> None:
     module = module_of("untied")
-    save_model(module, module.state_dict(), tmp_path)
+    module.save_weights(module.state_dict(), tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
     rest = {name: value for name, value in weights.items() if name != "lm_head.weight"}
     save_file(rest, file)
     with pytest.raises(RLHFError) as caught:
-        verify_export(tmp_path, module)
+        verify_export(tmp_path, module.model)
     assert str(caught.value) == (
-        f"the export in {tmp_path} is not whole: lm_head.weight is absent and must be [40, 32]; "
-        f"the "
-        f"checkpoint is untouched, run rlhf export on it"
+        f"the export in {tmp_path} is incomplete: lm_head.weight is missing (expected shape "
+        f"[40, 32]); the checkpoint is intact, run rlhf export on it"
     )
     save_file(rest | {"lm_head.weight": torch.zeros(40, 31)}, file)
-    with pytest.raises(RLHFError, match=r"lm_head.weight is \[40, 31\] and must be \[40, 32\]"):
-        verify_export(tmp_path, module)
+    with pytest.raises(
+        RLHFError, match=r"lm_head.weight has shape \[40, 31\], expected \[40, 32\]"
+    ):
+        verify_export(tmp_path, module.model)
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(RLHFError, match=f"^the exported file {file} does not open again: "):
-        verify_export(tmp_path, module)
+    with pytest.raises(RLHFError, match=f"^cannot read the exported file {file}: "):
+        verify_export(tmp_path, module.model)
 
 
 def adapted(base: Path) -> PackedModel:
@@ -137,9 +143,9 @@ def test_an_adapter_is_exported_alone_and_merges_into_its_base(
     state = module.state_dict()
     if not whole:
         state = {name: value for name, value in state.items() if "lora_" in name}
-    save_model(module, state, adapter)
-    verify_export(adapter, module)
-    save_tokenizer_and_config(module, tokenizer(), adapter)
+    module.save_weights(state, adapter)
+    verify_export(adapter, module.model)
+    save_tokenizer_and_config(module.model, chatml_tokenizer(), adapter)
     module.path = "separate"
     expected = logits(module.causal)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -164,7 +170,7 @@ def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path / "out"))
     assert str(caught.value) == (
-        f"the base model {tmp_path}/gone of {tmp_path} does not load: correct "
+        f"cannot load the base model {tmp_path}/gone of {tmp_path}; correct "
         f"base_model_name_or_path in its adapter_config.json"
     )
     with pytest.raises(RLHFError) as caught:
@@ -172,27 +178,13 @@ def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path} is not empty; choose a new folder"
 
 
-def tokenizer(*, template: str | None = CHATML) -> Any:
-    words = {"a": 0, "<eos>": 1, "<|im_end|>": 2, "<|im_start|>": 3, "<pad>": 4}
-    made = Tokenizer(models.WordLevel(words, unk_token="a"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    found.chat_template = template
-    return found
-
-
 @pytest.mark.parametrize(("template", "ends"), [(CHATML, [2, 1]), (None, 1)])
 def test_generation_ends_where_the_trained_turn_ends(
     template: str | None, ends: Any, tmp_path: Path
 ) -> None:
     module = module_of("tied")
-    save_model(module, module.state_dict(), tmp_path)
-    save_tokenizer_and_config(module, tokenizer(template=template), tmp_path)
+    module.save_weights(module.state_dict(), tmp_path)
+    save_tokenizer_and_config(module.model, chatml_tokenizer(template), tmp_path)
     generation = GenerationConfig.from_pretrained(tmp_path)
     assert generation.eos_token_id == ends
     assert generation.pad_token_id == 4

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import Shards, WholeWeights
 from peft import PeftModel
 from transformers import (
     AutoModelForCausalLM,
@@ -21,10 +21,14 @@ from transformers import (
     T5Config,
 )
 
+from rlhf import engine
 from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
-from rlhf.engine import Mesh, Plan
+from rlhf.engine import Mesh, Plan, free, is_sharded, register_sharding, whole_shape
 from rlhf.errors import RLHFError
-from rlhf.model.load import load_model, load_tokenizer, model_shape, parameter_groups
+from rlhf.model.load import load_model
+from rlhf.model.parameter_groups import parameter_groups
+from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 40,
@@ -34,18 +38,6 @@ SIZES = {
     "num_key_value_heads": 1,
     "intermediate_size": 24,
 }
-
-
-class WholeWeights:
-    """Stage 3 without shards: modules are made whole and filled from the state dict."""
-
-    def model_context(self, plan: Plan, role: str) -> Any:
-        return nullcontext()
-
-    def load_weights(self, module: Any, weights: Any, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-        assert not unexpected
-        return tuple(missing)
 
 
 def load(config: Config, *, stage: int = 0, precision: str = "fp32") -> Any:
@@ -153,12 +145,12 @@ def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> Non
     again = load(config)
     trained = {name: p for name, p in again.named_parameters() if p.requires_grad}
     assert all(bool((p == 0.5).all()) for name, p in trained.items() if "lora_B" in name)
-    assert sum(p.numel() for p in trained.values()) == model_shape(config).trainable
+    assert sum(p.numel() for p in trained.values()) == shape_of(empty_model(config)).trainable
 
 
 def test_the_shape_is_counted_without_weights(llama: str) -> None:
     config = of(llama)
-    shape = model_shape(config)
+    shape = shape_of(empty_model(config))
     module = load(config)
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert shape.trainable == shape.parameters
@@ -185,13 +177,29 @@ def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
     assert all(re.search(r"bias$|ln_\w+\.weight$", names[id(p)]) for p in kept["params"])
 
 
-def test_a_flat_shard_decays_by_the_shape_it_was_created_with(llama: str) -> None:
+def test_a_flat_shard_decays_by_the_shape_it_was_created_with(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_shardings", [])
     module = load(of(llama))
     whole = [len(group["params"]) for group in parameter_groups(module, 0.1)]
+    register_sharding(Shards(module.parameters()))
     for parameter in module.parameters():
-        parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
     assert [len(group["params"]) for group in parameter_groups(module, 0.1)] == whole
+
+
+def test_a_sharded_parameter_is_freed_with_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_shardings", [])
+    sharded, whole = (torch.nn.Parameter(torch.ones(2, 4)) for _ in range(2))
+    shards = Shards([sharded])
+    register_sharding(shards)
+    sharded.data = torch.empty(0)
+    assert (is_sharded(sharded), is_sharded(whole)) == (True, False)
+    assert (whole_shape(sharded), whole_shape(whole)) == ((2, 4), (2, 4))
+    for parameter in (sharded, whole):
+        free(parameter)
+    assert (whole.numel(), shards.shards[sharded].numel()) == (0, 0)
 
 
 def test_recomputation_works_under_an_adapter(llama: str) -> None:
@@ -210,11 +218,10 @@ def failing(config: Config, **options: Any) -> str:
 
 def test_a_path_that_is_no_model_is_told(tmp_path: Path) -> None:
     assert failing(of(str(tmp_path / "nothing"))).startswith(
-        f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a model of the "
-        f"hub "
-        f"that can be read: "
+        f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a readable "
+        f"model on the hub: "
     )
-    assert failing(of("")) == "model.path is empty: give the folder or hub name of a model"
+    assert failing(of("")) == "model.path is empty; pass a model folder or a name on the hub"
 
 
 @pytest.mark.parametrize(
@@ -230,9 +237,8 @@ def test_what_is_no_causal_model_is_refused_before_weights_are_read(
 ) -> None:
     config.save_pretrained(tmp_path)
     assert failing(of(str(tmp_path))) == (
-        f"model.path {tmp_path} is {what}, not a causal language model: choose one that "
-        f"transformers "
-        f"opens as AutoModelForCausalLM"
+        f"model.path {tmp_path} is {what}, not a causal language model; choose one that "
+        f"transformers opens with AutoModelForCausalLM"
     )
 
 
@@ -241,15 +247,14 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path, stage: int) -> None:
     LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     assert failing(of(str(tmp_path)), stage=stage) == (
         f"{tmp_path} has no weights for lm_head.weight of LlamaForCausalLM: model.path must be a "
-        f"whole "
-        f"causal language model"
+        f"complete causal language model"
     )
 
 
 def test_a_config_without_weights_says_how_to_make_some(tmp_path: Path) -> None:
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     message = failing(of(str(tmp_path)))
-    assert message.startswith(f"the weights of {tmp_path} do not load: ")
+    assert message.startswith(f"cannot load the weights of {tmp_path}: ")
     assert message.endswith("; check model.path, or set model.init to random for new weights")
 
 
@@ -266,7 +271,7 @@ def test_weights_of_another_shape_are_named(llama: str, tmp_path: Path, stage: i
     path = changed(llama, tmp_path / "model", intermediate_size=32)
     assert failing(of(path), stage=stage) == (
         f"{path} has model.layers.0.mlp.down_proj.weight of shape [16, 24] where its config.json "
-        "asks for [16, 32]: weights and config must be of one model"
+        "specifies [16, 32]: weights and config must belong to one model"
     )
 
 
@@ -278,7 +283,7 @@ def test_a_torn_file_of_weights_is_told(llama: str, tmp_path: Path, left: int, s
         file.truncate(left)
     message = failing(of(path), stage=stage)
     assert message.startswith(
-        f"the weights of {path} do not load: Error while deserializing header"
+        f"cannot load the weights of {path}: Error while deserializing header"
     )
     assert message.endswith("; check model.path, or set model.init to random for new weights")
 
@@ -308,17 +313,17 @@ def test_an_adapter_that_does_not_load_is_told(llama: str, tmp_path: Path) -> No
     module.model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "r": 4}))
-    start = f"the adapter {tmp_path} does not load into LlamaForCausalLM: "
+    start = f"cannot load the adapter {tmp_path} into LlamaForCausalLM: "
     assert failing(of(llama, model={"adapter": str(tmp_path)})).startswith(f"{start}Error(s) in")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
     assert failing(of(llama, model={"adapter": str(tmp_path)})).startswith(f"{start}Error while")
     (tmp_path / "adapter_model.safetensors").unlink()
     assert failing(of(llama, model={"adapter": str(tmp_path)})) == (
-        f"{tmp_path} has no adapter_model.safetensors: give a whole adapter folder"
+        f"{tmp_path} has no adapter_model.safetensors; pass a complete adapter folder"
     )
     (tmp_path / "adapter_config.json").write_text("{")
     assert failing(of(llama, model={"adapter": str(tmp_path)})) == (
-        f"{tmp_path} is no adapter folder: it has no readable adapter_config.json"
+        f"{tmp_path} is not an adapter folder: it has no readable adapter_config.json"
     )
 
 
@@ -326,42 +331,41 @@ def test_every_target_of_an_adapter_must_be_there(llama: str) -> None:
     modules = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     for targets, unknown in ((("q_proj", "nope"), "nope"), ((), "[]")):
         assert failing(of(llama, lora=LoraConfig(targets=targets))) == (
-            f"lora.targets {unknown} names no module of LlamaForCausalLM: its linear modules are "
+            f"lora.targets {unknown} names no module of LlamaForCausalLM; its linear modules: "
             f"{modules}"
         )
 
 
 def test_a_pattern_that_freezes_nothing_names_what_is_near(llama: str) -> None:
     assert failing(of(llama, model={"freeze": ("*.embed_token.*",)})).startswith(
-        "model.freeze pattern *.embed_token.* matches no parameter: near names are "
+        "model.freeze pattern *.embed_token.* matches no parameter; similar names: "
         "model.embed_tokens.weight, "
     )
     assert failing(of(llama, model={"freeze": ("*",)})) == (
-        "model.freeze * leaves nothing to train: freeze less"
+        "model.freeze * leaves nothing to train; freeze fewer parameters"
     )
 
 
 def test_wrong_targets_of_an_adapter_are_told(llama: str) -> None:
     assert failing(of(llama, lora=LoraConfig(targets=("q_porj",)))) == (
-        "lora.targets q_porj names no module of LlamaForCausalLM: its linear modules are "
-        "down_proj, "
-        "gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        "lora.targets q_porj names no module of LlamaForCausalLM; its linear modules: "
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
     assert failing(of(llama, lora=LoraConfig(targets=("q_proj", "lm_head")))) == (
-        "lora.targets names the head lm_head, whose adapter would not reach the log-probabilities: "
-        "take it out"
+        "lora.targets names the head lm_head, whose adapter would not affect the "
+        "log-probabilities; remove lm_head"
     )
 
 
 def test_four_bits_are_refused_where_they_cannot_be(llama: str) -> None:
     assert failing(of(llama, model={"quantize": "nf4"})) == (
-        "model.quantize nf4 freezes the whole model: add lora to have something to train"
+        "model.quantize nf4 freezes the whole model; add lora to train an adapter"
     )
     config = of(llama, model={"quantize": "nf4"}, lora=LoraConfig())
-    assert failing(config) == "model.quantize nf4 needs a CUDA device and this run is on cpu"
+    assert failing(config) == "model.quantize nf4 needs a CUDA device; this run is on cpu"
     assert failing(config, stage=3) == (
-        "model.quantize nf4 cannot be sharded at ZeRO stage 3: choose stage 2 or less, or take "
-        "model.quantize out"
+        "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
+        "remove model.quantize"
     )
 
 
@@ -385,12 +389,10 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
 
     assert rendered(str(own)) == "hi"
     assert rendered("chatml") == "<|im_start|>user\nhi<|im_end|>\n"
-    with pytest.raises(RLHFError, match=r"^data.chat_template nosuch is no file: give a "):
+    with pytest.raises(RLHFError, match=r"^data.chat_template nosuch is not a file; pass a "):
         rendered("nosuch")
     own.write_bytes(b"\xe9")
-    with pytest.raises(
-        RLHFError, match=rf"^data.chat_template {own} cannot be read: 'utf-8' codec"
-    ):
+    with pytest.raises(RLHFError, match=rf"^cannot read data.chat_template {own}: 'utf-8' codec"):
         rendered(str(own))
 
 
@@ -400,10 +402,10 @@ def test_a_model_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         with pytest.raises(RLHFError) as caught:
             load_tokenizer(of(str(tmp_path / name)))
         assert str(caught.value) == (
-            f"{tmp_path / name} is no folder: give the folder or hub name of a model"
+            f"{tmp_path / name} is not a folder; pass a model folder or a name on the hub"
         )
 
 
 def test_a_missing_tokenizer_is_told(llama: str) -> None:
-    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*: name one with model"):
+    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; set model.tokenizer$"):
         load_tokenizer(of(llama))

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from engines import Shards
 from torch import distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rlhf.engine import register_sharding
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import blank_batch
 from rlhf.model.unfold import (
@@ -81,8 +83,7 @@ def order_of_layers(path: Any) -> tuple[list[int], list[int]]:
     for index, layer in enumerate(causal.model.layers):
         layer.register_forward_pre_hook(lambda *_, index=index: meet(forward, index))
         layer.register_full_backward_pre_hook(lambda *_, index=index: meet(backward, index))
-    for parameter in causal.parameters():
-        parameter.ds_id = 0
+    register_sharding(Shards(causal.parameters()))
     module = PackedModel(causal, path=path)
     batch = batch_of(SPANS if distributed.get_rank() == 0 else ())
     read = module(batch, lambda hidden, head, batch: {"sum": hidden.sum()})

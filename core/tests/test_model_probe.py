@@ -1,10 +1,10 @@
 """The probe's ladder: what it finds out, and what it refuses."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engines import BareEngine
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -30,20 +30,8 @@ SIZES = {
 }
 
 
-class PlainEngine(SimpleNamespace):
-    """An engine without a backend: the module is called as it is."""
-
-    stage, role, device = 0, "policy", torch.device("cpu")
-
-    def __call__(self, batch: Any, readout: Any) -> Any:
-        return self.module(batch, readout)
-
-    def eval(self) -> None:
-        self.module.eval()
-
-
 def engine_of(causal: Any, precision: str = "fp32") -> Any:
-    return PlainEngine(module=PackedModel(causal), precision=precision)
+    return BareEngine(PackedModel(causal), precision)
 
 
 def seeded(make: Any, *args: Any) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import BareEngine, WholeWeights
+from families import chatml_tokenizer
 from peft import PeftModel
-from test_model_export import tokenizer
-from test_model_load import WholeWeights
-from test_model_probe import PlainEngine
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -32,15 +31,12 @@ from rlhf.data.packing import pack
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.head import read_head
-from rlhf.model.load import load_model, model_shape
+from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
-from rlhf.model.save import (
-    save_model,
-    save_tokenizer_and_config,
-    verify_export,
-    with_padding,
-)
+from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.tokenizer import with_padding
 from rlhf.readouts import scores, token_scores
 
 SIZES: dict[str, Any] = {
@@ -122,7 +118,7 @@ def test_the_backbone_is_the_language_models_and_the_head_follows_the_seed_alone
     assert not torch.equal(heads[0].weight, heads[2].weight)
     assert heads[0].bias is None or not heads[0].bias.any()
     config = Config(model=ModelConfig(path=bases[family]))
-    assert model_shape(config, task=task).parameters == sum(  # type: ignore[arg-type]
+    assert shape_of(empty_model(config, task)).parameters == sum(  # type: ignore[arg-type]
         parameter.numel() for parameter in module.parameters()
     )
 
@@ -133,7 +129,7 @@ def test_a_classifier_that_is_trained_further_keeps_its_head(
     task: str, stage: int, bases: dict[str, str], tmp_path: Path
 ) -> None:
     module = load(bases["llama"], task, train=TrainConfig(seed=7))
-    save_model(module, module.state_dict(), tmp_path)
+    module.save_weights(module.state_dict(), tmp_path)
     again = load(str(tmp_path), task, stage=stage)
     assert torch.equal(read_head(again.causal).weight, read_head(module.causal).weight)
 
@@ -143,7 +139,7 @@ def test_a_classifier_that_is_trained_further_keeps_its_head(
 def test_the_probe_takes_tree_attention_for_classifiers(
     family: str, task: str, bases: dict[str, str]
 ) -> None:
-    engine: Any = PlainEngine(module=load(bases[family], task), precision="fp32")
+    engine: Any = BareEngine(load(bases[family], task))
     assert choose_path(engine, Mesh(), longest=60) == AttentionPath(path="tree", reason="")
 
 
@@ -152,7 +148,7 @@ def test_the_probe_finds_a_head_that_is_more_than_a_linear_layer(bases: dict[str
     inner = module.causal.score.forward
     module.causal.score.forward = lambda hidden: inner(torch.tanh(hidden))
     with pytest.raises(RLHFError, match="the logits of LlamaForSequenceClassification are not"):
-        choose_path(PlainEngine(module=module, precision="fp32"), Mesh())  # type: ignore[arg-type]
+        choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
@@ -207,14 +203,14 @@ def stir(module: PackedModel) -> None:
 
 def export(module: PackedModel, folder: Path) -> None:
     """As a run does; the tokenizer's only padding is its EOS."""
-    save_model(module, module.state_dict(), folder)
-    save_tokenizer_and_config(module, padded_by_eos(), folder, {"reward_mean": 0.5})
-    verify_export(folder, module)
+    module.save_weights(module.state_dict(), folder)
+    save_tokenizer_and_config(module.model, padded_by_eos(), folder, {"reward_mean": 0.5})
+    verify_export(folder, module.model)
     assert AutoConfig.from_pretrained(folder).reward_mean == 0.5
 
 
 def padded_by_eos() -> Any:
-    found = tokenizer()
+    found = chatml_tokenizer()
     found.pad_token = found.eos_token
     return found
 
@@ -308,15 +304,15 @@ def test_a_classifier_without_its_head_is_refused(bases: dict[str, str], tmp_pat
 
 def test_an_adapter_of_another_task_is_refused(bases: dict[str, str], tmp_path: Path) -> None:
     module = load(bases["llama"], "causal", lora=LoraConfig(rank=2))
-    save_model(module, module.state_dict(), tmp_path)
+    module.save_weights(module.state_dict(), tmp_path)
     assert failing(bases["llama"], "sequence", model={"adapter": str(tmp_path)}) == (
-        f"model.adapter {tmp_path} was trained for CAUSAL_LM, and this trainer needs SEQ_CLS: name "
-        "another adapter, or merge it into its base first"
+        f"model.adapter {tmp_path} was trained for CAUSAL_LM, but this trainer needs SEQ_CLS; "
+        "choose another adapter, or merge it into its base first"
     )
 
 
 def test_a_padding_token_ends_no_answer() -> None:
-    own = tokenizer()
+    own = chatml_tokenizer()
     assert with_padding(own, 40).pad_token_id == own.pad_token_id
     assert with_padding(padded_by_eos(), 40).pad_token == "<|pad|>"
     full = padded_by_eos()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_model_families import FAMILIES, SIZES
+from families import FAMILIES, SIZES
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -117,7 +117,7 @@ def test_a_norm_on_the_meta_device_keeps_its_input_and_a_number_for_each_row() -
     [
         (
             "Qwen2",
-            "layers     norms fused; rotary embedding and gates not: needs liger-kernel: pip "
+            "layers     norms fused; rotary embedding and gates not: needs liger-kernel; pip "
             "install 'rlhf-core[kernels]'",
         ),
         ("GPT-OSS", "layers     norms fused"),

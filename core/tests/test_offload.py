@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_compiled import model, row
+from families import llama, row
 
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import LiveBytes
 from rlhf.model.kernels.offload import HostInputs, Kept
-from rlhf.model.load import check_recomputable
 from rlhf.model.packed import PackedModel
-from rlhf.model.trainable import recompute
+from rlhf.model.trainable import check_recomputable, recompute
 from rlhf.request.reader import read_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +28,7 @@ def gradients(module: PackedModel, *batches: Any) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_recomputation_bit_for_bit() -> None:
     first, second = row(90, 40, 30), row(20, 10)
     # Flex attention wants heads of at least 16.
-    module = model(hidden_size=64).train().to(DEVICE)
+    module = llama(hidden_size=64).train().to(DEVICE)
     recompute(module.causal, offload=False)
     expected = gradients(module, first, second)
     recompute(module.causal, offload=True)
@@ -102,7 +101,7 @@ def test_a_forward_without_a_backward_holds_nothing() -> None:
 def test_a_rehearsal_counts_one_layer_alone() -> None:
     def kept(*, offload: bool) -> tuple[int, int]:
         with torch.device("meta"):
-            module = model().train()
+            module = llama().train()
         recompute(module.causal, offload=offload)
         with LiveBytes(known=list(module.parameters())) as counter:
             hidden = module.packed_row(row(90, 40, 30).to(torch.device("meta")))
@@ -118,8 +117,8 @@ def test_a_rehearsal_counts_one_layer_alone() -> None:
 def test_offload_on_the_host_is_refused() -> None:
     asked = read_config("sft", overrides=["--model.recompute", "offload"], inputs=False)
     with pytest.raises(RLHFError) as told:
-        check_recomputable(asked.config, torch.device("cpu"))
+        check_recomputable(asked.config.model, torch.device("cpu"))
     assert str(told.value) == (
-        "model.recompute offload keeps inputs on the host, where this run is: set model.recompute "
-        "to full"
+        "model.recompute offload moves layer inputs to host memory, but this run is on the CPU; "
+        "set model.recompute to full"
     )

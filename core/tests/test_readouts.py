@@ -10,14 +10,14 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.model.probe import blank_batch
-from rlhf.readouts import logits
-from rlhf.readouts.logprobs import (
-    SummedLogprobs,
+from rlhf.readouts import (
     answer_logprobs,
     hidden_at,
+    logits,
     summed_logprobs,
     token_logprobs,
 )
+from rlhf.readouts.chunked import SummedLogprobs
 
 HIDDEN, VOCABULARY = 6, 11
 

@@ -27,7 +27,7 @@ from rlhf.data.tokenise import prepare
 from rlhf.demo import rows, scratch
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.model.load import load_tokenizer
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
 from rlhf.reference import live as reference
 from rlhf.reference import table as reference_cache

@@ -13,11 +13,11 @@ from asking import on_accelerator, question, small_run
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, ModelShape, Plan
+from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.hookspecs import hookimpl
 from rlhf.journal.sums import weighted_loss
 from rlhf.memory import rehearsal
-from rlhf.memory.estimate import GIB, Estimate, LiveBytes, gib
+from rlhf.memory.estimate import Estimate, LiveBytes
 from rlhf.memory.rehearsal import StepBytes, step_bytes
 from rlhf.run.rank import ran_out
 from rlhf.testing import tiny

@@ -1,5 +1,8 @@
-"""What core asks of a live engine, and where it runs: the protocols between the loop and a
-backend."""
+"""What a backend's module imports: the engine protocol and the values between core and a backend.
+
+A backend prepares modules as engines, places processes in a `Mesh`, turns the configuration into a
+`Plan`, and tells core about sharded parameters through `register_sharding`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +17,8 @@ from torch import Tensor
 from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 
+GIB = 2**30
+
 Readout = Callable[..., Mapping[str, Tensor]]
 """`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
 
@@ -21,52 +26,54 @@ Readout = Callable[..., Mapping[str, Tensor]]
 @documented
 @frozen(kw_only=True)
 class ModelShape:
-    """The size of a model, counted on the meta device before any weight is read."""
+    """Size of a model, counted on the meta device before any weight is read."""
 
     parameters: int
-    """All parameters, tied ones counted once."""
+    """Number of all parameters; tied ones count once."""
     trainable: int
-    """Parameters that get a gradient (all of them without LoRA and freezing)."""
+    """Number of parameters that get a gradient (all of them without LoRA and freezing)."""
     largest_layer: int
-    """Parameters of the largest decoder layer or embedding: what ZeRO-3 gathers at once."""
+    """Number of parameters of the largest decoder layer or embedding: what ZeRO-3 gathers at
+    once."""
     hidden: int
     """Width of the hidden states."""
     layers: int
     """Number of decoder layers."""
     head: int
-    """Parameters of the last product: the vocabulary's or the labels' weight."""
+    """Number of parameters of the output head's weight (vocabulary or labels)."""
     lookup: int = 0
-    """Parameters of the embedding that are looked up alone; 0 where the head is tied to it."""
+    """Number of parameters of the embedding if it is only looked up; 0 if the head is tied to
+    it."""
 
     @property
     def mean_layer(self) -> int:
-        """Parameters of a decoder layer, the mean over all."""
+        """Return the mean number of parameters of a decoder layer."""
         return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
 
 
 @documented
 @frozen(kw_only=True)
 class Plan:
-    """What `configure_zero` made of the configuration; plain data, written to `plan.json`."""
+    """How a backend runs a configuration. Returned by `configure_zero`, written to `plan.json`."""
 
     stage: int
     """ZeRO stage, 0 to 3; at 3 the weights are sharded too."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     settings: dict[str, Any] = field(factory=dict)
-    """The backend's own configuration, as it will be given to it (DeepSpeed's JSON)."""
+    """The backend's own configuration (DeepSpeed's JSON)."""
     summary: str = ""
-    """One line for the start of the run: stage, offload, optimizer, and why."""
+    """One line for the start of the run: stage, offload, optimizer, and the reason."""
     lighter: tuple[str, ...] = ()
-    """The backend's own settings that would take less of the accelerator, the nearest first, each
-    with what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
+    """Backend settings that would need less device memory, the smallest change first, each with
+    what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
 
 
 @documented
 @frozen(kw_only=True)
 class Mesh:
-    """This process's place among the ranks. With one process there is no group and collectives are
-    no-ops."""
+    """This process among the ranks, and the collectives over all of them. With one process there is
+    no process group and every collective returns at once."""
 
     rank: int = 0
     """Number of this process, from 0."""
@@ -79,7 +86,7 @@ class Mesh:
     axes: Any = None
     """The torch DeviceMesh with axes (data, sequence, tensor), or None with one process."""
     memory: int = 0
-    """Bytes that this rank has on its device (of a host's its share), 0 where nobody knows."""
+    """Bytes of device memory of this rank (on a CPU its share of the host's); 0 if unknown."""
 
     def sum(self, values: Tensor) -> Tensor:
         """All-reduce `values` in place over all ranks by addition; collective."""
@@ -88,13 +95,13 @@ class Mesh:
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """All-reduce `values` in place over all ranks to the greatest; collective."""
+        """All-reduce `values` in place over all ranks by the maximum; collective."""
         if self.world > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Each rank's picklable `value`, in the order of ranks, on every rank; collective."""
+        """Return each rank's picklable `value` in the order of ranks; collective."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -102,14 +109,17 @@ class Mesh:
         return values
 
     def barrier(self) -> None:
-        """Return once every rank has come here; collective."""
+        """Wait until every rank has called this; collective."""
         if self.world > 1:
             own = [self.device.index] if self.device.type == "cuda" else None
             torch.distributed.barrier(device_ids=own)
 
 
 class Deferred:
-    """A copy of `values` [K] that has been started; `read` waits only for what is not there yet."""
+    """A copy of `values` [K] to the host that runs while the device continues.
+
+    Reading a number from a device otherwise stops the host until all earlier work is done.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._event = None
@@ -122,7 +132,7 @@ class Deferred:
         self._event.record()
 
     def read(self) -> list[float]:
-        """The values as floats."""
+        """Return the values as floats; wait for the copy if it has not ended."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
@@ -131,32 +141,36 @@ class Deferred:
 @documented
 @frozen(kw_only=True)
 class StepOutcome:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     moved: bool
-    """False when a gradient was not finite on some rank: no weight has changed."""
+    """False if a gradient was not finite on some rank: no weight has changed."""
     grad_norm: float
-    """Norm of the whole gradient before clipping, over all ranks; nan or inf when not moved."""
+    """Norm of the whole gradient before clipping, over all ranks; nan or inf if not moved."""
     skipped_by_scaler: bool = False
-    """fp16 only: the dynamic loss scaler lowered its scale and skipped; training goes on."""
+    """fp16 only: the dynamic loss scaler lowered its scale and skipped the step; training
+    continues."""
 
     def read(self) -> "StepOutcome":
-        """Itself: nothing is on its way any more."""
+        """Return the outcome itself, which needs no wait."""
         return self
 
 
 @documented
 @frozen
 class LaterOutcome:
-    """What a step did, on its way from a device that keeps a gradient which is not finite away from
-    every weight by itself. The loop reads it once the next step is under way."""
+    """Result of an optimizer step whose gradient norm is still being copied from the device.
+
+    Only for a backend whose device itself keeps a non-finite gradient from every weight: the loop
+    reads the result after it has started the next step.
+    """
 
     norm: Deferred
-    """`StepOutcome.grad_norm` [1]."""
+    """The `StepOutcome.grad_norm`, [1]."""
     skipped_by_scaler: ClassVar[bool] = False
 
     def read(self) -> StepOutcome:
-        """The outcome; waits for what is not there yet."""
+        """Wait for the norm and return the outcome."""
         (value,) = self.norm.read()
         return StepOutcome(moved=math.isfinite(value), grad_norm=value)
 
@@ -165,36 +179,89 @@ class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 
     module: Any
-    """The `rlhf.model.packed.PackedModel` that was prepared, unwrapped. Who reads weights outside
-    of a forward asks for it after each step anew: some may still be on their way from other
-    ranks."""
+    """The prepared `PackedModel`, unwrapped. Code that reads weights outside of a forward gets it
+    from the engine again after each step: some weights may still be on their way from other
+    ranks. `module.save_weights(weights, directory)` writes a model folder."""
     role: str
+    """`policy` for the trained engine, else a name such as `reference` or `teacher`."""
     stage: int
+    """ZeRO stage."""
     precision: str
+    """`fp32`, `bf16` or `fp16`."""
     device: torch.device
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
         """Run the wrapped forward; collective at stage 3."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss` (a scalar). Gradients add over micro-batches and over ranks:
-        the backend undoes any averaging of its own. `last` marks the step's last micro-batch.
-        Collective."""
+        """Add the gradient of the scalar `loss`. Collective.
+
+        Gradients are sums over micro-batches and ranks: a backend that averages undoes it. `last`
+        marks the last micro-batch of a step.
+        """
 
     def step(self) -> StepOutcome | LaterOutcome:
-        """Clip, update, clear the gradients, advance the schedule. Never lets a non-finite gradient
-        reach a weight. Collective."""
+        """Clip, update the weights, clear the gradients, advance the schedule. Collective.
+
+        A non-finite gradient never reaches a weight.
+        """
 
     def train(self) -> None:
-        """Dropout and recomputation on."""
+        """Switch dropout and recomputation on."""
 
     def eval(self) -> None:
-        """Dropout and recomputation off."""
+        """Switch dropout and recomputation off."""
+
+
+class Sharding(Protocol):
+    """How a backend shards parameters. At ZeRO-3 a parameter is empty outside of a forward."""
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
+        """Return the shape of the whole parameter; None if this backend has not sharded it."""
+
+    def shard(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's part of a sharded parameter; None if there is none."""
+
+
+_shardings: list[Sharding] = []
+
+
+def register_sharding(sharding: Sharding) -> None:
+    """Make a backend's way of sharding known for the rest of the process.
+
+    Call it before the first parameter is sharded; registering an equal object again has no effect.
+    """
+    if sharding not in _shardings:
+        _shardings.append(sharding)
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter as it was created, whether or not it is sharded."""
+    shapes = (sharding.whole_shape(parameter) for sharding in _shardings)
+    return next((shape for shape in shapes if shape is not None), parameter.shape)
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether a backend has divided the parameter among the ranks."""
+    return any(sharding.whole_shape(parameter) is not None for sharding in _shardings)
+
+
+def free(parameter: Tensor) -> None:
+    """Release the memory of a parameter that is not used again, and that of its shard."""
+    for held in (parameter, *(sharding.shard(parameter) for sharding in _shardings)):
+        if held is not None:
+            held.data = held.data.new_empty(0)
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes in GiB, with one decimal place, or three below 1 GiB."""
+    value = size / GIB
+    return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers, or rows of them, as a tensor on `device`; `torch.tensor(..., device=...)` would wait
-    for it."""
+    """Return numbers, or rows of them, as a tensor on `device`, without waiting for the device as
+    `torch.tensor(..., device=...)` does."""
     host = torch.tensor(values)
     if device.type == "cpu":
         return host
@@ -203,8 +270,8 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 @cache
 def fused_on(kind: str) -> bool:
-    """Whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta device, on
-    which a run is rehearsed, speaks for the machine's accelerator."""
+    """Return whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta
+    device, on which a run is rehearsed, stands for the machine's accelerator."""
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return kind == "cuda" and find_spec("triton") is not None

@@ -10,6 +10,9 @@ class SameOnAllRanks(RLHFError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, cut to 200 characters; the name of its type if
-    it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """Return the first line of an exception's text, at most 200 characters; its type's name if it
+    has no text. A line that ends with a colon introduces the next one, which is added to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")[:200]

@@ -11,7 +11,7 @@ import yaml
 from attrs import evolve
 
 from rlhf.config.sections import ModelConfig, OptimConfig
-from rlhf.engine import Mesh, ModelShape
+from rlhf.engine import GIB, Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import capabilities, zero
@@ -19,7 +19,6 @@ from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, che
 from rlhf_plugin_deepspeed.memory import estimate
 
 DOCS = Path(__file__).parents[3] / "docs" / "backends.md"
-GIB = 2**30
 
 
 def config(**settings):

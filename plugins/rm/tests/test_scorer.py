@@ -212,10 +212,10 @@ def test_a_folder_without_rewards_is_refused(words: list[str], tmp_path: Path) -
     with pytest.raises(RLHFError) as error:
         Scorer(language_model)
     assert str(error.value) == (
-        f"{language_model} has no score.weight, so it is no LlamaForSequenceClassification: give "
-        "the model/ folder of a run that trained one"
+        f"{language_model} has no score.weight, so it is not a LlamaForSequenceClassification; "
+        "pass the model/ folder of a run that trained one"
     )
     with pytest.raises(RLHFError) as error:
         Scorer(tmp_path / "gone")
-    assert str(error.value).startswith(f"{tmp_path}/gone does not load (")
+    assert str(error.value).startswith(f"cannot load {tmp_path}/gone (")
     assert str(error.value).endswith("): give the model/ folder of a run")

@@ -7,8 +7,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder
-from rlhf.model.adapter import exported_model, form_of
-from rlhf.model.trainable import adapter_settings
+from rlhf.model.adapters import adapter_settings
+from rlhf.model.exported import exported_model, task_of
 
 
 def merge_command(adapter: str, output: str) -> int:
@@ -27,7 +27,7 @@ def merge_command(adapter: str, output: str) -> int:
 def _merge(source: Path, target: Path) -> str:
     """Fill the empty folder `target`; returns the name of the base model."""
     settings = adapter_settings(str(source))
-    merged = exported_model(source, form_of(settings.task_type)).merge_and_unload()
+    merged = exported_model(source, task_of(settings.task_type)).merge_and_unload()
     merged.save_pretrained(target)
     if (source / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(source).save_pretrained(target)

@@ -14,8 +14,9 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.run_folder import logged
 from rlhf.loop.session import Session
-from rlhf.model.load import load_model, load_tokenizer
-from rlhf.model.save import save_model, save_tokenizer_and_config, verify_export
+from rlhf.model.load import load_model
+from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
 from rlhf.registry.load import load_object
 from rlhf.request.reader import read_config
@@ -32,8 +33,9 @@ def export_model(session: Session) -> None:
     session.hooks.export_weights(engine=session.engine, directory=part)
     if session.folder is not None:
         more = session.trainer.model_config(session.journal.last)
-        save_tokenizer_and_config(session.engine.module, session.trainer.tokenizer, part, more)
-        verify_export(part, session.engine.module)
+        model = session.engine.module.model
+        save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
+        verify_export(part, model)
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
     session.mesh.barrier()
@@ -65,10 +67,10 @@ def write_model(folder: Path, target: Path) -> None:
     plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
     config = attrs.evolve(config, model=plain)
     module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
-    save_model(module, weights, target)
+    module.save_weights(weights, target)
     more = trainer.model_config(_newest_metrics(run, until=checkpoint.step_of(folder)))
-    save_tokenizer_and_config(module, tokenizer, target, more)
-    verify_export(target, module)
+    save_tokenizer_and_config(module.model, tokenizer, target, more)
+    verify_export(target, module.model)
 
 
 def _recorded(path: Path, *keys: str) -> Any:

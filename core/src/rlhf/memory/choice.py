@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import evolve, frozen
 
-from rlhf.memory.estimate import gib
+from rlhf.engine import gib
 from rlhf.memory.fit import LEVELS, MARGIN, ROUND, Headroom
 
 START = 8192

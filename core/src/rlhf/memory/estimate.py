@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-GIB = 2**30
+from rlhf.engine import gib
 
 
 @frozen(kw_only=True)
@@ -81,12 +81,6 @@ class Estimate:
         """The peak with micro-batches of so many tokens."""
         passing = (self.activations + self.passing) * tokens // self.tokens
         return self.resident + max(passing, self.updating)
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB with one digit, with three where that would say nothing."""
-    value = size / GIB
-    return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
 
 
 class LiveBytes(TorchDispatchMode):

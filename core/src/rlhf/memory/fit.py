@@ -10,12 +10,11 @@ import attrs
 
 from rlhf.config.sections import Config
 from rlhf.data.examples import Examples
-from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
-from rlhf.memory.estimate import Estimate, gib
+from rlhf.engine import Mesh, gib
+from rlhf.errors import RLHFError, first_line
+from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import Rehearsed, UnknownError, rehearse
 from rlhf.model.kernels.compiled import compiles
-from rlhf.model.weights import first_line
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
 

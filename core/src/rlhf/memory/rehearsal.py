@@ -20,9 +20,10 @@ from rlhf.engine import Engine, Mesh, ModelShape, Readout
 from rlhf.journal.sums import weighted_loss
 from rlhf.memory.estimate import Estimate, LiveBytes
 from rlhf.model.dropout import without_dropout
-from rlhf.model.load import Task, empty_model, shape_of
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
+from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.task import Task
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.context import Run
 from rlhf.trainer import Trainer

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.errors import RLHFError
+from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.masks import BLOCK, TreeMask, TreeTokens, lowest_visible
 
 NAME = "rlhf_tree"
@@ -69,7 +70,7 @@ def tree_attention(
     if isinstance(attention_mask, TreeMask):
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
         if query.device.type == "meta":
-            output = Unseen.apply(query, key, value)
+            output = MetaAttention.apply(query, key, value)
         elif query.device.type == "cuda":
             output = flex_tree(query, key, value, attention_mask, dropout=dropout, **options)
         else:
@@ -171,26 +172,6 @@ def scored(
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     shares = nn.functional.dropout(shares[..., : key.shape[2]], p=dropout)
     return shares @ repeat_heads(value, query)
-
-
-class Unseen(torch.autograd.Function):
-    """Attention on the meta device, where nothing has a value: what a fused kernel would keep for
-    its backward, and the shapes of its results."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, normaliser)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, _, normaliser = ctx.saved_tensors
-        # A fused backward holds one more float per row while it works.
-        held = torch.empty_like(normaliser)
-        del held
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

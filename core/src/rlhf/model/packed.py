@@ -1,53 +1,67 @@
-"""The module that a backend prepares: a causal LM over packed batches, with a readout at its
-end."""
+"""The module that a backend prepares: a transformers model over packed batches, with a readout."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf.data.batch import PackedBatch
+from rlhf.engine import Readout, is_sharded
 from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.head import read_head
 from rlhf.model.masks import Tree, TreeTokens
+from rlhf.model.parts import decoder, unwrapped
+from rlhf.model.save import save_weights
 from rlhf.model.unfold import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
 
 PathName = Literal["tree", "packed", "padded", "separate"]
-"""tree: a prompt once for all its answers; packed: every answer with its own copy of the prompt,
-still in one row; padded: rows padded to the longest, the model's own attention; separate: one row
-at a time."""
+"""How packed batches are computed, the best path first.
+
+tree: one row, a prompt once for all its answers; packed: one row, each answer with its own copy of
+the prompt; padded: rows padded to the longest, the model's own attention; separate: one row at a
+time.
+"""
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Layer types of transformers configs that are attention; all others carry a state along the
+row."""
+
+PREFIX = "model."
+"""Prefix of the wrapped model's names in the state dict of a PackedModel."""
 
 
 class PackedModel(nn.Module):
-    """A transformers causal LM (perhaps under peft) that runs packed batches.
+    """A transformers causal LM or classifier (perhaps under peft) that runs packed batches.
 
-    `forward(batch, readout)` gives the readout the hidden states in the batch's layout, whatever
-    path computed them. The weights are touched nowhere else, since outside a forward ZeRO-3 has
-    none.
+    `forward(batch, readout)` gives the readout the hidden states in the batch's layout, whichever
+    path computed them. Nothing else reads the weights: outside a forward ZeRO-3 has none.
     """
 
     def __init__(self, model: nn.Module, *, path: PathName = "tree", layers: str = "") -> None:
         super().__init__()
         attention.register()
         self.model = model
+        """The transformers model, or peft's wrapper of it."""
         self.layers = layers
-        """What was done to the model's layers, in words."""
+        """One line on fused or compiled layers for the start of the run; empty without them."""
         self.own_attention = own_attention(self.causal)
         self.path = path
 
     @property
     def causal(self) -> Any:
         """The transformers model itself, without peft's wrapper; adapters are inside its layers."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return unwrapped(self.model)
 
     @property
     def path(self) -> PathName:
-        """How hidden states are computed; the start-up probe decides."""
+        """How hidden states are computed; the start-up probe sets it.
+
+        Setting it also switches the model's attention implementation.
+        """
         return self._path
 
     @path.setter
@@ -59,22 +73,29 @@ class PackedModel(nn.Module):
         if self.causal.config._attn_implementation != wanted:
             self.causal.set_attn_implementation(wanted)
 
-    def forward(
-        self, batch: PackedBatch, readout: Callable[..., Mapping[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """`readout(hidden [T, H], head, batch)`, run inside this forward. Collective at ZeRO-3."""
+    def forward(self, batch: PackedBatch, readout: Readout) -> dict[str, Tensor]:
+        """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""
         hidden = self.hidden(batch)
         return dict(readout(hidden, read_head(self.causal), batch))
 
+    def save_weights(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        """Write a model folder that plain transformers or peft opens.
+
+        `weights` is the full state dict on the host, of this module or of the model in it. For a
+        model with an adapter only the adapter is written, and its weights suffice.
+        """
+        if weights.keys() <= {PREFIX + name for name in self.model.state_dict()}:
+            weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+        save_weights(self.model, weights, directory)
+
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """The last hidden states [T, H] of a batch by the current path; only inside `forward`."""
+        """Return the last hidden states [T, H] by the current path; only inside `forward`."""
         if self.path == "tree":
             return self.packed_row(batch)
         if batch.inputs:
             raise RLHFError(
                 f"the model's extra inputs ({', '.join(sorted(batch.inputs))}) need tree "
-                f"attention, and "
-                f"{type(self.causal).__name__} runs on the path '{self.path}'"
+                f"attention; {type(self.causal).__name__} runs on the path '{self.path}'"
             )
         if self.path == "packed":
             row, back = unshared(batch)
@@ -82,7 +103,7 @@ class PackedModel(nn.Module):
         return self.padded(batch, most=len(batch.tokens) if self.path == "padded" else 0)
 
     def packed_row(self, batch: PackedBatch) -> Tensor:
-        """Hidden states [T, H] of one row under our attention."""
+        """Return the hidden states [T, H] of one row under our attention."""
         num_tokens = len(batch.tokens)
         if batch.tokens.device.type == "cuda":
             batch = in_whole_blocks(batch)
@@ -94,26 +115,28 @@ class PackedModel(nn.Module):
         )[0, :num_tokens]
 
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:
-        """Hidden states [T, H] by the model's own attention, in groups of at most `most` tokens."""
+        """Return the hidden states [T, H] by the model's own attention, in groups of at most `most`
+        tokens."""
         groups = padded_groups(batch, most=most)
-        # Agreed before the first pass: each gathers weights in step with the other ranks.
+        # At ZeRO-3 every pass gathers weights, which all ranks must do equally often. So the ranks
+        # agree on a number of passes before the first one.
         spare = self.most_passes(len(groups)) - len(groups)
         parts = [self.backbone(input_ids=padded_rows(batch, group)) for group in groups]
         hidden = torch.cat([part.flatten(0, 1) for part in parts])[padded_way_back(batch, groups)]
         for _ in range(spare):
-            # Zero keeps a spare pass in the graph, since backward gathers weights too.
+            # The factor 0 keeps a spare pass in the graph: backward gathers weights too.
             hidden = hidden + 0 * self.backbone(input_ids=batch.tokens[None, :1]).sum()
         return hidden
 
     def backbone(self, **inputs: Any) -> Tensor:
-        """The decoder without its head: hidden states [rows, length, H]."""
+        """Return hidden states [rows, length, H]: the decoder without its head."""
         return decoder(self.causal)(**inputs, use_cache=False, return_dict=True)[0]
 
     def most_passes(self, passes: int) -> int:
-        """The largest number of passes on any rank, where weights are sharded and each pass gathers
-        them."""
+        """Return the largest number of passes on any rank if weights are sharded, else `passes`.
+        Collective."""
         distributed = torch.distributed
-        sharded = any(hasattr(parameter, "ds_id") for parameter in self.parameters())
+        sharded = any(is_sharded(parameter) for parameter in self.parameters())
         if not sharded or not distributed.is_initialized():
             return passes
         parameter = next(self.parameters())
@@ -123,8 +146,8 @@ class PackedModel(nn.Module):
 
 
 def own_attention(causal: Any) -> str:
-    """The name of the attention that is right for this model without us. Up to transformers 5.17
-    Gemma 2 runs under SDPA by default, which silently leaves its soft cap out."""
+    """Return the name of the model's own correct attention. Up to transformers 5.17 Gemma 2 runs
+    under SDPA by default, which silently ignores its soft cap."""
     config = causal.config.get_text_config()
     chosen: str = causal.config._attn_implementation
     capped = getattr(config, "attn_logit_softcapping", None) is not None
@@ -132,26 +155,13 @@ def own_attention(causal: Any) -> str:
 
 
 def takes_our_attention(causal: Any) -> str | None:
-    """None when a model's layers let us put our attention in, else the reason why not."""
+    """Return why a model cannot run under our attention; None if it can."""
     config = causal.config.get_text_config()
     recurrent = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
     if recurrent or getattr(causal, "_is_stateful", False):
         return f"it has recurrent layers ({', '.join(recurrent) or config.model_type})"
     if not causal._can_set_attn_implementation():
-        return "its attention cannot be exchanged"
+        return "its attention cannot be replaced"
     if "position_ids" not in inspect.signature(decoder(causal).forward).parameters:
         return "it takes no positions"
     return None
-
-
-def decoder(causal: Any) -> Any:
-    """The part of a causal LM that ends in hidden states."""
-    if causal.base_model is not causal:
-        return causal.base_model
-    # Llama 4's `base_model_prefix` names no attribute of its causal LM.
-    return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
-
-
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types of transformers configs that are attention; all others carry a state along the
-row."""

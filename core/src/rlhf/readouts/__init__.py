@@ -1,28 +1,23 @@
-"""What is read off hidden states in an engine's forward: log-probabilities, scores, divergences.
+"""What is read of hidden states inside an engine's forward: log-probabilities, scores, divergences.
 
-Public: third parties import from here.
+Public: trainers of third parties import from here, and scorers import `exported_model`. A readout
+is a function `readout(hidden [T, H], head, batch) -> {name: tensor}`.
 """
 
+from rlhf.model.exported import exported_model
 from rlhf.model.head import Head
-from rlhf.readouts.divergence import (
-    Measure,
-    Mixture,
-    Teacher,
-    WholeTeacher,
-    distil,
-    divergence,
-)
+from rlhf.readouts.chunked import Gradients, scaled_by
+from rlhf.readouts.distillation import Mixture, distil, divergence
 from rlhf.readouts.logprobs import (
-    Gradients,
     answer_logprobs,
     hidden_at,
     predictions,
-    scaled_by,
     scores,
     summed_logprobs,
     token_logprobs,
     token_scores,
 )
+from rlhf.readouts.teachers import Measure, Teacher, TopTeacher, WholeTeacher
 
 __all__ = [
     "Gradients",
@@ -30,10 +25,12 @@ __all__ = [
     "Measure",
     "Mixture",
     "Teacher",
+    "TopTeacher",
     "WholeTeacher",
     "answer_logprobs",
     "distil",
     "divergence",
+    "exported_model",
     "hidden_at",
     "predictions",
     "scaled_by",

@@ -1,7 +1,7 @@
-"""A chunk of logits: what is read off each row, and the derivative that goes back.
+"""A chunk of logits: what is read of each row, and the gradient for backward.
 
-On an accelerator with Triton each is one pass over the logits in their own dtype; elsewhere it is a
-few operators of torch in float32. Both give the same numbers but for rounding, and on ties of the
+On an accelerator with Triton each is one pass over the logits in their own dtype, elsewhere a few
+of torch's operators in float32. Both give the same numbers, except for rounding and for ties of the
 likeliest token.
 """
 
@@ -13,47 +13,48 @@ from torch import Tensor
 
 from rlhf.engine import fused_on
 
-CHUNK = 2048
-"""Rows of logits at the same time without fused kernels: 1.2 GiB in float32 at a vocabulary of
-152k."""
-FUSED_BYTES = 5 << 27
-"""Bytes of logits at the same time with them, in blocks of `BLOCK` rows: 2,048 rows in 16 bits at a
+LOGIT_ROWS = 2048
+"""Rows of logits that exist at the same time without fused kernels: 1.2 GiB in float32 at a
 vocabulary of 152k."""
-BLOCK = 256
+FUSED_BYTES = 5 << 27
+"""Bytes of logits that exist at the same time with fused kernels: 2,048 rows in 16 bits at a
+vocabulary of 152k."""
+ROW_BLOCK = 256
+"""Rows of logits come in multiples of this with fused kernels."""
 
 
 class Read(NamedTuple):
-    """Of n rows, each [n] in float32."""
+    """What is read of n rows, each [n] in float32."""
 
     normaliser: Tensor
-    """The log of the softmax's denominator."""
+    """Log of the softmax's denominator."""
     logprobs: Tensor
-    """Of the target."""
+    """Log-probability of the target."""
     entropy: Tensor
-    """In nats."""
+    """Entropy in nats."""
     correct: Tensor
     """1 where the likeliest token is the target."""
 
 
 def rows_at_once(weight: Tensor) -> int:
-    """How many rows of logits of the head `weight` [V, H] should exist at the same time."""
+    """Return how many rows of logits of a head `weight` [V, H] exist at the same time."""
     if not fused_on(weight.device.type):
-        return CHUNK
+        return LOGIT_ROWS
     rows = FUSED_BYTES // (weight.shape[0] * weight.element_size())
-    return max(BLOCK, rows // BLOCK * BLOCK)
+    return max(ROW_BLOCK, rows // ROW_BLOCK * ROW_BLOCK)
 
 
 def round_up(rows: int, device: torch.device) -> int:
-    """The number of rows for which products with a head are computed on `device`.
+    """Return the number of rows for which products with a head are computed on `device`.
 
-    For each new shape the library may load another kernel, for which the host waits until the
-    device is idle; with as many rows as predictions most steps that were traced had such a wait.
+    For each new shape the library may load another kernel, and the host then waits until the device
+    is idle. With as many rows as predictions, most traced steps had such a wait.
     """
-    return -(-rows // BLOCK) * BLOCK if fused_on(device.type) else rows
+    return -(-rows // ROW_BLOCK) * ROW_BLOCK if fused_on(device.type) else rows
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` [n] or [n, m] with zeros behind it, up to so many `rows`."""
+    """Return `tensor` [n] or [n, m] padded with zeros to so many `rows`."""
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, rows - len(tensor)))
 
 
@@ -64,15 +65,15 @@ def each_chunk(
     bias: Tensor | None,
     chunk: int,
 ) -> None:
-    """`act(rows, logits)` for every `chunk` rows of hidden states [N, H] and their raw logits
-    [n, V]. They are held by `act` alone, so that one chunk is gone before the next is made."""
+    """Call `act(rows, logits)` for every `chunk` rows of hidden states [N, H] and their raw logits
+    [n, V]. Only `act` holds the logits, so one chunk is released before the next is computed."""
     for start in range(0, len(hidden), chunk):
         rows = slice(start, min(start + chunk, len(hidden)))
         act(rows, torch.nn.functional.linear(hidden[rows], weight, bias))
 
 
 def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None) -> Read:
-    """Of raw logits [n, V], which this may overwrite, with x = cap(scale * logits)."""
+    """Read raw logits [n, V], with x = cap(scale * logits). May overwrite them."""
     if fused_on(logits.device.type):
         if logits.is_meta:
             return Read(*logits.new_empty(4, len(logits), dtype=torch.float32))
@@ -80,22 +81,24 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
 
         return Read(*read_rows(logits, targets, scale, softcap))
     values = capped(scaled(logits, scale), softcap)
-    likeliest, found = values.max(-1)
+    largest, likeliest = values.max(-1)
     target = values.gather(-1, targets[:, None]).squeeze(-1)
-    shifted = values.sub_(likeliest[:, None])
+    shifted = values.sub_(largest[:, None])
     exponentials = shifted.exp()
     total = exponentials.sum(-1)
-    normaliser = total.log() + likeliest
+    normaliser = total.log() + largest
+    # With p = exp(x - normaliser), -sum(p * log p) = log(total) - sum(exp(s) * s) / total, where
+    # s = x - largest.
     entropy = total.log() - exponentials.mul_(shifted).sum(-1) / total
-    return Read(normaliser, target - normaliser, entropy, (found == targets).float())
+    return Read(normaliser, target - normaliser, entropy, (likeliest == targets).float())
 
 
 def overwrites(logits: Tensor) -> bool:
-    """Whether `read` destroys these logits."""
+    """Return whether `read` overwrites these logits."""
     return logits.dtype == torch.float32 and not fused_on(logits.device.type)
 
 
-def pull(
+def logit_gradient(
     logits: Tensor,
     targets: Tensor,
     normaliser: Tensor,
@@ -104,32 +107,36 @@ def pull(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """The derivative by raw logits [n, V], in their dtype, of the targets' log-probabilities
-    weighted by `gradient` [n]. Overwrites the logits."""
+    """Return the gradient for raw logits [n, V], in their dtype, given the `gradient` [n] for the
+    targets' log-probabilities. Overwrites the logits.
+
+    With p = softmax(x): d log p[target] / dx = onehot(target) - p, then times the derivative of
+    the soft cap, 1 - (x / softcap)^2, and `scale`.
+    """
     if fused_on(logits.device.type):
         if logits.is_meta:
             return logits
-        from rlhf.readouts.logits_triton import pull_rows_
+        from rlhf.readouts.logits_triton import logit_gradient_
 
-        return pull_rows_(logits, targets, normaliser, gradient, scale, softcap)
+        return logit_gradient_(logits, targets, normaliser, gradient, scale, softcap)
     values = capped(scaled(logits, scale), softcap)
-    slope = None if softcap is None else 1 - (values / softcap).square_()
-    change = values.sub_(normaliser[:, None]).exp_().neg_()
+    by_cap = None if softcap is None else 1 - (values / softcap).square_()
+    result = values.sub_(normaliser[:, None]).exp_().neg_()
     places = targets[:, None]
-    change.scatter_add_(-1, places, torch.ones_like(places, dtype=change.dtype))
-    change.mul_(gradient[:, None] * scale)
-    if slope is not None:
-        change.mul_(slope)
-    return change.to(logits.dtype)
+    result.scatter_add_(-1, places, torch.ones_like(places, dtype=result.dtype))
+    result.mul_(gradient[:, None] * scale)
+    if by_cap is not None:
+        result.mul_(by_cap)
+    return result.to(logits.dtype)
 
 
 def scaled(logits: Tensor, scale: float) -> Tensor:
-    """scale * logits in float32; where they are that already, in place."""
+    """Return scale * logits in float32; in place if they are float32 already."""
     return logits.float() if scale == 1.0 else logits.float().mul_(scale)
 
 
 def capped(values: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(x / softcap), in place."""
+    """Return softcap * tanh(x / softcap), in place: a chunk of logits is too large for a copy."""
     if softcap is None:
         return values
     return values.div_(softcap).tanh_().mul_(softcap)

@@ -1,9 +1,10 @@
-"""The Triton kernels of `rlhf.readouts.logits`: logits are read once forward, and once backward
-overwritten by their derivative.
+"""The Triton kernels of `rlhf.readouts.logits`: forward reads the logits once, and backward
+overwrites them once with their gradient.
 
-The normaliser is kept while a row goes by (Milakov and Gimelshein, arXiv 1805.02867), the entropy
-likewise: with m the largest value so far and s = sum(exp(x - m)), t = sum(exp(x - m) * (x - m)), a
-new largest value m' turns s into s * exp(m - m') and t into (t + s * (m - m')) * exp(m - m').
+The normaliser is updated block by block of a row (Milakov and Gimelshein, arXiv 1805.02867), and so
+is the entropy: with m the largest value so far and s = sum(exp(x - m)),
+t = sum(exp(x - m) * (x - m)), a new largest value m' turns s into s * exp(m - m') and t into
+(t + s * (m - m')) * exp(m - m').
 """
 
 from typing import Any
@@ -13,24 +14,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+COLUMNS = 4096
+"""Logits of a row that are read at once."""
 WARPS = 8
 
 
 def read_rows(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Normaliser, log-probability of the target, entropy and whether the target is the likeliest
-    token (the first of several): [4, n] in float32, of logits [n, V]."""
+    """Return normaliser, log-probability of the target, entropy and whether the target is the
+    likeliest token (the first of several): [4, n] in float32, of logits [n, V]."""
     rows, vocabulary = logits.shape
     found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _read[(rows,)](
             logits, targets, found, logits.stride(0), rows, scale, softcap or 1.0,
-            VOCABULARY=vocabulary, CAPPED=softcap is not None, BLOCK=BLOCK, num_warps=WARPS,
+            VOCABULARY=vocabulary, CAPPED=softcap is not None, BLOCK=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return found
 
 
-def pull_rows_(
+def logit_gradient_(
     logits: Tensor,
     targets: Tensor,
     normaliser: Tensor,
@@ -38,14 +40,14 @@ def pull_rows_(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Logits [n, V] turned in place into the derivative of the targets' log-probabilities weighted
-    by `gradient` [n]."""
+    """Overwrite logits [n, V] with their gradient, given the `gradient` [n] for the targets'
+    log-probabilities."""
     rows, vocabulary = logits.shape
     if rows:
-        _pull[(rows, triton.cdiv(vocabulary, BLOCK))](
+        _gradient[(rows, triton.cdiv(vocabulary, COLUMNS))](
             logits, targets, normaliser, gradient.contiguous(), logits.stride(0), scale,
             softcap or 1.0, VOCABULARY=vocabulary, CAPPED=softcap is not None,
-            BLOCK=BLOCK, num_warps=WARPS,
+            BLOCK=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return logits
 
@@ -97,7 +99,7 @@ def _read(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pull(  # type: ignore[no-untyped-def]
+def _gradient(  # type: ignore[no-untyped-def]
     logits, targets, normaliser, gradient, stride, scale, cap,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip

@@ -22,7 +22,8 @@ from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
-from rlhf.model.load import DTYPES, pretrained_model, read_architecture
+from rlhf.model.architecture import DTYPES, read_architecture
+from rlhf.model.weights import pretrained_model
 from rlhf.readouts import token_logprobs
 from rlhf.reference.table import cache_folder
 

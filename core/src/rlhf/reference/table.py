@@ -28,7 +28,7 @@ from rlhf.data.packing import pack
 from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
 from rlhf.folder.disk import sha256
-from rlhf.model.load import resolved
+from rlhf.model.architecture import resolved
 from rlhf.readouts import token_logprobs
 
 PART = 2048

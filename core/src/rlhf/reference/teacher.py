@@ -14,7 +14,8 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.cache import cache_root
 from rlhf.engine import Engine
 from rlhf.model.head import Head
-from rlhf.readouts.divergence import CHUNK, TopTeacher
+from rlhf.readouts.distillation import COMPARED_ROWS
+from rlhf.readouts.teachers import TopTeacher
 from rlhf.reference.table import weights_digest
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: flo
     """What is stored of each prediction [N, 2 top + 1], float32. Collective at stage 3."""
 
     def readout(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
-        parts = hidden.index_select(0, batch.predict_from).split(CHUNK)
+        parts = hidden.index_select(0, batch.predict_from).split(COMPARED_ROWS)
         return {"top": torch.cat([_top(part, head, top, temperature) for part in parts])}
 
     return engine(batch, readout)["top"]

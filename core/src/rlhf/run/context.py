@@ -11,13 +11,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
-from rlhf.engine import Engine, Mesh, ModelShape, Plan
+from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.compiled import check_packed, compile_layers, compiles
-from rlhf.model.load import Task, empty_model, load_model, parameter_groups, shape_of
-from rlhf.model.packed import decoder
+from rlhf.model.load import load_model
+from rlhf.model.parameter_groups import parameter_groups
+from rlhf.model.parts import decoder
 from rlhf.model.positions import check_positions
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
+from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.task import Task
 from rlhf.reference.live import Follower, Reference, ReferenceMode, make_reference
 from rlhf.reference.table import own_logprobs, with_logprobs
 from rlhf.registry.gateway import BackendGateway
@@ -115,11 +118,8 @@ class Run:
         for known in (self.plans, self.shapes, self.tasks, self.attention):
             known.pop(role)
         for parameter in engine.module.parameters():
-            # A backend may know the module for good, so its weights have to go by themselves: at
-            # stage 3 they are this rank's shards.
-            for held in (parameter, getattr(parameter, "ds_tensor", None)):
-                if held is not None:
-                    held.data = held.data.new_empty(0)
+            # A backend may hold the module for good, so its weights are released one by one.
+            free(parameter)
 
     def reference(
         self,

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from rlhf.engine import Engine, Mesh
-from rlhf.model.save import end_tokens
+from rlhf.model.tokenizer import end_tokens
 from rlhf.registry.gateway import BackendGateway
 
 PLAIN = {

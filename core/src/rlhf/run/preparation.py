@@ -20,7 +20,8 @@ from rlhf.loop.session import Session
 from rlhf.loop.survey import Survey
 from rlhf.memory.choice import START, choose
 from rlhf.memory.fit import Headroom
-from rlhf.model.load import known_tokens, load_tokenizer
+from rlhf.model.architecture import known_tokens
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.load import load_object
 from rlhf.registry.observers import ObserverGateway

@@ -19,7 +19,6 @@ from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh, ModelShape, Plan, Readout, StepOutcome
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import hookimpl
-from rlhf.model.save import save_model
 
 FILE = "plain.pt"
 
@@ -176,7 +175,7 @@ class PlainBackend:
     @hookimpl
     def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
         module: Any = engine.module
-        save_model(module, engine.module.state_dict(), directory)
+        module.save_weights(module.state_dict(), directory)
         return True
 
     @hookimpl

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape, Plan
 from rlhf.hookspecs import hookimpl
-from rlhf.model.save import save_model
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
@@ -112,7 +111,7 @@ class DeepSpeedBackend:
         values = dict(gathered(engine, trained_only=trained_only))
         if engine.mesh.rank == 0:
             module: Any = engine.module
-            save_model(module, values, directory)
+            module.save_weights(values, directory)
         engine.mesh.barrier()
         return True
 

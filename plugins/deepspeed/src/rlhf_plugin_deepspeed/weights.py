@@ -7,18 +7,33 @@ from typing import Any
 
 import deepspeed
 import torch
+from attrs import frozen
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
-from rlhf.engine import Mesh, Plan
+from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 
 
+@frozen
+class ZeroSharding:
+    """What core asks of DeepSpeed's sharded parameters (`rlhf.engine.Sharding`)."""
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
+        """Return the shape before sharding; None for a parameter that DeepSpeed does not shard."""
+        return getattr(parameter, "ds_shape", None)
+
+    def shard(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's shard; None for a parameter that DeepSpeed does not shard."""
+        return getattr(parameter, "ds_tensor", None)
+
+
 def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
-    """In it parameters are sharded as they are made, at stage 3."""
+    """Return a context in which parameters are sharded as they are created, at stage 3."""
     if plan.stage < 3:
         return nullcontext()
+    register_sharding(ZeroSharding())
     offloaded = "offload_param" in plan.settings["zero_optimization"]
     # Init takes the dtype from the settings; told it by argument, it makes fp32 bf16 where there is
     # no fp16.

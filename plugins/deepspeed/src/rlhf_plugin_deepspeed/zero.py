@@ -5,8 +5,7 @@ from typing import Any
 from attrs import evolve
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, ModelShape, Plan
-from rlhf.memory.estimate import gib
+from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
@@ -19,7 +18,6 @@ FEWEST = 50_000_000
 """Elements that are reduced at once where backward goes on meanwhile, at least: those of a mean
 layer, up to BUCKET, if they are more, so that a layer's weights mostly fit. At 1.5B as fast as with
 BUCKET, in less memory."""
-GIB = 2**30
 
 
 def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reason: str) -> Plan:

@@ -6,7 +6,8 @@ import attrs
 
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.model.load import load_tokenizer, read_architecture
+from rlhf.model.architecture import read_architecture
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.plugin import Config, ModelConfig
 from rlhf.reference.teacher import CachedTeacher, cached_teacher, running_teacher
 from rlhf_plugin_kd.config import KDConfig

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.model.adapter import exported_model
-from rlhf.model.task import FORMS
+from rlhf.readouts import exported_model
 from rlhf.trainer import encode_steps
 from rlhf_plugin_prm.losses import log_odds
 
@@ -21,7 +20,7 @@ class Scorer:
         self.config = process_config(folder)
         by_token = self.config.prm_formulation == "token"
         self.labels = self.config.prm_reward_tokens if by_token else [0, 1]
-        model = exported_model(Path(folder), FORMS["causal" if by_token else "token"], dtype=dtype)
+        model = exported_model(Path(folder), "causal" if by_token else "token", dtype=dtype)
         self.model = model.to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.model.adapter import exported_model
-from rlhf.model.task import FORMS
+from rlhf.readouts import exported_model
 from rlhf.trainer import encode
 
 
@@ -22,7 +21,7 @@ class Scorer:
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         self.folder = folder
-        model = exported_model(Path(folder), FORMS["sequence"], dtype=dtype)
+        model = exported_model(Path(folder), "sequence", dtype=dtype)
         self.config, self.model = model.config, model.to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 

@@ -1,8 +1,8 @@
 """Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
 the Triton kernels of Liger (arXiv 2410.10989), an optional dependency.
 
-Liger knows how each family gates. Its patches of a family's Python module are taken back, so that
-they reach one model: others in the process, and those without values, stay as they are.
+Liger knows how each family gates. It patches a family's Python module; we undo that, so that only
+one model changes, and other models in the process stay as they are.
 """
 
 import inspect
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from rlhf.engine import fused_on
 from rlhf.errors import RLHFError
+from rlhf.model.kernels.forwards import replace_forward, replaced_forward
 from rlhf.model.kernels.gates import Product, factors, gates_of
+from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
 
 FAMILIES = (
@@ -33,74 +35,77 @@ WANTED = {
     "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False,
 }  # fmt: skip
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
-"""What Liger's gates compute, in the Gemma families and in all others; it does not look."""
-LEAST = "0.8.5"
+"""What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
+a config's activation."""
+LIGER_MINIMUM = "0.8.5"
+LIGER_INSTALL = "pip install 'rlhf-core[kernels]'"
 ROTARY = "apply_rotary_pos_emb"
-INSTALL = "pip install 'rlhf-core[kernels]'"
+"""Name of the rotary embedding in a family's module."""
 
 
-def check_fusible(config: Any, asked: str, device: torch.device) -> None:
-    """Raises RLHFError where `model.kernels` asks for what a model of transformers' `config` cannot
-    have on `device`."""
-    problem = not_fusible(config.get_text_config(), asked, device)
-    if asked == "liger" and problem:
-        joint = ", or" if INSTALL in problem else ":"
+def check_fusible(config: Any, kernels: str, device: torch.device) -> None:
+    """Raise RLHFError if `model.kernels` is `liger` and a model of transformers' `config` cannot
+    run Liger's kernels on `device`."""
+    problem = not_fusible(config.get_text_config(), kernels, device)
+    if kernels == "liger" and problem:
+        joint = ", or" if LIGER_INSTALL in problem else ";"
         raise RLHFError(f"model.kernels liger {problem}{joint} set model.kernels to auto")
 
 
-def check_forgettable(config: Any, asked: str) -> None:
-    """Raises RLHFError where `model.recompute` is selective and the gated layers of transformers'
+def check_gates_known(config: Any, recompute: str) -> None:
+    """Raise RLHFError if `model.recompute` is `selective` and the gated layers of transformers'
     `config` are not known."""
     family = config.get_text_config().model_type
-    if asked == "selective" and family not in FAMILIES:
+    if recompute == "selective" and family not in FAMILIES:
         raise RLHFError(
-            f"model.recompute selective does not know the family {family}, only "
-            f"{', '.join(FAMILIES)}: set model.recompute to full"
+            f"model.recompute selective does not support the family {family} (supported: "
+            f"{', '.join(FAMILIES)}); set model.recompute to full"
         )
 
 
-def fuse(decoder: Any, asked: str, device: torch.device) -> str:
-    """Fuse the layers of a transformers decoder in place as `model.kernels` asks for; what came of
-    it, in words, or nothing where there is nothing to tell."""
-    if asked == "none" or not fused_on(device.type):
+def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
+    """Fuse the layers of a transformers decoder in place as `model.kernels` says. Return one line
+    on what was fused; empty if there is nothing to report."""
+    if kernels == "none" or not fused_on(device.type):
         return ""
     norms = "norms fused" if fuse_norms(decoder) else ""
-    problem = not_fusible(decoder.config, asked, device)
+    problem = not_fusible(decoder.config, kernels, device)
     if problem:
-        more = f"rotary embedding and gates not: {problem}" if INSTALL in problem else ""
-        said = "; ".join(part for part in (norms, more) if part)
-        return f"layers     {said}" if said else ""
+        advice = f"rotary embedding and gates not: {problem}" if LIGER_INSTALL in problem else ""
+        parts = "; ".join(part for part in (norms, advice) if part)
+        return f"layers     {parts}" if parts else ""
     _patch(decoder)
     if device.type == "meta":
         _without_values(decoder)
-    said = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
-    return f"layers     {said} fused, by Liger {version('liger-kernel')} and own kernels"
+    parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
+    return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
 
 
-def not_fusible(config: Any, asked: str, device: torch.device) -> str:
-    """Why a model of transformers' `config` runs its own layers on `device`, or nothing."""
-    if asked == "none":
-        return "was not asked for"
+def not_fusible(config: Any, kernels: str, device: torch.device) -> str:
+    """Return why a model of transformers' `config` does not run Liger's kernels on `device`; empty
+    if it does."""
+    if kernels == "none":
+        return "is switched off"
     if not fused_on(device.type):
-        return f"needs a CUDA device with Triton, and this run is on {device.type}"
+        return f"needs a CUDA device with Triton, but this run is on {device.type}"
     if config.model_type not in FAMILIES:
-        return f"does not know the family {config.model_type}, only {', '.join(FAMILIES)}"
+        return f"does not support the family {config.model_type} (supported: {', '.join(FAMILIES)})"
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS[config.model_type.startswith("gemma")]:
         return f"has no gates with the activation {activation}"
     try:
-        found = version("liger-kernel")
+        installed = version("liger-kernel")
     except PackageNotFoundError:
-        return f"needs liger-kernel: {INSTALL}"
-    if Version(found) < Version(LEAST):
-        return f"needs liger-kernel {LEAST}, and {found} is installed: {INSTALL}"
+        return f"needs liger-kernel; {LIGER_INSTALL}"
+    if Version(installed) < Version(LIGER_MINIMUM):
+        return f"needs liger-kernel {LIGER_MINIMUM}, but {installed} is installed; {LIGER_INSTALL}"
     return ""
 
 
 def _patch(decoder: Any) -> None:
-    """Liger's own patch of one model, with the family's module left as it was but for the rotary
-    embedding, which is a function there."""
-    # It would warn of every backend that is for other hardware.
+    """Apply Liger's patch to one model and restore the family's module, except for the rotary
+    embedding, which is a function of that module."""
+    # Liger would warn about every backend for other hardware.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -116,25 +121,23 @@ def _patch(decoder: Any) -> None:
 
 
 class Rotary:
-    """A family's rotary embedding: Liger's for tensors that its kernel can read, the family's own
-    for all others."""
+    """A family's rotary embedding: Liger's for CUDA tensors, the family's own for all others."""
 
     def __init__(self, fused: Callable[..., Any], own: Callable[..., Any]) -> None:
         self.fused = fused
         self.own: Callable[..., Any] = own.own if isinstance(own, Rotary) else own
 
     def __call__(self, query: Tensor, *rest: Any, **options: Any) -> Any:
-        # A compiler fuses the family's own by itself.
+        # torch.compile fuses the family's own function itself.
         fits = query.device.type == "cuda" and not torch.compiler.is_compiling()
         chosen = self.fused if fits else self.own
         return chosen(query, *rest, **options)
 
 
 def products_of(decoder: nn.Module) -> dict[int, Product]:
-    """The fused products of the decoder's gated layers, by the layers' ids."""
+    """Return the fused products of the decoder's gated layers, by the layers' ids."""
     forwards = {
-        id(layer): getattr(vars(layer).get("forward"), "__func__", None)
-        for layer in gates_of(decoder)
+        id(layer): getattr(replaced_forward(layer), "__func__", None) for layer in gates_of(decoder)
     }
     if not any(forwards.values()):
         return {}
@@ -146,31 +149,17 @@ def products_of(decoder: nn.Module) -> dict[int, Product]:
         LigerGEGLUMLP.forward: LigerGELUMulFunction.apply,
         LigerSwiGLUMLP.forward: LigerSiLUMulFunction.apply,
         LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
-        _unseen_gate: UnseenGate.apply,
+        _meta_gate: MetaGate.apply,
     }
     return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
 
 
 def _without_values(decoder: nn.Module) -> None:
-    """Stand-ins for the kernels on the meta device, which keep and give what these do."""
+    """Replace Liger's gates by stand-ins, which need no values."""
     for layer in gates_of(decoder):
-        if "forward" in vars(layer):
-            layer.__dict__["forward"] = _unseen_gate.__get__(layer)
+        if replaced_forward(layer) is not None:
+            replace_forward(layer, _meta_gate.__get__(layer))
 
 
-def _unseen_gate(layer: Any, hidden: Tensor) -> Tensor:
-    return layer.down_proj(UnseenGate.apply(*factors(layer, hidden)))
-
-
-class UnseenGate(torch.autograd.Function):
-    """A gated activation without values: it keeps both inputs, and writes their gradients there."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(up)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return gate, up
+def _meta_gate(layer: Any, hidden: Tensor) -> Tensor:
+    return layer.down_proj(MetaGate.apply(*factors(layer, hidden)))

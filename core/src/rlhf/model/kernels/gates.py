@@ -1,6 +1,9 @@
 """Gated feed-forward layers, down(act(gate(x)) * up(x)), that compute the product again in backward
-instead of keeping it: a quarter of what a layer keeps, for two passes over its gates (selective
-activation recomputation, Korthikanti et al., arXiv 2205.05198)."""
+instead of keeping it.
+
+It saves a quarter of a layer's activations for two passes over its gates (selective activation
+recomputation, Korthikanti et al., arXiv 2205.05198).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from rlhf.model.kernels.forwards import replace_forward
+
 Product = Callable[[Tensor, Tensor], Tensor]
-"""act(gate) * up, with nothing kept for backward but both factors."""
+"""act(gate) * up; keeps only both factors for backward."""
 PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+"""Names of the linear modules of a gated layer."""
 
 
 def gates_of(decoder: nn.Module) -> list[Any]:
-    """The gated feed-forward layers of a decoder, by the names of their parts."""
+    """Return the gated feed-forward layers of a decoder, recognised by their parts' names."""
     return [
         module
         for module in decoder.modules()
@@ -24,13 +30,14 @@ def gates_of(decoder: nn.Module) -> list[Any]:
     ]
 
 
-def forget_products(decoder: nn.Module, products: dict[int, Product]) -> None:
-    """Have all gated layers compute their product again in backward. `products` are the fused ones
-    by the layers' ids; others take their own activation."""
+def recompute_products(decoder: nn.Module, products: dict[int, Product]) -> None:
+    """Have all gated layers compute their product again in backward.
+
+    `products` holds fused products by the ids of the layers; other layers use their own activation.
+    """
     for layer in gates_of(decoder):
-        known = products.get(id(layer))
-        product = known or partial(OwnProduct.apply, _activation(layer))
-        layer.__dict__["forward"] = partial(_forward, layer, product=product)
+        product = products.get(id(layer)) or partial(OwnProduct.apply, _activation(layer))
+        replace_forward(layer, partial(_forward, layer, product=product))
 
 
 def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
@@ -39,30 +46,32 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 def _forward(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
     gate, up = factors(layer, hidden)
-    made = product(gate, up)
+    value = product(gate, up)
     if not torch.is_grad_enabled():
-        return layer.down_proj(made)
-    with saved_tensors_hooks(*_instead_of(made, gate, up, product)):
-        return layer.down_proj(made)
+        return layer.down_proj(value)
+    with saved_tensors_hooks(*_recomputing(value, gate, up, product)):
+        return layer.down_proj(value)
 
 
 def factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """What the layer multiplies, before the activation of the first."""
+    """Return the factors of the product: the gate before its activation, and the other input."""
     if hasattr(layer, "gate_up_proj"):
         gate, up = layer.gate_up_proj(hidden).chunk(2, dim=-1)
         return gate.contiguous(), up.contiguous()
     return layer.gate_proj(hidden), layer.up_proj(hidden)
 
 
-def _instead_of(
-    made: Tensor, gate: Tensor, up: Tensor, product: Product
+def _recomputing(
+    value: Tensor, gate: Tensor, up: Tensor, product: Product
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """What to keep where `made` would be kept, and how to have it back."""
-    place, size = _storage(made), made.numel()
+    """Return hooks for saved tensors that keep a shape in place of the product `value`."""
+    storage, size = _storage(value), value.numel()
 
-    def pack(kept: Tensor) -> Any:
-        same = _storage(kept) == place and kept.numel() == size
-        return kept.shape if same and kept.is_contiguous() else kept
+    def pack(saved: Tensor) -> Any:
+        # down_proj may save a view of the product, so the storage is compared. Under LoRA with
+        # dropout it also saves other tensors, which are kept as they are.
+        same = _storage(saved) == storage and saved.numel() == size
+        return saved.shape if same and saved.is_contiguous() else saved
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
@@ -78,7 +87,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class OwnProduct(torch.autograd.Function):
-    """act(gate) * up by torch's operators; backward applies the activation again."""
+    """act(gate) * up by torch's operators. Backward applies the activation again."""
 
     @staticmethod
     def forward(
@@ -89,9 +98,8 @@ class OwnProduct(torch.autograd.Function):
         return activation(gate) * up
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = (item.detach().requires_grad_() for item in ctx.saved_tensors)
         with torch.enable_grad():
             product = ctx.activation(gate) * up
-        of_gate, of_up = torch.autograd.grad(product, (gate, up), gradient)
-        return None, of_gate, of_up
+        return None, *torch.autograd.grad(product, (gate, up), gradient)

@@ -1,0 +1,141 @@
+"""LoRA adapters: new ones from `train.seed`, and the adapter folders of peft."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError, first_line
+from rlhf.model.task import FORMS, Task, label_head
+from rlhf.model.weights import quiet_loading
+
+
+def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -> nn.Module:
+    """Return the model under peft with a new adapter (`lora`) or that of `model.adapter`, or the
+    model itself without either.
+
+    New adapters are drawn on the host from `train.seed`, so they are the same for any rank, stage
+    and device. They have the model's dtype, since ZeRO-3 needs one dtype; the optimizer holds the
+    master weights. A classifier's head is trained whole and saved with the adapter (peft's
+    `modules_to_save`). `shape_only` is for the meta device: it leaves out an adapter's values.
+    """
+    adapter = config.model.adapter
+    if adapter is None and config.lora is None:
+        return causal
+    with torch.random.fork_rng(devices=[]), quiet_loading():
+        torch.manual_seed(config.train.seed)
+        if adapter is None:
+            settings = lora_settings(causal, config, task)
+        else:
+            settings = read_adapter(adapter, task)
+            if not shape_only:
+                return load_adapter(causal, adapter, trained=True)
+        try:
+            return get_peft_model(causal, settings, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise no_such_target(causal, sorted(as_names(settings.target_modules))) from error
+
+
+def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
+    """Return the model under peft with the adapter of a folder, in the model's dtype."""
+    if Path(folder).is_dir() and not list(Path(folder).glob("adapter_model.*")):
+        raise RLHFError(
+            f"{folder} has no adapter_model.safetensors; pass a complete adapter folder"
+        )
+    try:
+        with quiet_loading():
+            return PeftModel.from_pretrained(
+                causal, folder, is_trainable=trained, autocast_adapter_dtype=False
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # A damaged file may raise anything.
+        raise RLHFError(
+            f"cannot load the adapter {folder} into {type(causal).__name__}: {first_line(error)}"
+        ) from error
+
+
+def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraConfig:
+    """Return peft's settings for the section `lora`."""
+    lora = config.lora
+    assert lora is not None
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    if targets == "all-linear" and task != "causal":
+        # peft would add a token classifier's head to the targets.
+        targets = linear_names(causal)
+    elif targets != "all-linear":
+        targets = as_names(targets)
+        head = head_name(causal)
+        if head in targets:
+            raise RLHFError(
+                f"lora.targets names the head {head}, whose adapter would not affect the "
+                f"log-probabilities; remove {head}"
+            )
+        names = [f".{name}" for name, _ in causal.named_modules()]
+        unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
+        if unknown or not targets:
+            raise no_such_target(causal, unknown)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type=FORMS[task].peft,
+    )
+
+
+def no_such_target(causal: Any, targets: list[str]) -> RLHFError:
+    """Return the error for names in `lora.targets` that are not modules of the model."""
+    return RLHFError(
+        f"lora.targets {', '.join(targets) or '[]'} names no module of {type(causal).__name__}; "
+        f"its linear modules: {', '.join(linear_names(causal))}"
+    )
+
+
+def as_names(targets: Any) -> list[str]:
+    """Return the module names of `lora.targets` as a list."""
+    return [targets] if isinstance(targets, str) else list(targets or ())
+
+
+def head_name(causal: Any) -> str:
+    """Return the last part of the output head's module name."""
+    labels = label_head(causal)
+    if labels is not None:
+        return labels[0]
+    head = causal.get_output_embeddings()
+    return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]
+
+
+def linear_names(causal: Any) -> list[str]:
+    """Return the last parts of the names of all linear modules except the head."""
+    kinds = [
+        name.split(".")[-1]
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
+    return sorted(set(kinds) - {head_name(causal)})
+
+
+def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
+    """Return the settings of an adapter folder; RLHFError unless it was trained for `task`."""
+    settings = adapter_settings(folder)
+    if settings.task_type not in (None, FORMS[task].peft):
+        raise RLHFError(
+            f"model.adapter {folder} was trained for {settings.task_type}, but this trainer needs "
+            f"{FORMS[task].peft}; choose another adapter, or merge it into its base first"
+        )
+    settings.inference_mode = False
+    return settings
+
+
+def adapter_settings(folder: str) -> PeftConfig:
+    """Return the settings in the adapter_config.json of a folder."""
+    try:
+        return PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise RLHFError(
+            f"{folder} is not an adapter folder: it has no readable adapter_config.json"
+        ) from error

@@ -1,0 +1,74 @@
+"""The architecture of a configured model: transformers' config of its folder, and empty models."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError, first_line
+from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def read_architecture(config: Config, task: Task = "causal") -> Any:
+    """Return transformers' config of `model.path` with the labels of `task`.
+
+    Raises RLHFError for a folder without a readable config, a model that is not a causal language
+    model, and a family without a class for the task.
+    """
+    path = resolved(config.model.path)
+    try:
+        architecture = _saved_config(config)
+    except Exception as error:  # A damaged folder may raise anything.
+        raise RLHFError(
+            f"model.path {path} is neither a folder with a config.json nor a readable model on the "
+            f"hub: {first_line(error)}"
+        ) from error
+    own_code = "AutoModelForCausalLM" in (getattr(architecture, "auto_map", None) or {})
+    written = written_class(architecture)
+    known = type(architecture) in FORMS["causal"].mapping and not written.endswith("ForMaskedLM")
+    if not known and not own_code:
+        raise RLHFError(
+            f"model.path {path} is {written or architecture.model_type}, not a causal language "
+            "model; choose one that transformers opens with AutoModelForCausalLM"
+        )
+    prepare_architecture(architecture, task, path)
+    return architecture
+
+
+def known_tokens(config: Config) -> int | None:
+    """Return the vocabulary size of `model.path`; None if it cannot be read, which loading
+    reports."""
+    try:
+        return int(_saved_config(config).get_text_config().vocab_size)
+    except Exception:  # A damaged folder may raise anything.
+        return None
+
+
+def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
+    """Return a model of this architecture and task without loaded weights."""
+    causal = FORMS[task].auto.from_config(
+        architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
+    )
+    causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
+    return causal
+
+
+def resolved(path: str) -> str:
+    """Return the folder of `demo:base`, and any other path as it is."""
+    if path == "demo:base":
+        from rlhf.demo import base_model_folder
+
+        return str(base_model_folder())
+    if not path:
+        raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
+    return path
+
+
+def _saved_config(config: Config) -> Any:
+    model = config.model
+    return AutoConfig.from_pretrained(
+        resolved(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )

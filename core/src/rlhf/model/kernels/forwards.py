@@ -1,0 +1,33 @@
+"""The one place that replaces the forward of a single module in a model.
+
+A replacement is kept on the instance, so that the class and other models stay as they are, and
+parameters keep their names. Replacements of one model must come in this order, since each wraps or
+reads what the ones before it left:
+
+1. `norms.fuse_norms`: RMS norms run our kernels.
+2. `fused.fuse`: Liger replaces the gated layers and the rotary embedding. On the meta device
+   it then replaces Liger's forwards by stand-ins.
+3. `gates.recompute_products`: gated layers keep both factors and not their product. It looks up in
+   the forward of step 2 which fused product a layer uses.
+4. `compiled.compile_layers`: after the start-up probe, which must compare the model's own numbers.
+   First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
+   decoder layers, whose compiled forwards contain all of it.
+
+`layers.change_layers` does steps 1 to 3, `layers.rehearse_layers` all four on the meta device.
+Compiled layers take the place of steps 2 and 3: torch.compile fuses gates itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Have `module(...)` call `forward(...)`, a function that does not take the module."""
+    module.__dict__["forward"] = forward
+
+
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that replaces the class's own; None if the class's runs."""
+    return module.__dict__.get("forward")

@@ -1,0 +1,73 @@
+"""Stand-ins for kernels on the meta device, where a step is rehearsed without values.
+
+Each keeps for backward what the real kernel keeps, and returns tensors of the same shapes and
+dtypes, so that the rehearsal counts the right bytes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MetaAttention(torch.autograd.Function):
+    """Fused attention: keeps its inputs, its output and a float per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normaliser)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, normaliser = ctx.saved_tensors
+        # The real backward holds one more float per row while it runs.
+        held = torch.empty_like(normaliser)
+        del held
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class MetaNorm(torch.autograd.Function):
+    """A fused RMS norm: keeps its input and a float per row."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        scale = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, scale)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+class MetaGate(torch.autograd.Function):
+    """A fused gated activation: keeps both inputs and writes their gradients over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return gate, up
+
+
+class MetaProduct(torch.autograd.Function):
+    """A product in FP8: keeps its weight, and of its input `kept`, if anything."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, *([] if kept is None else [kept]))
+        ctx.shape = hidden.shape
+        return hidden.new_empty(*hidden.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        weight = ctx.saved_tensors[0]
+        return gradient.new_empty(ctx.shape), torch.empty_like(weight), None

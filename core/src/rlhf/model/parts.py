@@ -1,0 +1,31 @@
+"""Parts of a transformers model: the model without its adapter, its decoder and its layers."""
+
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model without peft's wrapper; adapters are inside its layers."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def decoder(causal: Any) -> Any:
+    """Return the part of a causal language model or classifier that ends in hidden states."""
+    if causal.base_model is not causal:
+        return causal.base_model
+    # Llama 4's `base_model_prefix` names no attribute of its causal LM.
+    return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Return the list of decoder layers: the list that holds the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=num_parameters, default=nn.ModuleList())
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of parameters of `module`; tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,43 @@
+"""The shape of a configured model, on the meta device: no weight is read, no memory is used."""
+
+import torch
+
+from rlhf.config.sections import Config
+from rlhf.engine import ModelShape
+from rlhf.model.architecture import DTYPES, from_config, read_architecture
+from rlhf.model.head import read_head
+from rlhf.model.kernels.fused import check_gates_known
+from rlhf.model.kernels.layers import rehearse_layers
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder, layers_of, num_parameters
+from rlhf.model.task import Task
+from rlhf.model.trainable import prepare_trainable
+
+
+def empty_model(config: Config, task: Task = "causal") -> PackedModel:
+    """Return the model of `config` on the meta device, with adapters, frozen parameters and
+    recomputation: its parameters have shapes and no values."""
+    architecture = read_architecture(config, task)
+    with torch.device("meta"):
+        causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
+    check_gates_known(architecture, config.model.recompute)
+    rehearse_layers(decoder(causal), config.model)
+    return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
+
+
+def shape_of(module: PackedModel) -> ModelShape:
+    """Return the size of a whole model."""
+    causal = module.causal
+    text = causal.config.get_text_config()
+    layers = layers_of(causal)
+    embedding = causal.get_input_embeddings().weight
+    head = read_head(causal).weight
+    return ModelShape(
+        parameters=num_parameters(module),
+        trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        largest_layer=max([embedding.numel(), *(num_parameters(layer) for layer in layers)]),
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        head=head.numel(),
+        lookup=0 if embedding is head else embedding.numel(),
+    )

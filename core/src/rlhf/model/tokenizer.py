@@ -1,0 +1,116 @@
+"""The tokenizer of a configuration: its chat template, the tokens that end answers, padding."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError, first_line
+from rlhf.model.architecture import resolved
+
+CHATML = (
+    "{% if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['tool_calls'] %}{{ raise_exception('chatml has no form for tool calls') }}"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% elif message['content'] is iterable %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}{{ raise_exception('chatml has no form for a part that is no text') }}{% endif %}"
+    "{% endfor %}"
+    "{% else %}{{ raise_exception('a message has no content') }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
+cannot express."""
+
+PADDING = "<|pad|>"
+"""The padding token for a tokenizer without its own."""
+
+BYTE_ZERO = ("<0x00>", "\u0100")
+"""The byte 0 in vocabularies of SentencePiece and of byte-level BPE; no text ends with it."""
+
+
+def load_tokenizer(config: Config) -> Any:
+    """Return the tokenizer of `model.path` or `model.tokenizer`, with `data.chat_template`."""
+    model = config.model
+    revision = None if model.tokenizer else model.revision
+    path = resolved(model.tokenizer or model.path)
+    if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists()):
+        raise RLHFError(f"{path} is not a folder; pass a model folder or a name on the hub")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # A damaged folder may raise anything.
+        raise RLHFError(
+            f"no tokenizer in {path} ({first_line(error)}); set model.tokenizer"
+        ) from error
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        # transformers 5.0 makes an empty one for a folder without a tokenizer.
+        raise RLHFError(f"no tokenizer in {path} (its vocabulary is empty); set model.tokenizer")
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_template(config.data.chat_template)
+    return tokenizer
+
+
+def read_template(name: str) -> str:
+    """Return the chat template of a file, or ours called `chatml`."""
+    if name == "chatml":
+        return CHATML
+    if not Path(name).is_file():
+        raise RLHFError(
+            f"data.chat_template {name} is not a file; pass a file with a Jinja template, or chatml"
+        )
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RLHFError(f"cannot read data.chat_template {name}: {first_line(error)}") from error
+
+
+def with_padding(tokenizer: Any, num_embeddings: int) -> Any:
+    """Return a copy of the tokenizer whose padding token ends no answer.
+
+    The first that serves: its own; a new one, if the embedding has a row for it; its unknown
+    token; its BOS; the byte 0. Raises RLHFError if none does.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    ends = end_tokens(tokenizer)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return tokenizer
+    if len(tokenizer) < num_embeddings:
+        tokenizer.add_special_tokens({"pad_token": PADDING})
+        return tokenizer
+    candidates = [tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO]
+    known = tokenizer.get_vocab()
+    for token in candidates:
+        if token in known and known[token] not in ends:
+            tokenizer.pad_token = token
+            return tokenizer
+    raise RLHFError(
+        f"the tokenizer's only padding token {tokenizer.pad_token or tokenizer.eos_token!r} ends "
+        "answers, and the embedding has no row for another: set pad_token in its "
+        "tokenizer_config.json to a token that no answer ends with"
+    )
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the special token that the chat template puts after an
+    assistant's message, if there is one, and the tokenizer's EOS."""
+    ends = [turn_end(tokenizer), tokenizer.eos_token_id]
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the first special token after the assistant's message in the rendered template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    marker = "qwxz"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    _, _, after = text.rpartition(marker)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    tokens = tokenizer(after, add_special_tokens=False)["input_ids"]
+    return next((token for token in tokens if token in special), None)

@@ -1,0 +1,233 @@
+"""The divergence of a student's distribution from its teacher's, by chunks of predictions: neither
+model ever has a tensor of tokens times vocabulary.
+
+The gradient is computed together with the value, chunk by chunk, and only scaled in backward. By
+then ZeRO-3 has released the teacher's head, and the logits of both models need not be computed
+twice. The price: only the sum over predictions has a gradient.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rlhf.config.field_docs import documented
+from rlhf.data.batch import PackedBatch
+from rlhf.engine import Engine, fused_on
+from rlhf.model.head import Head
+from rlhf.readouts import logits as chunks
+from rlhf.readouts.chunked import Gradients, scaled_by
+from rlhf.readouts.logprobs import predictions
+from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
+
+COMPARED_ROWS = 1024
+"""Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
+vocabulary of 152k, for each of about six such tensors."""
+
+
+@documented
+@frozen
+class Mixture:
+    """The loss: (1 - nll) * temperature^2 * divergence + nll * negative log-likelihood."""
+
+    measure: Measure
+    """The divergence, with its derivative."""
+    temperature: float = 1.0
+    """Divides both models' logits. The square keeps gradients of the same size (Hinton et al.,
+    arXiv 1503.02531, section 2)."""
+    nll: float = 0.0
+    """Share of the negative log-likelihood of the predicted token, at temperature 1."""
+    chunk: int | None = None
+    """Predictions that are compared at the same time; default by vocabulary and device."""
+
+
+def distil(
+    student: Engine, teacher: Engine, batch: PackedBatch, mixture: Mixture
+) -> Mapping[str, Tensor]:
+    """Return the `divergence` of the student from a teacher that runs beside it. Collective at
+    ZeRO-3.
+
+    The student's forward runs inside the teacher's, so that both heads exist at the same time at
+    any stage. Only the student gets a gradient.
+
+        teacher(batch, ...)                     no gradient; its layers, then its readout:
+            student(batch, ...)                     with gradient; its layers, then its readout:
+                divergence(...)                         both heads are gathered here
+    """
+    with_gradient = torch.is_grad_enabled()
+    result: dict[str, Tensor] = {}
+
+    def run_student(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+        known = WholeTeacher(hidden.index_select(0, batch.predict_from), head)
+        with torch.set_grad_enabled(with_gradient):
+            result.update(student(batch, partial(divergence, teacher=known, mixture=mixture)))
+        # An engine may put hooks on what its readout returns. The student's graph must not get the
+        # teacher's, so its result leaves by `result`.
+        return {}
+
+    with torch.no_grad():
+        teacher(batch, run_student)
+    return result
+
+
+def divergence(
+    hidden: Tensor, head: Head, batch: PackedBatch, *, teacher: Teacher, mixture: Mixture
+) -> dict[str, Tensor]:
+    """Read the student's divergence from a teacher over the batch's N predictions.
+
+    `loss` is the scalar sum of `mixture`'s loss, differentiable in hidden states, weight and bias.
+    Without gradient, in float32 [N]: `divergence` and `kl` (nats, at the temperature), `logprobs`,
+    `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' likeliest
+    token is the same).
+    """
+    states, targets = predictions(hidden, batch)
+    comparison = Comparison(
+        head=head, teacher=teacher, mixture=mixture, count=len(batch.predict),
+        with_gradient=torch.is_grad_enabled(),
+    )  # fmt: skip
+    loss, *rest = ChunkedDivergence.apply(states, head.weight, head.bias, targets, comparison)
+    return {"loss": loss, **dict(zip(COMPARED, rest, strict=True))}
+
+
+COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
+"""What is read of each prediction, without gradient."""
+
+
+@frozen(kw_only=True)
+class Comparison:
+    """What `ChunkedDivergence` needs beside the tensors that may have a gradient."""
+
+    head: Head
+    """The student's, for its scale and soft cap."""
+    teacher: Teacher
+    mixture: Mixture
+    count: int
+    """Number of predictions; rows behind them only fill a block."""
+    with_gradient: bool
+    """Whether autograd was on: inside `forward` it is always off."""
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """The sum over the predictions, and its gradient in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        comparison: Comparison,
+    ) -> tuple[Tensor, ...]:
+        head, teacher, mixture = comparison.head, comparison.teacher, comparison.mixture
+        chunk = mixture.chunk or rows_at_once(weight)
+        read = hidden.new_empty(len(COMPARED), len(hidden), dtype=torch.float32)
+        needed = [comparison.with_gradient and needs for needs in ctx.needs_input_grad[:3]]
+        gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
+        compare_chunk = fused_compare if fused_on(hidden.device.type) else compare
+
+        def look(rows: slice, raw: Tensor) -> None:
+            read[:, rows], gradient = compare_chunk(
+                raw, targets[rows], *teacher.chunk(rows), against=teacher.against,
+                measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
+                scale=head.scale, softcap=head.softcap, with_gradient=any(needed),
+            )  # fmt: skip
+            if any(needed):
+                # Rows that only fill a block have no gradient.
+                gradient[max(comparison.count - rows.start, 0) :] = 0
+                gradients.add(rows, gradient)
+
+        chunks.each_chunk(look, hidden, weight, bias, chunk)
+        ctx.save_for_backward(*gradients.total())
+        ctx.dtype = hidden.dtype
+        read = read[:, : comparison.count]
+        parts = read.unbind()
+        ctx.mark_non_differentiable(*parts)
+        return _total(read, mixture), *parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None
+
+
+def compare(
+    raw: Tensor,
+    targets: Tensor,
+    *chunk: Tensor,
+    against: Against,
+    measure: Measure,
+    temperature: float,
+    nll: float,
+    scale: float,
+    softcap: float | None,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what is read of a chunk [6, n], and the derivative of its loss by raw logits [n, V] in
+    their dtype, which is empty unless `with_gradient`."""
+    logits = chunks.capped(chunks.scaled(raw, scale), softcap)
+    plain = logits.log_softmax(-1)
+    soft = plain if temperature == 1.0 else (logits / temperature).log_softmax(-1)
+    distance, kl, by_logprob, teacher_likeliest = against(
+        soft, *chunk, measure=measure, temperature=temperature
+    )
+    places = targets[:, None]
+    likeliest = plain.argmax(-1)
+    probabilities = plain.exp()
+    read = torch.stack(
+        (
+            distance,
+            kl,
+            plain.gather(-1, places).squeeze(-1),
+            -(probabilities * plain).sum(-1),
+            (likeliest == targets).float(),
+            (likeliest == teacher_likeliest).float(),
+        )
+    )
+    if not with_gradient:
+        return read, raw.new_empty(0)
+    # Through the softmax: d/dz_i = g_i - p_i * sum(g). Of the factor temperature^2 one cancels
+    # against the division of the logits by the temperature.
+    soft_probabilities = probabilities if temperature == 1.0 else soft.exp()
+    gradient = (by_logprob - soft_probabilities * by_logprob.sum(-1, keepdim=True)) * (
+        (1 - nll) * temperature
+    )
+    if nll:
+        target = torch.arange(plain.shape[-1], device=raw.device) == places
+        gradient = gradient + nll * (probabilities - target.float())
+    if scale != 1.0:
+        gradient = gradient * scale
+    if softcap is not None:
+        # d/dx of softcap * tanh(x / softcap).
+        gradient = gradient * (1 - (logits / softcap).square())
+    return read, gradient.to(raw.dtype)
+
+
+def rows_at_once(weight: Tensor) -> int:
+    """Return how many predictions of a student's head `weight` are compared at the same time."""
+    fused = fused_on(weight.device.type)
+    return chunks.rows_at_once(weight) if fused else COMPARED_ROWS
+
+
+def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return what `compare` returns, by a few fused kernels that are compiled once for any number
+    of predictions. On the meta device nothing is computed."""
+    if raw.is_meta:
+        read = raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32)
+        return read, torch.empty_like(raw)
+    for tensor in (raw, *tensors):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled_compare()(raw, *tensors, **options)
+
+
+@cache
+def _compiled_compare() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(compare)
+
+
+def _total(read: Tensor, mixture: Mixture) -> Tensor:
+    divergence, _, logprobs, *_ = read
+    square = mixture.temperature**2
+    return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()

@@ -7,15 +7,27 @@ BIN := $(VENV)/bin
 PROJECTS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := $(addsuffix /src,$(PROJECTS))
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-TESTS ?= tests $(addsuffix /tests,$(PROJECTS))
+# Files of few long tests come first, so that both workers end together.
+TESTS ?= $(filter-out core/tests,$(addsuffix /tests,$(PROJECTS))) tests core/tests
+# Two workers with a pool of ranks each: a test of two ranks leaves cores idle while it waits.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
+	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint venv base clean
+.PHONY: demo test test-rest test-all lint venv base clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
 
+# Every promise once.
 test: venv lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(TESTS)
+	$(PYTEST) -m "not matrix" $(TESTS)
+
+# The same promises under more settings.
+test-rest: venv
+	$(PYTEST) -m matrix $(TESTS)
+
+test-all: test test-rest
 
 lint: venv
 	$(BIN)/ruff check .

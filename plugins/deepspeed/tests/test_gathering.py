@@ -108,7 +108,7 @@ def sharded(group, **more):
         {"shard": torch.zeros(1, dtype=torch.int8)},
         {"group": Group()},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_what_is_sharded_in_another_way_is_deepspeeds_to_gather(apart):
     group = Group()

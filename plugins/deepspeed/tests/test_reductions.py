@@ -74,7 +74,7 @@ def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "apart", [{"offload_optimizer": True}, {"all2all_process_group": object()}], ids=str
+    "apart", [{"offload_optimizer": True}, {"all2all_process_group": object()}], ids=" ".join
 )
 def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way(apart):
     optimizer = SimpleNamespace(**{"offload_optimizer": False} | apart)

@@ -19,6 +19,7 @@ from chat_templates import (
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.columns import RawRow
+from rlhf.data.encode import Encoder, Rendered
 from rlhf.data.formats import demonstrations
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
@@ -169,6 +170,28 @@ def test_text_prompts_keep_their_own_ids_and_completions_end_with_eos(kind: str)
     (glued,) = read(tokenizer, prompt="What is tw", completion="o?")
     assert glued.prompt == tokenizer("What is tw")["input_ids"]
     assert trained_texts(tokenizer, glued) == ["o?</s>"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "blank"])
+def test_rows_that_must_be_tokenised_in_parts_take_a_fixed_number_of_calls(kind: str) -> None:
+    class Counting(PreTrainedTokenizerFast):
+        calls = 0
+
+        def __call__(self, *texts: Any, **keywords: Any) -> Any:
+            type(self).calls += 1
+            return super().__call__(*texts, **keywords)
+
+    backend = tokenizer_of(kind).backend_tokenizer
+    tokenizer = Counting(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    # The span ends within a word.
+    texts = [Rendered(f"What is two and {number}", ((0, 10),)) for number in range(29)]
+    calls = []
+    for count in (1, 29):
+        encoder = Encoder(tokenizer)
+        Counting.calls = 0
+        encoder.encode(texts[:count])
+        calls.append(Counting.calls)
+    assert calls[0] == calls[1] > 1
 
 
 def test_text_is_trained_on_whole_with_one_eos() -> None:

@@ -133,63 +133,53 @@ class Encoder:
 
     def _encode_pieces(self, pieces: Sequence[Piece]) -> list[Tokens]:
         """Tokenise all pieces, and once more in halves those in which a token crosses the end of
-        what is trained on. Equal pieces may share one list of ids."""
+        what is trained on. Equal pieces share one list of ids."""
         encoded = self._encode_whole(pieces)
-        crossed = [piece for piece, tokens in zip(pieces, encoded, strict=True) if tokens is None]
-        halves = iter(self._encode_whole([half for piece in crossed for half in piece.halves()]))
-        return [tokens or _joined(next(halves), next(halves)) for tokens in encoded]
+        crossed = {piece: piece.halves() for piece in pieces if piece not in encoded}
+        halves = self._encode_whole([half for pair in crossed.values() for half in pair])
+        for piece, (head, rest) in crossed.items():
+            ids, trained = halves[head]
+            encoded[piece] = ids + halves[rest][0], trained
+        return [encoded[piece] for piece in pieces]
 
-    def _encode_whole(self, pieces: Sequence[Piece]) -> list[Tokens | None]:
-        """Tokenise each piece as one text; None if a token crosses the end of what is trained
-        on, which no token of a uniform piece does."""
-        simple = [piece.uniform and not self._needs_anchor(piece) for piece in pieces]
-        pairs = list(zip(pieces, simple, strict=True))
-        texts = list(dict.fromkeys(piece.text for piece, is_simple in pairs if is_simple))
+    def _encode_whole(self, pieces: Sequence[Piece]) -> dict[Piece, Tokens]:
+        """Tokenise each piece as one text. Left out are those in which a token crosses the end of
+        what is trained on, which none does in a uniform piece."""
+        simple = [piece for piece in pieces if piece.uniform and not self._needs_anchor(piece)]
+        texts = list(dict.fromkeys(piece.text for piece in simple))
         ids = dict(zip(texts, self._ids(texts), strict=True))
-        located = iter(self._encode_located([piece for piece, is_simple in pairs if not is_simple]))
-        return [
-            (ids[piece.text], len(ids[piece.text]) if piece.trained else 0)
-            if is_simple
-            else next(located)
-            for piece, is_simple in pairs
-        ]
-
-    def _encode_located(self, pieces: Sequence[Piece]) -> list[Tokens | None]:
-        """The same for pieces whose tokens must be located in their text."""
-        out: list[Tokens | None] = [None] * len(pieces)
-        waiting = list(range(len(pieces)))
+        out = {p: (ids[p.text], len(ids[p.text]) if p.trained else 0) for p in simple}
+        waiting = [piece for piece in dict.fromkeys(pieces) if piece not in out]
         for anchor in ANCHORS:
-            before = [anchor if self._needs_anchor(pieces[number]) else "" for number in waiting]
-            texts = [a + pieces[number].text for a, number in zip(before, waiting, strict=True)]
-            ids, encodings = self._tokenise(texts)
+            prefixes = [anchor if self._needs_anchor(piece) else "" for piece in waiting]
+            pairs = list(zip(waiting, prefixes, strict=True))
+            tokenised = self._tokenise([prefix + piece.text for piece, prefix in pairs])
             failed = []
-            for place, number in enumerate(waiting):
-                encoding = encodings[place] if encodings is not None else None
-                found = ids[place]
-                start, end = self._ends(pieces[number], before[place], encoding, len(found))
+            for (piece, prefix), (tokens, encoding) in zip(pairs, tokenised, strict=True):
+                start, end = self._ends(piece, len(prefix), encoding, len(tokens))
                 if start is None:
-                    failed.append(number)
+                    failed.append(piece)
                 elif end is not None:
-                    out[number] = found[start:], end - start
-            if not failed:
-                return out
+                    out[piece] = tokens[start:], end - start
             waiting = failed
-        raise RLHFError(
-            f"the tokenizer cannot continue a text at {pieces[waiting[0]].text[:40]!r}; "
-            "use a chat template that ends its header with a special token"
-        )
+        if waiting:
+            raise RLHFError(
+                f"the tokenizer cannot continue a text at {waiting[0].text[:40]!r}; "
+                "use a chat template that ends its header with a special token"
+            )
+        return out
 
     def _ends(
-        self, piece: Piece, before: str, encoding: Any, size: int
+        self, piece: Piece, place: int, encoding: Any, size: int
     ) -> tuple[int | None, int | None]:
-        """Return at which of `size` tokens a piece begins and where what is trained on ends; None
-        for each if a token may cross it. The text `before` precedes the piece."""
-        start = self._boundary(encoding, len(before)) if before else 0
+        """Return which of `size` tokens is the first of a piece that begins at character `place`,
+        and which is the first that is not trained on; None if a token may cross its start."""
+        start = self._boundary(encoding, place) if place else 0
         if piece.uniform:
             return start, size if piece.trained else start
         if encoding is None:
             return start, None
-        return start, self._boundary(encoding, len(before) + piece.trained)
+        return start, self._boundary(encoding, place + piece.trained)
 
     def _needs_anchor(self, piece: Piece) -> bool:
         return self._anchored and not piece.begins
@@ -215,7 +205,7 @@ class Encoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Only the ids, straight from the backend, which is a third faster without offsets."""
         if not self._direct or not texts:
-            return self._tokenise(texts)[0]
+            return [ids for ids, _ in self._tokenise(texts)]
         backend = self.tokenizer.backend_tokenizer
         # An earlier call of the tokenizer may have left these set.
         if backend.truncation is not None:
@@ -223,11 +213,14 @@ class Encoder:
         if backend.padding is not None:
             backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
-    def _tokenise(self, texts: list[str]) -> tuple[list[list[int]], Any]:
+    def _tokenise(self, texts: list[str]) -> list[tuple[list[int], Any]]:
+        """The ids of each text, and its encoding, which knows the characters of each token; None
+        from a tokenizer without offsets."""
         if not texts:
-            return [], None
+            return []
         out = self.tokenizer(
             texts,
             add_special_tokens=False,
@@ -235,17 +228,17 @@ class Encoder:
             return_token_type_ids=False,
             verbose=False,
         )
-        return out["input_ids"], out.encodings
+        return list(zip(out["input_ids"], out.encodings or [None] * len(texts), strict=True))
 
     def _puts_blank_first(self) -> bool:
         """Whether a text by itself begins differently than the same text after another."""
         if not self.tokenizer.is_fast:
             return False
         for anchor in ANCHORS:
-            ids, encodings = self._tokenise(["Ab", anchor + "Ab"])
-            start = self._boundary(encodings[1], len(anchor))
+            (alone, _), (after, encoding) = self._tokenise(["Ab", anchor + "Ab"])
+            start = self._boundary(encoding, len(anchor))
             if start is not None:
-                return bool(ids[1][start:] != ids[0])
+                return bool(after[start:] != alone)
         return False
 
 
@@ -269,9 +262,3 @@ def _cut(text: Rendered) -> list[Piece]:
         for low, high in itertools.pairwise(bounds)
         if high > low
     ]
-
-
-def _joined(head: Tokens | None, rest: Tokens | None) -> Tokens:
-    assert head is not None
-    assert rest is not None
-    return head[0] + rest[0], head[1]

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
+from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.load import load_object, load_record
 from rlhf.registry.observers import ObserverGateway
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from rlhf.config import Config
-    from rlhf.engine import Engine, Mesh, ModelShape, Plan
-
 SPECS = {"backend": BackendHooks, "extension": BackendHooks, "observer": ObserverHooks}
+BACKEND_HOOKS = [name for name in vars(BackendHooks) if not name.startswith("_")]
 CORE = "rlhf.loop.learning_rate:DefaultSchedule"
 """Core's own `trylast` implementations, for hooks that the backend does not implement."""
 
@@ -77,7 +70,7 @@ def check_backend(backend: object, *, defaults: object) -> None:
     those in `defaults` may be missing."""
     implemented = list(check_hooks("backend", backend))
     covered = {*implemented, *check_hooks("backend", defaults)}
-    for hook in (name for name in vars(BackendHooks) if not name.startswith("_")):
+    for hook in BACKEND_HOOKS:
         if implemented.count(hook) > 1:
             raise RLHFError(
                 f"backend {_label(backend)} implements '{hook}' twice; remove one implementation"
@@ -136,91 +129,21 @@ def _label(plugin: object) -> str:
     return f"{type(plugin).__module__}.{type(plugin).__qualname__}"
 
 
-class BackendGateway:
-    """The backend's hooks, wrapped by the extensions; `rlhf.hookspecs` documents each of them."""
+class BackendGateway(BackendHooks):
+    """The backend's hooks, wrapped by the extensions; their arguments are passed as keywords.
+
+    `rlhf.hookspecs` documents each of them.
+    """
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
-        self._hooks = manager.hook
+        for name in BACKEND_HOOKS:
+            setattr(self, name, functools.partial(_call, getattr(manager.hook, name)))
 
-    def _call(self, hook: str, **arguments: Any) -> Any:
-        answer = getattr(self._hooks, hook)(**arguments)
-        if answer is None:
-            raise RLHFError(
-                f"the hook '{hook}' returned None; add a return to the backend or the extension"
-            )
-        return answer
 
-    def setup_mesh(self, *, config: Config) -> Mesh:
-        return self._call("setup_mesh", config=config)
-
-    def configure_zero(self, *, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
-        return self._call("configure_zero", config=config, mesh=mesh, model_shape=model_shape)
-
-    def estimate_memory(
-        self, *, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
-    ) -> Mapping[str, int]:
-        return self._call(
-            "estimate_memory",
-            config=config,
-            plan=plan,
-            model_shape=model_shape,
-            mesh=mesh,
-            trained=trained,
+def _call(hook: Any, **arguments: Any) -> Any:
+    answer = hook(**arguments)
+    if answer is None:
+        raise RLHFError(
+            f"the hook '{hook.name}' returned None; add a return to the backend or the extension"
         )
-
-    def model_context(self, *, plan: Plan, role: str) -> AbstractContextManager[Any]:
-        return self._call("model_context", plan=plan, role=role)
-
-    def load_weights(
-        self, *, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
-    ) -> tuple[str, ...]:
-        return self._call("load_weights", module=module, weights=weights, plan=plan, mesh=mesh)
-
-    def build_optimizer(
-        self, *, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
-    ) -> Optimizer:
-        return self._call("build_optimizer", groups=groups, config=config, plan=plan)
-
-    def build_schedule(self, *, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
-        return self._call("build_schedule", optimizer=optimizer, config=config, steps=steps)
-
-    def prepare(
-        self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        schedule: LRScheduler | None,
-        role: str,
-        plan: Plan,
-        mesh: Mesh,
-    ) -> Engine:
-        return self._call(
-            "prepare",
-            model=model,
-            optimizer=optimizer,
-            schedule=schedule,
-            role=role,
-            plan=plan,
-            mesh=mesh,
-        )
-
-    def save_checkpoint(self, *, engine: Engine, directory: Path, state: Mapping[str, Any]) -> bool:
-        return self._call("save_checkpoint", engine=engine, directory=directory, state=state)
-
-    def load_checkpoint(self, *, engine: Engine, directory: Path) -> Mapping[str, Any]:
-        return self._call("load_checkpoint", engine=engine, directory=directory)
-
-    def read_weights(self, *, directory: Path) -> Mapping[str, Tensor]:
-        return self._call("read_weights", directory=directory)
-
-    def export_weights(self, *, engine: Engine, directory: Path) -> bool:
-        return self._call("export_weights", engine=engine, directory=directory)
-
-    def mix_weights(self, *, engine: Engine, source: Engine, share: float) -> bool:
-        return self._call("mix_weights", engine=engine, source=source, share=share)
-
-    def generation_context(self, *, engine: Engine) -> AbstractContextManager[Any]:
-        return self._call("generation_context", engine=engine)
-
-    def close_mesh(self, *, mesh: Mesh) -> bool:
-        return self._call("close_mesh", mesh=mesh)
+    return answer

@@ -72,7 +72,7 @@ def test_exactly_the_last_answer_and_its_end_are_trained_on(name: str, kind: str
     (text,) = trained_texts(tokenizer, row)
     thinking = "<think>\n\n</think>\n\n" if name == "qwen 3" else ""
     assert text == thinking + expected.format(REPLY)
-    # The prompt has the very ids that it has when the model is asked to answer.
+    # The prompt has the same ids that it has when the model is asked to answer.
     opened = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     if name not in ("r1",):
         ids = tokenizer(opened, add_special_tokens=False)["input_ids"]
@@ -132,7 +132,7 @@ def test_a_question_that_looks_like_an_answer_is_not_trained_on() -> None:
     assert trained_texts(tokenizer, row) == [REPLY + "<|im_end|>"]
 
 
-def test_tools_and_tool_calls_stand_where_the_template_puts_them() -> None:
+def test_tools_and_tool_calls_are_where_the_template_puts_them() -> None:
     tokenizer = tokenizer_of("bytes", TOOLS)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}]
     call = {
@@ -143,7 +143,7 @@ def test_tools_and_tool_calls_stand_where_the_template_puts_them() -> None:
     result = {"role": "tool", "content": "4"}
     messages = [TALK[0], call, result, TALK[3]]
     rows = read(tokenizer, messages=messages, tools=json.dumps(tools))
-    # The template names the tools before the last question alone, so the two turns have two
+    # The template names the tools only before the last question, so the two turns have two
     # contexts.
     one, two = rows
     (call_text,) = trained_texts(tokenizer, one)
@@ -239,7 +239,7 @@ def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
     assert row.prompt == [tokenizer.bos_token_id]
 
 
-def test_a_conversation_has_what_its_template_writes_and_no_bos_beside() -> None:
+def test_a_conversation_has_what_its_template_writes_and_no_other_bos() -> None:
     tokenizer = adding_bos(CHATML)
     (row,) = read(tokenizer, messages=TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
@@ -250,7 +250,7 @@ def test_a_conversation_has_what_its_template_writes_and_no_bos_beside() -> None
     assert row.prompt[0] == tokenizer.bos_token_id
 
 
-def test_what_stands_behind_the_last_turn_is_kept_where_it_is_wanted() -> None:
+def test_what_follows_the_last_turn_is_kept_on_request() -> None:
     tokenizer = tokenizer_of("bytes", CHATML)
     raw = [RawRow("rows.jsonl line 1", {"messages": TALK})]
     ((cut,),) = demonstrations(raw, Reader(tokenizer))
@@ -267,7 +267,7 @@ TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", 
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
+    ("columns", "message"),
     [
         ({"messages": [TALK[0], TOOL_CALL]}, "chatml has no form for tool calls"),
         ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "a message has no content"),
@@ -278,8 +278,8 @@ TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", 
         ({"messages": TALK, "tools": [{"type": "function"}]}, "chatml has no form for tools"),
     ],
 )
-def test_the_template_chatml_refuses_what_it_has_no_form_for(columns: Any, told: str) -> None:
-    with pytest.raises(RLHFError, match=re.escape(told)):
+def test_the_template_chatml_refuses_what_it_cannot_render(columns: Any, message: str) -> None:
+    with pytest.raises(RLHFError, match=re.escape(message)):
         read(tokenizer_of("bytes", tokenizers.CHATML), **columns)
 
 
@@ -311,7 +311,7 @@ def test_a_template_that_refuses_names_the_row_and_its_reason() -> None:
     )
 
 
-def test_a_turn_that_cannot_be_told_from_the_rest_is_an_error() -> None:
+def test_a_turn_that_cannot_be_located_is_an_error() -> None:
     backwards = (
         "{% if add_generation_prompt %}{{ 'answer now' }}{% endif %}"
         "{% for m in messages | reverse %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

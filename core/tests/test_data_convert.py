@@ -186,9 +186,9 @@ def test_the_real_math_shepherd_is_read() -> None:
 def test_the_real_hh_pairs_are_cut_after_the_last_shared_speaker() -> None:
     path = FORMATS / "hh_raw.jsonl"
     rows, _, tokenizer = made("preference", DataEntry(path=str(path)))
-    given = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == len(given) == 30
-    for row, pair in zip(rows, given, strict=True):
+    published = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == len(published) == 30
+    for row, pair in zip(rows, published, strict=True):
         prompt = tokenizer.decode(row.prompt)
         assert prompt.endswith("\n\nAssistant:")
         for answer, name in zip(row.answers, ("chosen", "rejected"), strict=True):

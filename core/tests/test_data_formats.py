@@ -54,14 +54,14 @@ def real_trees(format: str, rows: list[dict[str, Any]]) -> tuple[Any, list[list[
 def test_real_pairs_are_one_prompt_and_both_answers(name: str) -> None:
     rows = real_rows(f"dpo/{name}.eval.jsonl")
     tokenizer, trees = real_trees("preference", rows)
-    for given, (row,) in zip(rows, trees, strict=True):
-        asked = given["chosen"][:-1]
-        opened = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    for raw, (row,) in zip(rows, trees, strict=True):
+        question = raw["chosen"][:-1]
+        opened = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         assert row.prompt == tokenizer(opened, add_special_tokens=False)["input_ids"]
         for answer, side in zip(row.answers, ("chosen", "rejected"), strict=True):
             assert answer.trained is None
-            said = given[side][-1]["content"]
-            assert tokenizer.decode(answer.tokens) == said + tokenizer.eos_token
+            reply = raw[side][-1]["content"]
+            assert tokenizer.decode(answer.tokens) == reply + tokenizer.eos_token
 
 
 @real
@@ -69,11 +69,11 @@ def test_real_pairs_are_one_prompt_and_both_answers(name: str) -> None:
 def test_real_unpaired_rows_end_their_answers(name: str) -> None:
     rows = real_rows(f"kto/{name}.eval.jsonl")
     tokenizer, trees = real_trees("unpaired", rows)
-    for given, (row,) in zip(rows, trees, strict=True):
-        said = given["completion"]
-        said = said if isinstance(said, str) else said[-1]["content"]
-        assert tokenizer.decode(row.answers[0].tokens) == said + tokenizer.eos_token
-        assert row.columns["label"] is given["label"]
+    for raw, (row,) in zip(rows, trees, strict=True):
+        reply = raw["completion"]
+        reply = reply if isinstance(reply, str) else reply[-1]["content"]
+        assert tokenizer.decode(row.answers[0].tokens) == reply + tokenizer.eos_token
+        assert row.columns["label"] is raw["label"]
 
 
 @real
@@ -81,10 +81,10 @@ def test_real_unpaired_rows_end_their_answers(name: str) -> None:
 def test_real_steps_end_at_the_separator(name: str) -> None:
     rows = real_rows(f"prm/{name}.eval.jsonl")
     tokenizer, trees = real_trees("stepwise", rows)
-    for given, (row,) in zip(rows, trees, strict=True):
-        assert tokenizer.decode(row.prompt) == given["prompt"]
-        assert row.columns["labels"] == [float(label) for label in given["labels"]]
+    for raw, (row,) in zip(rows, trees, strict=True):
+        assert tokenizer.decode(row.prompt) == raw["prompt"]
+        assert row.columns["labels"] == [float(label) for label in raw["labels"]]
         start = 0
-        for step, end in zip(given["completions"], row.columns["ends"], strict=True):
+        for step, end in zip(raw["completions"], row.columns["ends"], strict=True):
             assert tokenizer.decode(row.answers[0].tokens[start : end + 1]) == step + "\n"
             start = end + 1

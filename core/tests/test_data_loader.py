@@ -99,14 +99,14 @@ def test_every_rank_knows_the_same_step_and_takes_its_own_part(
     examples: Examples, config: Config
 ) -> None:
     for number in (0, 5, 6, 11):
-        alone = order(examples, config).step(number)
+        single = order(examples, config).step(number)
         plans = [order(examples, config, rank, 3).step(number) for rank in range(3)]
         for plan in plans:
-            assert list(plan.rows) == list(alone.rows)
-            assert plan.totals == alone.totals
+            assert list(plan.rows) == list(single.rows)
+            assert plan.totals == single.totals
             assert len(plan.micro) == len(plans[0].micro)
         taken = [row for plan in plans for rows in plan.micro for row in rows]
-        assert sorted(taken) == sorted(alone.rows)
+        assert sorted(taken) == sorted(single.rows)
 
 
 def test_totals_are_counted_before_any_batch_is_made(examples: Examples, config: Config) -> None:
@@ -116,7 +116,7 @@ def test_totals_are_counted_before_any_batch_is_made(examples: Examples, config:
     assert plan.totals["labels"] == 0
 
 
-def test_the_last_step_of_an_epoch_takes_what_is_left(examples: Examples, config: Config) -> None:
+def test_the_last_step_of_an_epoch_takes_the_remainder(examples: Examples, config: Config) -> None:
     course = order(examples, config)
     assert course.steps_per_epoch == 6
     assert [len(course.step(number).rows) for number in range(7)] == [10] * 5 + [3, 10]

@@ -41,14 +41,14 @@ def test_the_first_token_of_a_second_answer_is_predicted_from_the_prompts_end() 
     assert batch.predict_at.tolist() == [2, 3]
 
 
-def test_values_stand_per_example_answer_and_token() -> None:
+def test_values_are_per_example_answer_and_token() -> None:
     batch = pack([PAIR, BARE], [1, 0], round_to=8)
     assert batch.values["margin"].tolist() == [-1.0, 0.5]
     assert batch.values["rank"].tolist() == [3.0, 1.0, 2.0]
     label = batch.values["label"]
-    given = ~label.isnan()
-    assert given.nonzero().flatten().tolist() == [0, 7, 10]
-    assert label[given].tolist() == [0.0, 1.0, 0.25]
+    known = ~label.isnan()
+    assert known.nonzero().flatten().tolist() == [0, 7, 10]
+    assert label[known].tolist() == [0.0, 1.0, 0.25]
     assert len(label) == len(batch.tokens) == 16
 
 
@@ -110,7 +110,7 @@ def test_extra_inputs_follow_each_other() -> None:
     assert pack(rows, [0, 1]).inputs["pixels"].tolist() == [[0.0], [1.0]]
 
 
-def test_a_parcel_gives_back_the_very_batch() -> None:
+def test_a_parcel_gives_back_the_same_batch() -> None:
     for batch in (pack([PAIR, BARE], [0, 1], round_to=8), filler({"margin": "example"})):
         again = Parcel.of(batch).unpack()
         for name in ("tokens", "positions", "branch", "predict_from", "predict", "answer_end"):

@@ -39,15 +39,15 @@ def test_without_a_mark_a_step_ends_with_its_own_last_token() -> None:
     assert row.columns["ends"] == [1, 2]
 
 
-def test_with_a_placeholder_steps_end_with_it_and_the_separator_stands_between() -> None:
+def test_with_a_placeholder_steps_end_with_it_and_the_separator_comes_between() -> None:
     section = Section(placeholder=" <step>")
     (row,) = read("stepwise", section, **STEPS)
     assert texts(row)[1] == "[one] [two] [<step>] [;] [three] [<step>]"
     assert row.columns["ends"] == [2, 5]
     for columns in ({"completion": "one two <step>; three <step>"}, {"prompt": None}):
-        given = {**STEPS, "completions": None, **columns}
-        given["text"] = None if "completion" in columns else "say one two <step>; three <step>\n"
-        (marked,) = read("stepwise", section, **given)
+        written = {**STEPS, "completions": None, **columns}
+        written["text"] = None if "completion" in columns else "say one two <step>; three <step>\n"
+        (marked,) = read("stepwise", section, **written)
         ids = [*marked.prompt, *marked.answers[0].tokens]
         assert ids == [*row.prompt, *row.answers[0].tokens]
         ends = [len(marked.prompt) + end for end in marked.columns["ends"]]
@@ -55,7 +55,7 @@ def test_with_a_placeholder_steps_end_with_it_and_the_separator_stands_between()
         assert marked.columns["labels"] == [1.0, 0.25]
 
 
-def test_what_stands_after_the_last_placeholder_is_kept_without_a_label() -> None:
+def test_what_follows_the_last_placeholder_is_kept_without_a_label() -> None:
     section = Section(placeholder="<step>")
     (row,) = read("stepwise", section, text="say one <step> two", labels=[0])
     assert texts(row) == ["", "[say] [one] [<step>] [two]"]

@@ -187,14 +187,14 @@ def test_several_processes_give_the_same_rows_in_the_same_order(tmp_path: Path) 
     rows = [{"text": f"w{n % 40} w{n % 7}"} for n in range(4100)]
     path = lines(tmp_path / "rows.jsonl", rows)
     examples = made(path, data={"processes": 2})
-    alone = made(path, data={"processes": 1}, section=Section(beta=0.2))
+    single = made(path, data={"processes": 1}, section=Section(beta=0.2))
     assert [list(e.answers[0].tokens) for e in examples] == [
-        list(e.answers[0].tokens) for e in alone
+        list(e.answers[0].tokens) for e in single
     ]
     assert examples.row_numbers.tolist() == list(range(4100))
 
 
-def test_an_error_in_a_process_is_told_like_any_other(tmp_path: Path) -> None:
+def test_an_error_in_a_process_reads_like_any_other(tmp_path: Path) -> None:
     rows: list[Any] = [{"text": "w1"} for _ in range(4100)]
     rows[4000] = {"nothing": 1}
     path = lines(tmp_path / "rows.jsonl", rows)
@@ -509,7 +509,7 @@ def test_a_trainer_with_rows_of_its_own_encodes_them_as_core_does(tmp_path: Path
         {"prompt": talk, "chosen": said, "rejected": "w4", "tools": [{"name": "add"}]},
         {"prompt": "w1", "chosen": "w3 " * 9, "rejected": "w4"},
     ]
-    asked = [
+    questions = [
         {"question": row["prompt"], "replies": [row["chosen"], row["rejected"]]}
         | ({"tools": row["tools"]} if "tools" in row else {})
         for row in pairs
@@ -520,7 +520,7 @@ def test_a_trainer_with_rows_of_its_own_encodes_them_as_core_does(tmp_path: Path
 
     settings: dict[str, Any] = {"template": template, "data": {"max_tokens": 9, "too_long": "cut"}}
     core = made(lines(tmp_path / "pairs.jsonl", pairs), trainer=Pairs, **settings)
-    mine = made(lines(tmp_path / "mine.jsonl", asked), trainer=Questions, **settings)
+    mine = made(lines(tmp_path / "mine.jsonl", questions), trainer=Questions, **settings)
     assert [tree_of(example) for example in mine] == [tree_of(example) for example in core]
     assert (mine.report.cut, core.report.cut) == (1, 1)
 

@@ -104,7 +104,7 @@ def test_answers_are_marked_and_untrained_stretches_have_their_own_colour() -> N
     assert "rank: [1, 2]" in text
 
 
-def test_labels_of_tokens_stand_behind_them() -> None:
+def test_labels_of_tokens_follow_them() -> None:
     shown = console()
     steps = Answer([3, 4, 5, 6], [False] * 4)
     values = {"label": [[math.nan, 1.0, math.nan, 0.25]]}

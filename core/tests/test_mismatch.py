@@ -23,7 +23,7 @@ def draw(epoch: int) -> np.random.Generator:
         np.array([5, 5, 5, 1, 2, 5, 3, 4]),
     ],
 )
-def test_nobody_is_paired_with_his_own_row(groups: NDArray[np.int64]) -> None:
+def test_no_example_is_paired_with_its_own_row(groups: NDArray[np.int64]) -> None:
     for epoch in range(50):
         partner = partners(groups, draw(epoch))
         assert sorted(partner) == list(range(len(groups)))
@@ -44,7 +44,7 @@ def test_every_other_row_is_a_partner_as_often() -> None:
 
 
 @pytest.mark.parametrize(("groups", "largest"), [(np.zeros(1, int), 1), (np.array([0, 0, 1]), 2)])
-def test_rows_that_leave_no_partner_are_told(groups: NDArray[np.int64], largest: int) -> None:
+def test_rows_that_leave_no_partner_are_an_error(groups: NDArray[np.int64], largest: int) -> None:
     with pytest.raises(RLHFError) as error:
         partners(groups, draw(0))
     assert str(error.value) == (

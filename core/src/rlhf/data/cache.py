@@ -101,8 +101,8 @@ def _module_digest(name: str) -> str:
     """A digest of a module's file, or of all Python files of a package; its name if it has none."""
     module = sys.modules.get(name)
     paths = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
-    found = [Path(path) for path in paths if path and Path(path).exists()]
-    return "".join(map(_python_digest, found)) or name
+    places = [Path(path) for path in paths if path and Path(path).exists()]
+    return "".join(map(_python_digest, places)) or name
 
 
 @functools.cache

@@ -35,11 +35,11 @@ def errors_at(where: str) -> Iterator[None]:
 
 def read_each(raw: Sequence[RawRow], read: Callable[[RawRow], T]) -> list[T]:
     """Apply `read` to each row; errors name the row."""
-    found = []
+    out = []
     for row in raw:
         with errors_at(row.where):
-            found.append(read(row))
-    return found
+            out.append(read(row))
+    return out
 
 
 def has(row: RawRow, *names: str) -> bool:

@@ -63,7 +63,7 @@ def prm800k(row: RawRow) -> list[RawColumns]:
             break
     if steps:
         out.insert(0, {"prompt": prompt, "completions": steps, "labels": labels})
-    return [found for found in out if any(mark is not None for mark in found["labels"])]
+    return [row for row in out if any(mark is not None for mark in row["labels"])]
 
 
 def math_shepherd(row: RawRow) -> list[RawColumns]:

@@ -200,9 +200,9 @@ class Examples(Sequence[Example]):
         """Return where the first example with a token id of at least `vocabulary` came from, and
         that id."""
         for part, file in enumerate(self._files):
-            found = file.first_beyond(vocabulary)
-            if found is not None:
-                place, token = found
+            first = file.first_beyond(vocabulary)
+            if first is not None:
+                place, token = first
                 taken = (self._part == part) & (self._place == place)
                 return self.name(int(taken.argmax())), token
         return None

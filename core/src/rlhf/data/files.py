@@ -128,21 +128,21 @@ class Source:
         if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
             return self._load(str(place), name=self.entry.subset, split=self.entry.split or "train")
         try:
-            found = datasets.load_from_disk(str(place))
+            loaded = datasets.load_from_disk(str(place))
         except Exception as error:
             raise RLHFError(
                 f"data.{self.which}: cannot read {place}: {first_line(error)}"
             ) from error
-        if isinstance(found, datasets.Dataset):
+        if isinstance(loaded, datasets.Dataset):
             if self.entry.split is not None:
                 raise RLHFError(f"data.{self.which}: {place} has no splits; remove split")
-            return found
+            return loaded
         split = self.entry.split or "train"
-        if split not in found:
+        if split not in loaded:
             raise RLHFError(
-                f"data.{self.which}: {place} has no split {split!r}; available: {', '.join(found)}"
+                f"data.{self.which}: {place} has no split {split!r}; available: {', '.join(loaded)}"
             )
-        return found[split]
+        return loaded[split]
 
     def _hub(self) -> datasets.Dataset:
         return self._load(self.path, name=self.entry.subset, split=self.entry.split or "train")

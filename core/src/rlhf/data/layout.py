@@ -58,11 +58,11 @@ def layout(
     plain_sizes, plain_work = sizes.tolist(), work.tolist()
     while True:
         bins = micro * ranks
-        found = _balanced(by_work.tolist(), plain_sizes, plain_work, bins, tokens)
-        if found is None:
-            found = _tight(np.argsort(-sizes, kind="stable").tolist(), plain_sizes, bins, tokens)
-        if found is not None:
-            return _arrange(found, plain_work, micro, ranks)
+        filled = _balanced(by_work.tolist(), plain_sizes, plain_work, bins, tokens)
+        if filled is None:
+            filled = _tight(np.argsort(-sizes, kind="stable").tolist(), plain_sizes, bins, tokens)
+        if filled is not None:
+            return _arrange(filled, plain_work, micro, ranks)
         micro += 1
 
 

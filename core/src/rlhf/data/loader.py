@@ -17,7 +17,7 @@ from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, SurveyRows
 
 NO_STATE_EVERY = 1 << 30
-"""The plan alone says where a run is, so the loader never takes a snapshot of its own state."""
+"""Only the plan says where a run is, so the loader never takes a snapshot of its own state."""
 
 
 def batches_from(

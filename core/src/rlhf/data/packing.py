@@ -152,13 +152,13 @@ def _values(
 ) -> dict[str, Tensor]:
     out = {}
     for name, kind in kinds.items():
-        given = [example.values[name] for example in chosen]
+        listed = [example.values[name] for example in chosen]
         if kind == PER_EXAMPLE:
-            flat = np.array(given, np.float32)
+            flat = np.array(listed, np.float32)
         elif kind == PER_ANSWER:
-            flat = np.concatenate([np.asarray(value, np.float32) for value in given])
+            flat = np.concatenate([np.asarray(value, np.float32) for value in listed])
         else:
-            rows = [np.asarray(row, np.float32) for value in given for row in value]
+            rows = [np.asarray(row, np.float32) for value in listed for row in value]
             flat = np.full((size, *rows[0].shape[1:]), np.nan, np.float32)
             on_answer = np.repeat(segments.branch > 0, segments.lengths)
             flat[: len(on_answer)][on_answer] = np.concatenate(rows)

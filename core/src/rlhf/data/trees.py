@@ -127,26 +127,26 @@ class TreeFile:
 
     def digest(self) -> str:
         """Return a digest of all token ids and of which are trained on; values do not count."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for chunk in self._chunks:
             for name in TOKENS:
                 offsets, values = chunk[name]
-                found.update(np.diff(offsets).tobytes())
-                found.update(values[offsets[0] : offsets[-1]].tobytes())
-        return found.hexdigest()
+                digest.update(np.diff(offsets).tobytes())
+                digest.update(values[offsets[0] : offsets[-1]].tobytes())
+        return digest.hexdigest()
 
     def first_beyond(self, vocabulary: int) -> tuple[int, int] | None:
         """Return the first example with a token id of at least `vocabulary`, and that id."""
         for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
-            found = []
+            first = []
             for name in ("prompt", "tokens"):
                 offsets, values = chunk[name]
                 outside = np.flatnonzero(values >= vocabulary)
                 if len(outside):
                     index = int(np.searchsorted(offsets, outside[0], side="right")) - 1
-                    found.append((start + index, int(values[outside[0]])))
-            if found:
-                return min(found)
+                    first.append((start + index, int(values[outside[0]])))
+            if first:
+                return min(first)
         return None
 
     def list_lengths(self, name: str) -> NDArray[np.int64]:
@@ -163,11 +163,11 @@ class TreeFile:
         # The values of an example follow one another in the order of their names.
         before = [sizes[kinds[other]] for other in list(kinds)[: list(kinds).index(name)]]
         place = sum(before, np.zeros_like(answers))
-        found = []
+        columns = []
         for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
             offsets, values = chunk["values"]
-            found.append(values[offsets[:-1] + place[start : start + len(offsets) - 1]])
-        return np.concatenate(found)
+            columns.append(values[offsets[:-1] + place[start : start + len(offsets) - 1]])
+        return np.concatenate(columns)
 
 
 def write(table: pa.Table, path: Path) -> None:

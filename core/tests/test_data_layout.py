@@ -8,13 +8,13 @@ from rlhf.data.layout import costs, layout, steps
 from rlhf.errors import RLHFError
 
 
-def test_an_epoch_takes_every_row_once_and_the_last_step_what_is_left() -> None:
+def test_an_epoch_takes_every_row_once_and_the_last_step_the_remainder() -> None:
     chosen = steps(103, 10, seed=3, epoch=0)
     assert [len(rows) for rows in chosen] == [10] * 10 + [3]
     assert sorted(np.concatenate(chosen)) == list(range(103))
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return list(np.concatenate(steps(50, 7, seed, epoch)))
 

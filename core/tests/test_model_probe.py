@@ -134,7 +134,7 @@ def test_a_head_that_is_not_the_models_is_refused() -> None:
     assert str(caught.value) == (
         "the logits of LlamaForCausalLM are not its head's weight, bias, scale and soft cap "
         "applied to "
-        "the last hidden states (off by 1.0e+00): this family cannot be trained; choose another "
+        "the last hidden states (off by 1.0e+00), so this family cannot be trained; choose another "
         "model.path"
     )
 

@@ -17,6 +17,7 @@ from rlhf.model.parts import decoder
 from rlhf.model.task import Task
 from rlhf.model.trainable import check_recomputable, four_bits, prepare_trainable
 from rlhf.model.weights import pretrained_model, random_model
+from rlhf.registry.gateway import BackendGateway
 
 
 def load_model(
@@ -24,7 +25,7 @@ def load_model(
     *,
     plan: Plan,
     mesh: Mesh,
-    hooks: Any,
+    hooks: BackendGateway,
     role: str = "policy",
     task: Task = "causal",
 ) -> PackedModel:
@@ -67,7 +68,7 @@ def load_sharded(
     dtype: torch.dtype,
     plan: Plan,
     mesh: Mesh,
-    hooks: Any,
+    hooks: BackendGateway,
     role: str,
 ) -> Any:
     """Return the model in shards: an accelerator holds at most its share and one layer, and one

@@ -76,7 +76,7 @@ def test_a_model_that_drops_the_tree_is_found_out() -> None:
     assert choice.reason.startswith("packed was off by ")
 
 
-def test_a_model_that_cannot_run_with_the_tree_is_told_by_its_error() -> None:
+def test_a_model_that_cannot_run_with_the_tree_is_reported_by_its_error() -> None:
     choice = choose_path(engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES))), Mesh())
     assert str(choice) == (
         "padded rows with the model's own attention (packed failed with AttributeError: "

@@ -321,7 +321,7 @@ def test_a_padding_token_ends_no_answer() -> None:
     assert full.pad_token == full.eos_token, "the run's own tokenizer is left alone"
 
 
-def test_a_tokenizer_without_any_other_token_to_pad_with_is_told() -> None:
+def test_a_tokenizer_without_any_other_token_to_pad_with_is_reported() -> None:
     bare = Tokenizer(models.WordLevel({"<e>": 0, "a": 1}, unk_token="<e>"))
     found = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<e>", pad_token="<e>")
     with pytest.raises(RLHFError) as caught:

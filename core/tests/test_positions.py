@@ -31,7 +31,7 @@ def model(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_a_table_of_positions_ends_and_that_is_told_before_the_weights_load(name: str) -> None:
+def test_a_table_of_positions_ends_and_that_is_reported_before_the_weights_load(name: str) -> None:
     assert check_positions(model(name), 32, "policy m") == []
     with pytest.raises(RLHFError) as error:
         check_positions(model(name), 33, "policy m")

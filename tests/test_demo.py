@@ -26,7 +26,7 @@ def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "demo: the embedded model and rows" in done.stdout.splitlines()[0]
     loss = re.search(r"loss per token +([\d.]+) +([\d.]+)", done.stdout)
-    exact = re.search(r"exact answers, of 100 +(\d+) +(\d+)", done.stdout)
+    exact = re.search(r"right answers, of 100 +(\d+) +(\d+)", done.stdout)
     assert loss is not None
     assert exact is not None
     assert float(loss[2]) < 0.5 * float(loss[1])

@@ -55,8 +55,3 @@ def test_the_check_finds_a_breach(tmp_path: Path) -> None:
     configuration = tmp_path / "importlinter.ini"
     configuration.write_text(broken)
     assert check(configuration).returncode == 1
-
-
-def test_core_names_no_attribute_of_deepspeed() -> None:
-    sources = (ROOT / "core" / "src").rglob("*.py")
-    assert [path for path in sources if re.search(r"\bds_\w", path.read_text())] == []

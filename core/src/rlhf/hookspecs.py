@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from attrs import frozen
 
+from rlhf.config.field_docs import documented
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -28,6 +30,7 @@ hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
 
 
+@documented
 @frozen(kw_only=True)
 class RunRecord:
     """The run as observers see it."""
@@ -35,7 +38,9 @@ class RunRecord:
     name: str
     """The trainer's name."""
     folder: Path
+    """The run folder."""
     config: Config
+    """The whole configuration."""
     steps: int
     """Optimizer steps of the whole schedule."""
 
@@ -67,10 +72,8 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
-        """Return the context in which the modules of `role` are created.
-
-        At stage 3 it shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
-        before, so that core knows the whole shape of each parameter."""
+        """Return the context in which the modules of `role` are created. At stage 3 it shards the
+        parameters."""
 
     @hookspec(firstresult=True)
     def load_weights(

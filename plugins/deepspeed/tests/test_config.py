@@ -10,9 +10,9 @@ import torch
 import yaml
 from attrs import evolve
 
-from rlhf.config.sections import ModelConfig, OptimConfig
 from rlhf.engine import GIB, Mesh, ModelShape
 from rlhf.errors import RLHFError
+from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import capabilities, zero
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, check, resolve

@@ -103,7 +103,7 @@ def test_a_run_says_what_it_leaves_out_of_ranked_rows(
     assert "4 rows; 1 with nothing to train on (dropped), 25.0 %" in printed
     assert (
         "pairs      best against worst in 2 rows with more than two answers; 3 answers between "
-        "them left out\n"
+        "them ignored\n"
     ) in printed
 
 

@@ -139,7 +139,7 @@ def test_every_setting_that_a_loss_reads_changes_it(name: str, setting: str, val
     [
         (
             {"loss": "sigmiod"},
-            "unknown loss 'sigmiod'; did you mean sigmoid?; available: "
+            "unknown loss 'sigmiod' (did you mean sigmoid?); available: "
             + ", ".join(KINDS)
             + ", sft and module:function",
         ),
@@ -166,7 +166,7 @@ def test_every_setting_that_a_loss_reads_changes_it(name: str, setting: str, val
         ),
         (
             {"reference": "cache", "reference_every": 8},
-            "reference_every needs reference engine, since cache cannot change",
+            "reference_every needs reference engine, because cache cannot change",
         ),
     ],
 )

@@ -154,20 +154,20 @@ def test_apo_zero_asks_for_no_survey_and_has_no_divergence() -> None:
         ((400, 300, 1.0, 1.0), None),
         (
             (300, 700, 1.0, 1.0),
-            "weights of 1 and 1 on 300 desirable and 700 undesirable rows are in the ratio 0.429, "
-            "outside 1 to 1.33 (eq. 8 of arXiv 2402.01306): kto.desirable_weight from 2.33 to 3.11 "
-            "is inside",
+            "weights 1 and 1 on 300 desirable and 700 undesirable rows have the ratio 0.429, "
+            "outside 1 to 1.33 (eq. 8 of arXiv 2402.01306); set kto.desirable_weight between 2.33 "
+            "and 3.11",
         ),
         (
             (700, 300, 1.0, 1.0),
-            "weights of 1 and 1 on 700 desirable and 300 undesirable rows are in the ratio 2.33, "
-            "outside 1 to 1.33 (eq. 8 of arXiv 2402.01306): kto.undesirable_weight from 1.75 to "
-            "2.33 is inside",
+            "weights 1 and 1 on 700 desirable and 300 undesirable rows have the ratio 2.33, "
+            "outside 1 to 1.33 (eq. 8 of arXiv 2402.01306); set kto.undesirable_weight between "
+            "1.75 and 2.33",
         ),
         (
             (5, 0, 1.0, 1.0),
-            "only one side of 5 desirable and 0 undesirable rows has any weight: nothing holds the "
-            "rewards back",
+            "only one side of 5 desirable and 0 undesirable rows has any weight, so nothing bounds "
+            "the rewards",
         ),
     ],
 )
@@ -188,7 +188,7 @@ class Labels(list[float]):
 def test_the_warning_counts_the_training_rows() -> None:
     rows: Any = Labels([1.0, 0.0, 0.0])
     (line,) = trainer().remarks(rows)
-    assert line.startswith("warning    weights of 1 and 1 on 1 desirable and 2 undesirable rows")
+    assert line.startswith("warning    weights 1 and 1 on 1 desirable and 2 undesirable rows")
     assert trainer(desirable_weight=2.5).remarks(rows) == []
 
 

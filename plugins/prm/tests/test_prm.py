@@ -153,8 +153,8 @@ def test_reward_tokens_must_be_two_tokens() -> None:
     with pytest.raises(RLHFError) as caught:
         token_id(tokenizer, "no way")
     assert str(caught.value) == (
-        f"prm.reward_tokens: 'no way' is {len(ids)} tokens of this tokenizer ({ids}): give a text "
-        "that is one"
+        f"prm.reward_tokens: 'no way' is {len(ids)} tokens in this tokenizer ({ids}); choose a "
+        "text that is one token"
     )
     with pytest.raises(RLHFError, match=r"prm.reward_tokens '\+' and '\+' are the same token"):
         PRMTrainer(PRMConfig(formulation="token", reward_tokens=("+", "+")), tokenizer)

@@ -164,6 +164,6 @@ def test_a_folder_without_step_scores_is_refused(words: list[str], tmp_path: Pat
         with pytest.raises(RLHFError) as error:
             Scorer(folder)
         assert str(error.value) == (
-            f"{folder} has no config.json of a process reward model: give the model/ folder of a "
+            f"{folder} has no config.json of a process reward model; pass the model/ folder of a "
             "run of `rlhf run prm`"
         )

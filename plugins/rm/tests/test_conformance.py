@@ -34,6 +34,5 @@ class TestRM(TrainerConformance):
         "centring": 0.01,
     }
     without_effect: ClassVar[Mapping[str, str]] = {
-        "loss": "both names are the same function",
-        "normalise": "it is about the exported model",
+        "normalise": "it concerns users of the exported model",
     }

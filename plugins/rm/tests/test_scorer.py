@@ -189,8 +189,8 @@ def test_a_run_without_held_out_rows_forgets_what_was_measured_before_it(
     with pytest.raises(RLHFError) as caught:
         scorer.rewards("What is 2 + 2?", ["The answer is 4."], normalise=True)
     assert str(caught.value) == (
-        f"{tmp_path / 'second' / 'model'} has no reward_mean in its config.json, since its run had "
-        "no held-out rows: set data.eval there, or ask with normalise=False"
+        f"{tmp_path / 'second' / 'model'} has no reward_mean in its config.json, because its run "
+        "had no held-out rows; set data.eval in the run, or pass normalise=False"
     )
 
 
@@ -218,4 +218,4 @@ def test_a_folder_without_rewards_is_refused(words: list[str], tmp_path: Path) -
     with pytest.raises(RLHFError) as error:
         Scorer(tmp_path / "gone")
     assert str(error.value).startswith(f"cannot load {tmp_path}/gone (")
-    assert str(error.value).endswith("); pass the model/ folder of a run")
+    assert str(error.value).endswith("): give the model/ folder of a run")

@@ -1,4 +1,5 @@
-"""Direct preference optimisation: the record that the registry reads first."""
+"""Direct preference optimisation. This module has the record of the trainer and imports no
+torch."""
 
 from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_dpo.config import DPOConfig, check

@@ -1,11 +1,11 @@
-"""The section `dpo`, and what each loss reads of it."""
+"""The section `dpo`, and which of its settings each loss reads."""
 
 import difflib
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.plugin import check_reference, check_rules
+from rlhf.plugin import Config, check_reference, check_rules
 
 share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
 
@@ -16,13 +16,13 @@ class Kind:
 
     reads: tuple[str, ...] = ("beta",)
     reference: bool = True
-    """It takes log-probabilities less the reference's; without it the policy's own."""
+    """Whether the loss compares log-ratios to the reference, or the policy's log-probabilities."""
     per_token: bool = False
-    """It takes their means over an answer's tokens instead of their sums."""
+    """Whether it compares means over the tokens of an answer instead of sums."""
     centred: bool = False
-    """It takes them less their mean over the whole optimizer step."""
+    """Whether their mean over the optimizer step is subtracted."""
     sft: bool = False
-    """Its paper adds the chosen answer's negative log-likelihood: the term `sft` comes with it."""
+    """Whether its paper adds the negative log-likelihood of the chosen answer: the term `sft`."""
 
 
 KINDS = {
@@ -43,11 +43,11 @@ KINDS = {
     "cpo": Kind(reads=("beta", "label_smoothing"), reference=False, sft=True),
     "orpo": Kind(reference=False, per_token=True, sft=True),
 }
-"""The pair losses. `sft` beside them is no pair loss but a term per token."""
+"""The pair losses. `sft` is not among them: it is a term per token."""
 
 
 def kind_of(name: str) -> Kind:
-    """What a loss compares; one of the user's own, `module:function`, is like `sigmoid`."""
+    """Return what a loss compares. A user's own `module:function` is like `sigmoid`."""
     return KINDS.get(name) or Kind(reads=("beta", "label_smoothing", "gamma", "discopop_tau"))
 
 
@@ -58,7 +58,7 @@ class LossEntry:
     name: str
     """A pair loss, `sft`, or `module:function` of your own."""
     weight: float = field(default=1.0, validator=validators.ge(0))
-    """Its factor; 0 takes out the sft term that cpo and orpo bring."""
+    """Factor on the loss; 0 removes the sft term that cpo and orpo add."""
 
 
 def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> None:
@@ -66,7 +66,7 @@ def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> Non
     for entry in entries:
         if entry.name not in KINDS and entry.name != "sft" and ":" not in entry.name:
             near = difflib.get_close_matches(entry.name, (*KINDS, "sft"), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f" (did you mean {near[0]}?)" if near else ""
             known = ", ".join((*KINDS, "sft"))
             raise ValueError(
                 f"unknown loss {entry.name!r}{hint}; available: {known} and module:function"
@@ -87,41 +87,43 @@ class DPOConfig:
     loss: tuple[LossEntry, ...] = field(default=(LossEntry(name="sigmoid"),), validator=_known)
     """One name or a list of names, each with its weight: `[sigmoid, {name: sft, weight: 0.2}]`."""
     beta: float = field(default=0.1, validator=validators.gt(0))
-    """Strength of the tie to the reference (arXiv 2305.18290); in simpo the scale of the reward
-    (2 in arXiv 2405.14734), in orpo the weight of the odds ratio (0.1 in arXiv 2403.07691)."""
+    """Penalty on the distance from the reference (arXiv 2305.18290). In simpo the scale of the
+    reward (2 in arXiv 2405.14734), in orpo the weight of the odds ratio (0.1 in arXiv
+    2403.07691)."""
     label_smoothing: float | None = field(default=None, validator=validators.optional(share))
-    """Share of pairs whose order is taken to be wrong; default 0, in exo_pair 1e-3."""
+    """Assumed share of pairs in the wrong order; default 0, in exo_pair 1e-3."""
     gamma: float = field(default=0.5, validator=validators.ge(0))
-    """simpo: the margin by which the chosen reward should lead (arXiv 2405.14734)."""
+    """simpo: target margin between the rewards (arXiv 2405.14734)."""
     discopop_tau: float = field(default=0.05, validator=validators.gt(0))
     """discopop: temperature of the blend (arXiv 2406.08414)."""
     reference: Literal["auto", "adapter", "engine", "cache", "none"] = "auto"
-    """What the policy is compared with: itself with its adapter off, a frozen second model,
-    log-probabilities computed once and kept on disk, or nothing."""
+    """What the policy is compared with. adapter: itself with its adapter off. engine: a frozen
+    second model. cache: log-probabilities that are computed once and kept on disk. none: nothing.
+    auto: chosen for the run, which prints the reason."""
     reference_every: int | None = field(
         default=None, validator=validators.optional(validators.gt(0))
     )
-    """Steps after which the reference moves towards the policy (tau of TR-DPO, arXiv 2404.09656:
-    512 for whole replacement); null never."""
+    """Steps between updates of the reference towards the policy (tau of TR-DPO, arXiv 2404.09656,
+    which takes 512 with a mix of 1); null: it never changes."""
     reference_mix: float = field(
         default=0.6, validator=validators.and_(validators.gt(0), validators.le(1))
     )
-    """Share of the policy in the moved reference (alpha of TR-DPO, 0.6); 1 replaces it."""
+    """Share of the policy in the updated reference (alpha of TR-DPO, 0.6); 1 replaces it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The pair losses."""
+        """Names of the pair losses."""
         return tuple(entry.name for entry in self.loss if entry.name != "sft")
 
     @property
     def sft_weight(self) -> float:
-        """The factor of the term per token: as given, else 1 where a loss brings it."""
+        """Factor on the sft term: as configured, else 1 if a pair loss adds the term."""
         given = [entry.weight for entry in self.loss if entry.name == "sft"]
         return given[0] if given else float(any(kind_of(name).sft for name in self.names))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
+        """Whether any loss compares with a reference."""
         return self.reference != "none" and any(kind_of(name).reference for name in self.names)
 
     def __attrs_post_init__(self) -> None:
@@ -154,14 +156,14 @@ class DPOConfig:
                 moves and not has_reference,
             ),
             (
-                f"reference_every needs reference engine, since {self.reference} cannot change",
+                f"reference_every needs reference engine, because {self.reference} cannot change",
                 moves and self.reference in fixed,
             ),
         )
 
 
-def check(config: Any) -> None:
-    """Refuse a reference that this run cannot have, before anything loads. Raises RLHFError."""
+def check(config: Config) -> None:
+    """Raise RLHFError for a reference that this run cannot have."""
     own: DPOConfig = config.own
     if own.needs_reference:
         check_reference(config, own.reference, every=own.reference_every)

@@ -1,7 +1,7 @@
 """The pair losses: `(chosen [E], rejected [E], config) -> loss per pair [E]`, float32.
 
-`chosen` and `rejected` are what `config.KINDS` says for each loss: log-probabilities of the two
-answers under the policy, less the reference's, summed over the answer or averaged over its tokens.
+`chosen` and `rejected` are as `config.KINDS` says for each loss: log-probabilities of the two
+answers under the policy, minus the reference's, summed or averaged over the tokens of the answer.
 With the difference d = chosen - rejected, s the logistic function, b = `beta` and
 e = `label_smoothing`:
 """
@@ -67,15 +67,14 @@ def nca_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
-    """-log s(b c) - log s(-b r), with c and r less the mean of both over the step: b times that is
-    the reward shift. BCO (arXiv 2404.04656), whose shift is a running mean over batches instead:
-    that depends on what came before and, moved with each micro-batch, on how a step is split. TRL's
-    `bco_pair` has no shift at all."""
+    """-log s(b c) - log s(-b r), with c and r minus the mean of both over the step; b times that
+    mean is the reward shift. BCO (arXiv 2404.04656) takes a running mean over batches, which
+    depends on earlier steps and on how a step is split. TRL's `bco_pair` has no shift."""
     return -logsigmoid(config.beta * chosen) - logsigmoid(-config.beta * rejected)
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
-    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2: the chosen answer wins always, the rejected never.
+    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2: the chosen answer always wins, the rejected never.
     SPPO (arXiv 2405.00675 eq. 4.7) with b for its 1 / eta."""
     goal = 1 / (2 * config.beta)
     return (chosen - goal).square() + (rejected + goal).square()
@@ -97,7 +96,7 @@ def discopop(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
     loss (arXiv 2406.08414 eq. 5)."""
     logits = config.beta * (chosen - rejected)
     blend = torch.sigmoid(logits / config.discopop_tau)
-    # In one exponent: apart, exp overflows where the blend is 0.
+    # One exponent: by itself exp(-logits) overflows where the blend is 0.
     exponential = torch.exp(logsigmoid(logits / config.discopop_tau) - logits)
     return (1 - blend) * -logsigmoid(logits) + exponential
 
@@ -115,7 +114,7 @@ def orpo(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
 
 
 def log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p, exact for p near 1 too. A p of 1 is held just below it."""
+    """Return log(p / (1 - p)) from log p, exact also for p near 1; p = 1 is taken as just below."""
     below = logprob.clamp(max=-torch.finfo(logprob.dtype).tiny)
     return below - torch.log(-torch.expm1(below))
 
@@ -138,14 +137,15 @@ LOSSES: dict[str, PairLoss] = {
     "cpo": sigmoid,
     "orpo": orpo,
 }
-"""`sigmoid_norm` is DPO over log-ratios per token (Tulu 3, arXiv 2411.15124); `cpo` is it
-without a reference (arXiv 2401.08417 eq. 3), whose other addend is the term `sft`."""
+"""`sigmoid_norm` is DPO over log-ratios per token (Tulu 3, arXiv 2411.15124). `cpo` is DPO without
+a reference (arXiv 2401.08417 eq. 3); the other addend of its paper is the term `sft`."""
 
 
 def compared(
     kind: Kind, logprobs: Tensor, reference: Tensor, batch: PackedBatch
 ) -> tuple[Tensor, Tensor]:
-    """What a loss of this kind is given of log-probabilities [A]: chosen [E] and rejected [E]."""
+    """Return what a loss of this kind compares, chosen [E] and rejected [E], from log-probabilities
+    of the answers [A]."""
     values = logprobs - reference if kind.reference else logprobs
     if kind.per_token:
         ones = torch.ones_like(batch.answer, dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""After the demo: what the held-out pairs say before and after."""
+"""The report after the demo: metrics of the held-out pairs before and after."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from rlhf.demo import print_before_and_after
 
 SHOWN = {
     "rewards/accuracies": ("right answer gained more than wrong", "8.1%"),
-    "rewards/margins": ("reward of right less wrong", "8.3f"),
+    "rewards/margins": ("reward of right minus wrong", "8.3f"),
     "logps/chosen": ("log-probability of right", "8.1f"),
     "logps/rejected": ("log-probability of wrong", "8.1f"),
     "loss": ("loss", "8.3f"),
@@ -15,6 +15,6 @@ SHOWN = {
 
 
 def report(config: Any, folder: Path) -> None:
-    """Print the held-out metrics before and after. A reward is what an answer has gained over the
-    reference: at the start nothing."""
+    """Print the held-out metrics before and after. The reward of an answer is beta times its
+    log-ratio to the reference, 0 at the start."""
     print_before_and_after(folder, "held-out pairs", SHOWN)

@@ -1,9 +1,9 @@
 """Direct preference optimisation (arXiv 2305.18290) and the losses that followed it.
 
 Departures: the mean over pairs is that of the whole optimizer step; the negative log-likelihood
-beside a pair loss is a mean over the step's chosen tokens, not over pairs; BCO's reward shift is
-the mean over the step's own pairs, not a running one, so it depends neither on the split nor on
-history; of more than two ranked answers the best is compared with the worst.
+beside a pair loss is a mean over the chosen tokens of the step, not over pairs; BCO's reward shift
+is the mean over the pairs of the step, not a running mean, so it depends neither on the split nor
+on earlier steps; of more than two ranked answers the best is compared with the worst.
 """
 
 import math
@@ -70,13 +70,13 @@ class DPOTrainer(Trainer):
         return Loss(tuple(terms), metrics)
 
     def reference_logprobs(self, batch: PackedBatch, like: Tensor) -> Tensor:
-        """The reference's log-probability of each answer [A], 0 without a reference."""
+        """Return the reference's log-probability of each answer [A]; 0 without a reference."""
         return self.reference.answer_logprobs(batch) if self.reference else torch.zeros_like(like)
 
     def metrics(
         self, logprobs: Tensor, reference: Tensor, batch: PackedBatch
     ) -> dict[str, tuple[Tensor, str]]:
-        """TRL's names. A reward is beta times what the first loss compares."""
+        """Return metrics by TRL's names; a reward is beta times what the first loss compares."""
         kind = self.pair_losses[0][1]
         chosen, rejected = compared(kind, logprobs, reference, batch)
         margins = self.config.beta * (chosen - rejected)
@@ -92,14 +92,14 @@ class DPOTrainer(Trainer):
 
     def remarks(self, examples: Examples) -> Sequence[str]:
         between = examples.value("between")
-        ranked, left_out = int((between > 0).sum()), int(between.sum())
-        line = f"pairs      best against worst in {ranked:,} rows with more than two answers; "
-        return [f"{line}{left_out:,} answers between them left out"] if left_out else []
+        num_rows, num_ignored = int((between > 0).sum()), int(between.sum())
+        line = f"pairs      best against worst in {num_rows:,} rows with more than two answers; "
+        return [f"{line}{num_ignored:,} answers between them ignored"] if num_ignored else []
 
 
 def pair(row: Any, *, likelihood: bool) -> Example:
-    """The row's best answer, then its worst. The value `between` is the number of answers that are
-    left out between them; with `likelihood` the value `chosen` marks the best one's tokens."""
+    """Return the row's best answer, then its worst, as a tree. The value `between` is the number of
+    ignored answers; with `likelihood` the value `chosen` marks the tokens of the best answer."""
     ranks = row.columns["ranks"]
     places = range(len(ranks))
     chosen, rejected = (row.answers[pick(places, key=ranks.__getitem__)] for pick in (min, max))
@@ -111,8 +111,8 @@ def pair(row: Any, *, likelihood: bool) -> Example:
 
 
 def marked(answer: Answer, *, bare: bool) -> list[float]:
-    """1 for each token of the answer that is predicted, else nan: core counts them as `labels`.
-    Without a prompt (`bare`) nothing predicts the first."""
+    """Return 1 for each token of the answer that is predicted, else nan, so that core counts them
+    as `labels`. Without a prompt (`bare`) nothing predicts the first token."""
     trained = [True] * len(answer.tokens) if answer.trained is None else list(answer.trained)
     trained[0] = trained[0] and not bare
     return [1.0 if predicted else math.nan for predicted in trained]

@@ -1,4 +1,5 @@
-"""Kahneman-Tversky optimisation: the record that the registry reads first."""
+"""Kahneman-Tversky optimisation. This module has the record of the trainer and imports no
+torch."""
 
 from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_kto.config import KTOConfig, check

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.plugin import check_reference
+from rlhf.plugin import Config, check_reference
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
@@ -15,22 +15,22 @@ class KTOConfig:
     """Preference training on single answers that are good or bad (arXiv 2402.01306)."""
 
     beta: float = field(default=0.1, validator=positive)
-    """Weight of the log-ratio to the reference: the smaller, the further the policy may go. 0.1 as
-    in the paper."""
+    """Factor on the log-ratio to the reference: the smaller, the further the policy may move from
+    it. 0.1 in the paper."""
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """kto measures rewards from the policy's divergence; apo_zero_unpaired (arXiv 2408.06266) from
-    zero, without the pass over mismatched answers."""
+    """kto: rewards relative to the policy's divergence from the reference. apo_zero_unpaired (arXiv
+    2408.06266): relative to zero, without the pass over mismatched answers."""
     desirable_weight: float = field(default=1.0, validator=not_negative)
-    """Weight of the loss of desirable rows. The paper keeps desirable_weight x desirable rows at 1
-    to 4/3 times undesirable_weight x undesirable rows (its eq. 8)."""
+    """Weight of desirable rows. The paper keeps desirable_weight x desirable rows at 1 to 4/3 times
+    undesirable_weight x undesirable rows (eq. 8)."""
     undesirable_weight: float = field(default=1.0, validator=not_negative)
-    """Weight of the loss of undesirable rows."""
+    """Weight of undesirable rows."""
     reference: Literal["auto", "adapter", "engine", "cache"] = "auto"
-    """adapter: the policy with its adapter off; engine: a frozen copy of the model; cache: once, on
-    disk, with apo_zero_unpaired alone, since the mismatched answers of kto are others in every
-    epoch; auto chooses and says why."""
+    """adapter: the policy with its adapter off. engine: a frozen copy of the model. cache:
+    log-probabilities on disk; only with apo_zero_unpaired, because kto mismatches answers anew in
+    every epoch. auto: chosen for the run, which prints the reason."""
 
 
-def check(config: Any) -> None:
-    """Refuse a reference that this run cannot have, before anything loads. Raises RLHFError."""
+def check(config: Config) -> None:
+    """Raise RLHFError for a reference that this run cannot have."""
     check_reference(config, config.own.reference, live=config.own.loss == "kto")

@@ -1,4 +1,4 @@
-"""The losses of unpaired preferences, and what the paper says about their weights."""
+"""The losses of unpaired preferences, and the range of weights that the paper gives."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """Log-ratios of policy to reference [A], 1 or 0 for desirable [A] -> loss per answer [A].
+    """Return the loss [A] of each answer from its log-ratio of policy to reference [A] and
+    `desirable` [A], 1 or 0.
 
     lambda_D (1 - sigmoid(beta (r - z))) for a desirable answer and lambda_U (1 - sigmoid(beta
     (z - r))) for another: eq. 7 of arXiv 2402.01306, with z its estimate of KL(policy ||
@@ -29,19 +30,20 @@ def kto(
 
 
 def divergence(logratios: Tensor) -> Tensor:
-    """Log-ratios of mismatched answers over the whole step [A] -> the reference point z, a scalar:
-    their mean, not below zero (section 4.1 of arXiv 2402.01306)."""
+    """Return the reference point z, a scalar, from the log-ratios [A] of the step's mismatched
+    answers: their mean, at least zero (section 4.1 of arXiv 2402.01306)."""
     return logratios.mean().clamp(min=0).detach()
 
 
 def balance_advice(
     num_desirable: int, num_undesirable: int, desirable_weight: float, undesirable_weight: float
 ) -> str | None:
-    """What to say where the weights leave the paper's range for these counts, else None."""
+    """Return a warning if the weights are outside the paper's range for these counts, else
+    None."""
     good, bad = desirable_weight * num_desirable, undesirable_weight * num_undesirable
     counts = f"{num_desirable:,} desirable and {num_undesirable:,} undesirable rows"
     if not good or not bad:
-        return f"only one side of {counts} has any weight: nothing holds the rewards back"
+        return f"only one side of {counts} has any weight, so nothing bounds the rewards"
     if LEAST_BALANCE <= good / bad <= MOST_BALANCE:
         return None
     if good < bad:
@@ -49,7 +51,7 @@ def balance_advice(
     else:
         name, ends = "undesirable_weight", [good / num_undesirable / x for x in (MOST_BALANCE, 1)]
     return (
-        f"weights of {desirable_weight:g} and {undesirable_weight:g} on {counts} are in the ratio "
-        f"{good / bad:.3g}, outside 1 to 1.33 (eq. 8 of arXiv 2402.01306): "
-        f"kto.{name} from {ends[0]:.3g} to {ends[1]:.3g} is inside"
+        f"weights {desirable_weight:g} and {undesirable_weight:g} on {counts} have the ratio "
+        f"{good / bad:.3g}, outside 1 to 1.33 (eq. 8 of arXiv 2402.01306); "
+        f"set kto.{name} between {ends[0]:.3g} and {ends[1]:.3g}"
     )

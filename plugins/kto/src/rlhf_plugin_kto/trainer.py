@@ -1,9 +1,9 @@
 """Kahneman-Tversky optimisation: answers that are good or bad by themselves (arXiv 2402.01306).
 
 Departures from the paper and from common practice: the divergence is estimated from prompts with
-the answers of rows drawn from the whole data set, anew in each epoch, and not from the neighbours
-in a batch; it is the mean over the whole optimizer step on all ranks, so the curve does not depend
-on how a step is split and a step of one row has its divergence too.
+answers of other rows, drawn from the whole data set anew in each epoch, not from the neighbours in
+a batch. It is the mean over the optimizer step on all ranks, so the curve does not depend on how a
+step is split, and a step of one row has a divergence too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from rlhf.trainer import Example, Examples, Loss, Mismatched, Packable, PackedBa
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 
 SIDES = ("chosen", "rejected")
-"""What desirable and undesirable rows are called in metrics, as in TRL."""
+"""Names of desirable and undesirable rows in metrics, as in TRL."""
 
 
 class KTOTrainer(Trainer):
@@ -65,7 +65,7 @@ class KTOTrainer(Trainer):
         return Loss((Term(losses.sum(), per="examples"),), metrics)
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
-        """Means over each side's own rows; a side without rows has none."""
+        """Return means over the rows of each side; a side without rows has none."""
         found = {}
         for side in SIDES:
             found[f"count/{side}"] = count = sums[f"count/{side}"]

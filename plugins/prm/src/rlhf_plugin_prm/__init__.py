@@ -1,4 +1,4 @@
-"""Process reward models: the record that the registry reads first."""
+"""Process reward models. This module has the record of the trainer and imports no torch."""
 
 from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_prm.config import PRMConfig

@@ -15,18 +15,18 @@ class PRMConfig:
     """Process reward models."""
 
     formulation: Literal["head", "token"] = "head"
-    """head: a token classifier (labels wrong and right) at the end of each step; token: the
-    language-model head's choice between two reward tokens there."""
+    """What is read at the end of each step. head: a token classifier with the labels wrong and
+    right. token: the language-model head's choice between two reward tokens."""
     reward_tokens: tuple[str, str] | None = None
-    """Of formulation token: what is said of a right step and of a wrong one, one token each;
-    default + and - (arXiv 2312.08935)."""
+    """Formulation token: the tokens for a right and for a wrong step; default + and - (arXiv
+    2312.08935)."""
     separator: str = "\n"
-    """Ends each step, the last one too; with a placeholder it only stands between steps."""
+    """Text at the end of each step; with a placeholder only between steps."""
     placeholder: str | None = None
-    """Text that marks the end of each step: put there, or found in the row's own text."""
+    """Text that marks the end of each step. It is added to steps in a list, and expected in rows
+    whose steps are one text."""
     steps: Literal["all", "last"] = "all"
-    """Train on and evaluate all labelled steps, or the last one of each row alone (an outcome
-    reward)."""
+    """Which labelled steps count: all, or only the last one of each row (an outcome reward)."""
 
     def __attrs_post_init__(self) -> None:
         check_rules(

@@ -1,4 +1,4 @@
-"""What a process reward model gets right, as sums over micro-batches and what is made of them."""
+"""Metrics of a process reward model: sums over micro-batches, and what is derived from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from torch import Tensor
 BINS = 512
 FINE = 0.05
 FAR = 30.0
-"""Log-odds are counted in 512 bins from -30 to 30, narrow near 0 (0.0013) and wider away from it
-(0.08 at a probability of 0.95, a share of 0.025 of the log-odds beyond)."""
+"""Log-odds are counted in 512 bins from -30 to 30. The bins are narrow near 0 (0.0013) and wider
+away from it: 0.08 at a probability of 0.95, beyond that 2.5 % of the log-odds."""
 
 
 def step_sums(
     odds: Tensor, labels: Tensor, example: Tensor, num_examples: int
 ) -> dict[str, tuple[Tensor, str]]:
-    """Metrics of odds [T] and labels [T] (nan where there is none); `example` [T] is each token's
-    example. A label above 0.5 means right."""
+    """Return the metrics of odds [T] and labels [T], nan for tokens without one; `example` [T] is
+    each token's example. A label above 0.5 means right."""
     known = ~labels.isnan()
     right, said_right = labels > 0.5, odds > 0
     wrong, said_wrong = known & ~right, known & ~said_right
@@ -36,7 +36,7 @@ def step_sums(
 
 
 def first(marked: Tensor, example: Tensor, num_examples: int) -> Tensor:
-    """marked [T] -> [E]: the row index of each example's first marked token, T where none is."""
+    """Return the row index [E] of each example's first token in `marked` [T], T if it has none."""
     size = len(marked)
     places = torch.arange(size, device=marked.device)
     found = places.new_full((num_examples + 1,), size)
@@ -45,7 +45,7 @@ def first(marked: Tensor, example: Tensor, num_examples: int) -> Tensor:
 
 
 def histogram(odds: Tensor, chosen: Tensor) -> Tensor:
-    """Of the `chosen` among odds [T], how many lie in each bin [BINS], float64."""
+    """Return how many of the `chosen` among odds [T] lie in each bin, [BINS] in float64."""
     scale = math.log1p(FAR / FINE)
     near = odds.sign() * torch.log1p(odds.abs() / FINE) / scale
     bins = ((near + 1) / 2 * BINS).long().clamp(0, BINS - 1)
@@ -55,8 +55,7 @@ def histogram(odds: Tensor, chosen: Tensor) -> Tensor:
 
 
 def derived(sums: Mapping[str, Any]) -> dict[str, float]:
-    """F1 of wrong steps and the area under the ROC curve; the area is left out where one of the
-    classes is not there."""
+    """Return F1 of wrong steps and, if both classes occur, the area under the ROC curve."""
     said_or_wrong = sums["wrong/all"] + sums["wrong/said"]
     found = {"f1_wrong": 2 * sums["wrong/hit"] / max(said_or_wrong, 1.0)}
     wrong, right = sums["histogram/wrong"], sums["histogram/right"]
@@ -66,9 +65,12 @@ def derived(sums: Mapping[str, Any]) -> dict[str, float]:
 
 
 def area(wrong: Sequence[float], right: Sequence[float]) -> float:
-    """The share of pairs of a right and a wrong step in which the right one has the higher
-    log-odds, from their histograms. Two in the same bin count one half (Mann and Whitney 1947), so
-    the error is at most half the share of pairs that meet in a bin."""
+    """Return the share of pairs of a right and a wrong step in which the right one has the higher
+    log-odds, from their histograms.
+
+    A pair in the same bin counts one half (Mann and Whitney 1947), so the error is at most half
+    the share of such pairs.
+    """
     below = [0.0, *accumulate(wrong)]
     won = sum(r * (b + w / 2) for r, b, w in zip(right, below, wrong, strict=False))
     return won / (sum(right) * sum(wrong))

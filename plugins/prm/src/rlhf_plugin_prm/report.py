@@ -1,4 +1,5 @@
-"""After the demo: how held-out steps are judged before and after, and the probabilities of some."""
+"""The report after the demo: how held-out steps are judged before and after, and some
+probabilities."""
 
 from pathlib import Path
 from typing import Any

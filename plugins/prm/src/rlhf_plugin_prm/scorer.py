@@ -1,4 +1,4 @@
-"""A probability per step from an exported model, in plain transformers."""
+"""The probability of each step from an exported model, in plain transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,10 @@ from rlhf_plugin_prm.losses import log_odds
 
 
 class Scorer:
-    """The model folder of a run, or its adapter folder. Steps are marked as in training."""
+    """The process reward model in the model folder or adapter folder of a run.
+
+    Steps are marked as in training.
+    """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         self.config = process_config(folder)
@@ -26,8 +29,7 @@ class Scorer:
 
     @torch.no_grad()
     def probabilities(self, prompt: Any, steps: Sequence[str]) -> list[float]:
-        """The probability that each of the `steps` after the `prompt` (text or messages) is
-        right."""
+        """Return the probability of each step to be right, after a `prompt` of text or messages."""
         row = encode_steps(
             self.tokenizer,
             prompt,
@@ -44,14 +46,14 @@ class Scorer:
 
 
 def process_config(folder: str | Path) -> Any:
-    """The config.json of a process reward model. Raises RLHFError for any other folder."""
+    """Return the config.json of a process reward model. Raises RLHFError for any other folder."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError):
         config = None
     if not hasattr(config, "prm_formulation"):
         raise RLHFError(
-            f"{folder} has no config.json of a process reward model: give the model/ folder of a "
+            f"{folder} has no config.json of a process reward model; pass the model/ folder of a "
             "run of `rlhf run prm`"
         )
     return config

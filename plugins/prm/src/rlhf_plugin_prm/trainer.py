@@ -31,8 +31,8 @@ class PRMTrainer(Trainer):
             ids = [token_id(tokenizer, wrong), token_id(tokenizer, right)]
             if ids[0] == ids[1]:
                 raise RLHFError(
-                    f"prm.reward_tokens {right!r} and {wrong!r} are the same token {ids[0]}: give "
-                    "two that differ"
+                    f"prm.reward_tokens {right!r} and {wrong!r} are the same token {ids[0]}; "
+                    "choose two that differ"
                 )
             self.tokens = torch.tensor(ids)
 
@@ -57,33 +57,33 @@ class PRMTrainer(Trainer):
         labels = batch.values["label"]
         known = ~labels.isnan()
         costs = step_loss(odds, labels.nan_to_num()).masked_fill(~known, 0.0)
-        found = step_sums(odds.detach(), labels, batch.example, batch.num_examples)
-        return Loss((Term(costs.sum(), per="labels"),), found)
+        metrics = step_sums(odds.detach(), labels, batch.example, batch.num_examples)
+        return Loss((Term(costs.sum(), per="labels"),), metrics)
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         return derived(sums)
 
     def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
-        """How the exported model is to be asked; `rlhf_plugin_prm.scorer` reads it."""
-        asked: dict[str, Any] = {
+        """Return how steps are marked and read; `rlhf_plugin_prm.scorer` reads it."""
+        reading: dict[str, Any] = {
             "prm_formulation": self.config.formulation,
             "prm_separator": self.config.separator,
             "prm_placeholder": self.config.placeholder,
         }
         if self.config.formulation == "token":
-            asked["prm_reward_tokens"] = self.tokens.tolist()
-        return asked
+            reading["prm_reward_tokens"] = self.tokens.tolist()
+        return reading
 
 
 def token_id(tokenizer: Any, text: str) -> int:
-    """The single token that `text` is. Raises RLHFError where it is several."""
+    """Return the id of the single token `text`. Raises RLHFError if it is several tokens."""
     known = tokenizer.get_vocab()
     if text in known:
         return int(known[text])
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         raise RLHFError(
-            f"prm.reward_tokens: {text!r} is {len(ids)} tokens of this tokenizer ({ids}): give a "
-            "text that is one"
+            f"prm.reward_tokens: {text!r} is {len(ids)} tokens in this tokenizer ({ids}); choose a "
+            "text that is one token"
         )
     return int(ids[0])

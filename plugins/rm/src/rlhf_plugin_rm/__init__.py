@@ -1,4 +1,4 @@
-"""Reward models: the record that the registry reads first."""
+"""Reward models. This module has the record of the trainer and imports no torch."""
 
 from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_rm.config import RMConfig, check

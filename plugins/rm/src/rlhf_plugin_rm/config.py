@@ -1,33 +1,31 @@
 """The section `rm`."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.errors import RLHFError
+from rlhf.plugin import Config, RLHFError
 
 
 @frozen(kw_only=True)
 class RMConfig:
     """Reward models."""
 
-    loss: Literal["bradley_terry", "log_exp"] = "bradley_terry"
-    """Loss of a pair: -log sigmoid(d - margin), or log(1 + exp(margin - d)). They are the same
-    function, here in forms that cannot overflow, under the two names that it has in the field."""
     ranking: Literal["pairs", "plackett_luce"] = "pairs"
-    """Rows with more than two answers: the mean over all pairs of an answer list (arXiv
-    2203.02155), or the likelihood of the whole order. They agree on two answers."""
+    """How more than two answers are ranked. pairs: -log sigmoid(d - margin) of every pair, d the
+    difference of its rewards, averaged over the row's pairs (arXiv 2203.02155). plackett_luce: the
+    negative log-likelihood of the whole order. The same for two answers."""
     margin: float = field(default=1.0, validator=validators.ge(0))
-    """Factor on the rows' `margin` (Llama 2, arXiv 2307.09288); 0 leaves it out."""
+    """Factor on the `margin` of the rows (Llama 2, arXiv 2307.09288); 0 ignores it."""
     centring: float = field(default=0.0, validator=validators.ge(0))
-    """Coefficient of (chosen + rejected)^2, which holds rewards near zero (arXiv 2312.09244 takes
-    0.01)."""
+    """Coefficient of (chosen + rejected)^2, which keeps rewards near zero; 0.01 in arXiv
+    2312.09244."""
     normalise: bool = False
-    """Ask users of the exported model for (reward - mean) / deviation, both as measured on the
-    held-out rows. They stand in its config.json in any case; `rlhf_plugin_rm.scorer` obeys."""
+    """Whether `rlhf_plugin_rm.scorer` returns (reward - mean) / deviation by default, with the mean
+    and deviation of the held-out rows. The exported config.json has both in any case."""
 
 
-def check(config: Any) -> None:
-    """Refuse a statistic of rows that are not there, before anything loads. Raises RLHFError."""
+def check(config: Config) -> None:
+    """Raise RLHFError if rewards are to be normalised without held-out rows."""
     if config.own.normalise and not config.data.eval:
-        raise RLHFError("rm.normalise needs held-out rows to measure rewards on: set data.eval")
+        raise RLHFError("rm.normalise needs held-out rows to measure rewards on; set data.eval")

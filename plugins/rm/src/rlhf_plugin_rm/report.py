@@ -1,4 +1,5 @@
-"""After the demo: how held-out answers are ranked before and after, and the rewards of some."""
+"""The report after the demo: how held-out answers are ranked before and after, and some
+rewards."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from rlhf_plugin_rm.scorer import Scorer
 
 SHOWN = {
     "accuracy": ("pairs in the right order", "8.1%"),
-    "margin": ("reward of better less worse", "8.3f"),
+    "margin": ("reward of better minus worse", "8.3f"),
     "loss": ("loss", "8.3f"),
 }
 SAMPLES = 2

@@ -13,10 +13,9 @@ from rlhf.trainer import encode
 
 
 class Scorer:
-    """The model folder of a run, or its adapter folder.
+    """The reward model in the model folder or adapter folder of a run.
 
-    Texts and messages are tokenised as in training. Each answer is scored by itself, so nothing
-    pads it.
+    Texts and messages are tokenised as in training. Each answer is scored without padding.
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
@@ -28,24 +27,25 @@ class Scorer:
     def rewards(
         self, prompt: Any, answers: Sequence[Any], *, normalise: bool | None = None
     ) -> list[float]:
-        """The reward of each of the `answers` to the `prompt`: texts, or lists of messages.
+        """Return the reward of each of the `answers` to the `prompt`: texts, or lists of messages.
 
-        With `normalise` (default: as the run was told by `rm.normalise`) less the mean and over the
-        deviation of the run's held-out rows; RLHFError where it had none.
+        With `normalise` (default: `rm.normalise` of the run) the rewards have the mean 0 and the
+        deviation 1 on the run's held-out rows. Raises RLHFError if the run had none.
         """
         rows = [encode(self.tokenizer, prompt, answer, renders_whole=True) for answer in answers]
-        found = [self._reward([*row.prompt, *row.answers[0].tokens]) for row in rows]
-        asked = getattr(self.config, "reward_normalise", False) if normalise is None else normalise
-        if not asked:
-            return found
+        rewards = [self._reward([*row.prompt, *row.answers[0].tokens]) for row in rows]
+        if normalise is None:
+            normalise = getattr(self.config, "reward_normalise", False)
+        if not normalise:
+            return rewards
         mean = getattr(self.config, "reward_mean", None)
         if mean is None:
             raise RLHFError(
-                f"{self.folder} has no reward_mean in its config.json, since its run had no "
-                "held-out rows: set data.eval there, or ask with normalise=False"
+                f"{self.folder} has no reward_mean in its config.json, because its run had no "
+                "held-out rows; set data.eval in the run, or pass normalise=False"
             )
         deviation = self.config.reward_std
-        return [(reward - mean) / max(deviation, 1e-8) for reward in found]
+        return [(reward - mean) / max(deviation, 1e-8) for reward in rewards]
 
     @torch.no_grad()
     def _reward(self, tokens: list[int]) -> float:

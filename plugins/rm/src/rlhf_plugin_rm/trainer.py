@@ -2,8 +2,8 @@
 
 Bradley-Terry loss of InstructGPT (arXiv 2203.02155) with the margin of Llama 2 (arXiv 2307.09288).
 Departure from common practice: a prompt is computed once for all its answers, and each reward is
-read at its answer's own last token, so no padding and no other row can change it. Of a conversation
-that is the last token of the whole rendering, where plain transformers and servers read it.
+read at the last token of its answer, so neither padding nor another row can change it. In a
+conversation that is the last token of the whole rendering, where plain transformers reads it.
 """
 
 from collections.abc import Mapping
@@ -40,22 +40,23 @@ class RMTrainer(Trainer):
         return Loss(tuple(terms), metrics(rewards.detach(), table.detach(), weights))
 
     def _ranking(self, rewards: Tensor, ranks: Tensor, weights: Tensor, margin: Tensor) -> Tensor:
-        """The sum over examples of the loss of their answers."""
+        """Return the sum over examples of the loss of their answers."""
         if self.config.ranking == "plackett_luce":
             return losses.plackett_luce(rewards, ranks, margin).sum()
-        of_pair = {"bradley_terry": losses.bradley_terry, "log_exp": losses.log_exp}
-        pairs = of_pair[self.config.loss](losses.differences(rewards), margin[:, None, None])
+        pairs = losses.bradley_terry(losses.differences(rewards), margin[:, None, None])
         return (weights * pairs).sum()
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
-        """The standard deviation of the rewards."""
+        """Return the standard deviation of the rewards."""
         count = max(sums["reward_count"], 1.0)
         mean = sums["reward_sum"] / count
         return {"std_reward": max(sums["reward_square"] / count - mean**2, 0.0) ** 0.5}
 
     def model_config(self, metrics: Mapping[str, float]) -> Mapping[str, Any]:
-        """Mean and deviation of the rewards on the held-out rows, for whoever uses them. Without
-        such rows they are null: those of the model that this run began with hold no longer."""
+        """Return the mean and deviation of the rewards of the held-out rows.
+
+        Without such rows they are null, since those of the initial model no longer hold.
+        """
         return {
             "reward_mean": metrics.get("eval/mean_reward"),
             "reward_std": metrics.get("eval/std_reward"),
@@ -64,18 +65,19 @@ class RMTrainer(Trainer):
 
 
 def by_example(values: Tensor, batch: PackedBatch, *, fill: float) -> Tensor:
-    """values [A] -> [E, K]: a row for each example, filled up to the longest list of answers."""
+    """Return values [A] as [E, K]: a row for each example, filled to the longest list of
+    answers."""
     counts = [len(answers) for _, answers in batch.spans]
     slots = torch.tensor([slot for count in counts for slot in range(count)], dtype=torch.long)
     table = values.new_full((len(counts), max(counts, default=0)), fill)
-    # Without waiting for the device, as a plain copy would.
+    # A plain copy would wait for the device.
     slots = slots.to(values.device, non_blocking=True)
     return table.index_put((batch.answer_example, slots), values)
 
 
 def metrics(rewards: Tensor, table: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, str]]:
-    """TRL's names: the share of pairs in the right order, how far apart they are, and the rewards
-    [A] themselves."""
+    """Return the metrics by TRL's names: the share of pairs in the right order, their difference,
+    and statistics of the rewards [A]."""
     gaps = losses.differences(table)
     exact = rewards.double()
     bound = rewards.new_full((1,), torch.inf)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the record that the registry reads first."""
+"""Supervised fine-tuning. This module has the record of the trainer and imports no torch."""
 
 from rlhf.plugin import TrainerPlugin
 from rlhf_plugin_sft.config import SFTConfig

@@ -10,4 +10,4 @@ class SFTConfig:
     """Supervised fine-tuning."""
 
     train_on: Literal["answers", "everything"] = "answers"
-    """answers: the assistant's turns or the completion; everything: the prompt's tokens too."""
+    """answers: the assistant's turns or the completion. everything: also the prompt's tokens."""

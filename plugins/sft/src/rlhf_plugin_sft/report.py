@@ -1,5 +1,5 @@
-"""After the demo: how many held-out problems the model solves before and after, and what it
-writes."""
+"""The report after the demo: how many held-out problems the model solves before and after, and
+some of its answers."""
 
 import json
 from itertools import islice
@@ -16,26 +16,27 @@ SAMPLES = 3
 
 
 def report(config: Any, folder: Path) -> None:
-    """Print the held-out loss and the exact answers before and after, three samples, and where the
-    model is."""
-    asked = list(islice(problems("eval"), NUM_PROBLEMS))
-    before = answers(base_model_folder(), asked)
-    after = answers(folder / "model", asked)
+    """Print the held-out loss and the number of right answers before and after, and three
+    answers."""
+    held_out = list(islice(problems("eval"), NUM_PROBLEMS))
+    before = answers(base_model_folder(), held_out)
+    after = answers(folder / "model", held_out)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     print("\nheld-out problems       before    after")
     print(f"loss per token        {losses[0]:8.3f} {losses[-1]:8.3f}")
-    print(f"exact answers, of {len(asked):3d} {exact(before, asked):8d} {exact(after, asked):8d}")
-    for problem, written in islice(zip(asked, after, strict=True), SAMPLES):
-        verdict = "right" if exact([written], [problem]) else f"wrong, it is {problem.answer}"
-        print(f"\n> {problem.question}\n{written}\n  ({verdict})")
+    solved = [num_solved(texts, held_out) for texts in (before, after)]
+    print(f"right answers, of {len(held_out):3d} {solved[0]:8d} {solved[1]:8d}")
+    for problem, text in islice(zip(held_out, after, strict=True), SAMPLES):
+        verdict = "right" if num_solved([text], [problem]) else f"wrong: it is {problem.answer}"
+        print(f"\n> {problem.question}\n{text}\n  ({verdict})")
 
 
-def answers(model_folder: Path, asked: list[Problem]) -> list[str]:
-    """What the model in this folder answers, greedily, through plain transformers."""
+def answers(model_folder: Path, held_out: list[Problem]) -> list[str]:
+    """Return the greedy answers of the model in a folder, from plain transformers."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    conversations = [[{"role": "user", "content": problem.question}] for problem in asked]
+    conversations = [[{"role": "user", "content": problem.question}] for problem in held_out]
     prompts = tokenizer.apply_chat_template(
         conversations,
         add_generation_prompt=True,
@@ -50,7 +51,7 @@ def answers(model_folder: Path, asked: list[Problem]) -> list[str]:
     )
 
 
-def exact(written: list[str], asked: list[Problem]) -> int:
-    """How many end with the right answer."""
-    wanted = (problem.steps[-1] for problem in asked)
-    return sum(text.strip().endswith(end) for text, end in zip(written, wanted, strict=True))
+def num_solved(texts: list[str], held_out: list[Problem]) -> int:
+    """Return how many texts end with the right answer."""
+    ends = (problem.steps[-1] for problem in held_out)
+    return sum(text.strip().endswith(end) for text, end in zip(texts, ends, strict=True))

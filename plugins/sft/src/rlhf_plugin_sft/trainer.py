@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.
 
 Departure from common practice: the mean is over all trained tokens of the optimizer step on all
-ranks, not a mean of the means of its micro-batches, so the curve does not depend on how a step is
+ranks, not a mean of the means of micro-batches, so the curve does not depend on how a step is
 split.
 """
 

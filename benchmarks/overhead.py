@@ -29,7 +29,8 @@ from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.run.preparation import prepare_data, set_up
+from rlhf.run.dataset import prepare_data
+from rlhf.run.set_up import set_up
 
 
 def main() -> None:

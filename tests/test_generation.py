@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM
 import tiny
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
+from rlhf.run.dataset import prepare_data
 from rlhf.run.generate import sample
-from rlhf.run.preparation import prepare_data, set_up
+from rlhf.run.set_up import set_up
 from rlhf.testing.conformance import STAGES
 from rlhf.testing.ranks import Ranks
 

@@ -11,7 +11,8 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.rehearsal import META, step_bytes
+from rlhf.memory.rehearsal import META
+from rlhf.memory.step_bytes import step_bytes
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
@@ -95,6 +96,6 @@ def test_running_out_of_memory_is_one_line_that_says_what_to_change(
     with pytest.raises(RankFailure) as error:
         one.run(run_odd, "GreedyTrainer", words, str(inputs.cache))
     line = next(text for text in str(error.value).splitlines() if "out of memory on" in text)
-    assert "when 2.00 GiB more were wanted; a step was estimated at 0." in line
+    assert "when allocating 2.00 GiB more; a step was estimated at 0." in line
     assert ", or set model.recompute to full (about 0." in line
     assert ", or use deepspeed.offload_optimizer true (0." in line

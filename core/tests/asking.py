@@ -6,10 +6,11 @@ import attrs
 import torch
 
 from rlhf.engine import Mesh
-from rlhf.memory.fit import Headroom
+from rlhf.memory.fit import StepFit
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.preparation import headroom, prepare_data
+from rlhf.run.dataset import prepare_data
+from rlhf.run.set_up import step_fit
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 
@@ -24,14 +25,14 @@ def small_run(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> Headroom:
-    """Headroom on a device of so many bytes."""
+def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> StepFit:
+    """The fit of a run on a device of so many bytes."""
     request = read_config("sft", overrides=words)
     hooks, _ = build_gateways(backend or PlainBackend())
-    return headroom(request.config, prepare_data(request), Mesh(memory=memory), hooks)
+    return step_fit(request.config, prepare_data(request), Mesh(memory=memory), hooks)
 
 
-def on_accelerator(words: list[str], memory: int) -> Headroom:
+def on_accelerator(words: list[str], memory: int) -> StepFit:
     """The same on a device that is not the host."""
     asked = question(words, memory)
     return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
@@ -39,4 +40,6 @@ def on_accelerator(words: list[str], memory: int) -> Headroom:
 
 def peak_with(level: str, words: list[str]) -> int:
     """Bytes at the peak on an accelerator, under a level of recomputation."""
-    return on_accelerator([*words, "--model.recompute", level], 2**30).estimate().peak
+    peak = on_accelerator([*words, "--model.recompute", level], 2**30).peak
+    assert peak is not None
+    return peak

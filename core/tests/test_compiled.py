@@ -11,7 +11,7 @@ from families import FAMILIES, llama, row
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.memory.estimate import LiveBytes
+from rlhf.memory.live_bytes import LiveBytes
 from rlhf.model import attention
 from rlhf.model.kernels import compiled, fp8
 from rlhf.model.kernels.compiled import (
@@ -25,7 +25,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.context import Run
+from rlhf.run.context import RunContext
 from rlhf.testing.plain import PlainBackend
 
 LAYERS = 3
@@ -201,7 +201,7 @@ def test_what_no_row_can_be_packed_for_is_told_before_it_loads(tmp_path: Path) -
     hooks, _ = build_gateways(PlainBackend())
     # There are no weights in the folder.
     with pytest.raises(RLHFError) as told:
-        Run(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
+        RunContext(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
     assert str(told.value) == (
         "model.kernels compile needs packed rows, but this model runs on the path 'padded' (its "
         "attention cannot be replaced); remove model.kernels compile"

@@ -33,7 +33,7 @@ from rlhf.reference import live as reference
 from rlhf.reference import table as reference_cache
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.context import Run
+from rlhf.run.context import RunContext
 from rlhf.run.introduction import curve_line
 from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, Trainer
@@ -85,7 +85,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def make_run(folder: Path, *, steps: int = 9, **sections: Any) -> Run:
+def make_run(folder: Path, *, steps: int = 9, **sections: Any) -> RunContext:
     """A run over the twelve pairs whose policy is loaded and in training mode."""
     sections.setdefault("model", ModelConfig(path=str(folder / "model"), dtype="fp32"))
     config = PairConfig(
@@ -98,19 +98,21 @@ def make_run(folder: Path, *, steps: int = 9, **sections: Any) -> Run:
     examples = prepare(config, Pairs(None, tokenizer), tokenizer, which="train")
     hooks, _ = build_gateways(PlainBackend())
     longest = int(examples.longest_path.max())
-    run = Run(config, tokenizer, Mesh(), hooks, steps=steps, longest=longest, examples=[examples])
+    run = RunContext(
+        config, tokenizer, Mesh(), hooks, steps=steps, longest=longest, examples=[examples]
+    )
     run.load("policy", dropout=False).train()
     return run
 
 
-def take_a_step(run: Run, batch: PackedBatch) -> None:
+def take_a_step(run: RunContext, batch: PackedBatch) -> None:
     """Move the policy's weights."""
-    policy = run.engines["policy"]
+    policy = run.roles["policy"].engine
     policy.backward(-policy(batch, token_logprobs)["logprobs"].mean() * 100, last=True)
     assert policy.step().moved
 
 
-def packed(run: Run) -> PackedBatch:
+def packed(run: RunContext) -> PackedBatch:
     return pack(run.examples[0], [0, 5, 7])
 
 
@@ -125,20 +127,20 @@ def test_the_policy_before_its_first_step_is_the_reference_to_the_last_bit(
     run = make_run(folder, lora=LoraConfig(rank=2) if mode == "adapter" else None)
     reference = run.reference(mode)
     batch = packed(run)
-    start = run.engines["policy"](batch, answer_logprobs)
+    start = run.roles["policy"].engine(batch, answer_logprobs)
     assert torch.equal(reference.answer_logprobs(batch), start["logprobs"])
     assert torch.equal(reference.token_logprobs(batch), start["tokens/logprobs"])
     assert not reference.answer_logprobs(batch).requires_grad
     take_a_step(run, batch)
     assert torch.equal(reference.answer_logprobs(batch), start["logprobs"])
-    moved = run.engines["policy"](batch, answer_logprobs)["logprobs"]
+    moved = run.roles["policy"].engine(batch, answer_logprobs)["logprobs"]
     assert not torch.allclose(moved, start["logprobs"], rtol=1e-3)
 
 
 def test_the_policys_mode_and_what_it_trains_are_as_before(folder: Path) -> None:
     model = ModelConfig(path=str(folder / "model"), dtype="fp32", freeze=("*lora_A*",))
     run = make_run(folder, lora=LoraConfig(rank=2), model=model)
-    module = run.engines["policy"].module
+    module = run.roles["policy"].engine.module
     trained = {name: value.requires_grad for name, value in module.named_parameters()}
     assert 0 < sum(trained.values()) < len(trained)
     reference = run.reference("adapter")
@@ -173,7 +175,7 @@ def test_the_cache_is_computed_once_and_found_by_the_next_run(folder: Path) -> N
     first.reference("cache")
     second.reference("cache")
     assert "12 examples computed in" in first.notes[0]
-    assert "as asked; found in" in second.notes[0]
+    assert "as configured; found in" in second.notes[0]
 
 
 def test_a_filler_has_nothing(folder: Path) -> None:
@@ -228,8 +230,8 @@ def test_the_cache_knows_the_datas_own_answers_alone(folder: Path) -> None:
     run = make_run(folder)
     reference = run.reference("cache")
     expected = (
-        "the reference's mode is cache, which has log-probabilities of the data's own answers "
-        "alone: choose adapter or engine"
+        "the reference's mode is cache, which only has log-probabilities of the data's own "
+        "answers; choose adapter or engine"
     )
     with pytest.raises(RLHFError) as error:
         reference(packed(run), token_logprobs)
@@ -240,7 +242,7 @@ def test_the_cache_knows_the_datas_own_answers_alone(folder: Path) -> None:
 
 
 def test_auto_takes_the_cheapest_and_says_why(folder: Path) -> None:
-    def note(run: Run, **options: Any) -> str:
+    def note(run: RunContext, **options: Any) -> str:
         run.reference(**options)
         return run.notes[-1].partition(";")[0]
 
@@ -248,18 +250,21 @@ def test_auto_takes_the_cheapest_and_says_why(folder: Path) -> None:
         "reference  adapter: the policy with its adapter off, no second model"
     )
     assert note(make_run(folder)) == (
-        "reference  cache: every row is trained on, so once for all, and no second model"
+        "reference  cache: every row is trained on, so computed once for all, and no second model"
     )
     assert note(make_run(folder, steps=2)) == (
         "reference  engine: a second model, frozen: only 8 of 12 rows are trained on"
     )
     assert note(make_run(folder), live=True) == (
-        "reference  engine: a second model, frozen: it is asked about more than the data's own rows"
+        "reference  engine: a second model, frozen: it runs on more than the data's own rows"
     )
     run = make_run(folder, steps=2)
     model = attrs.evolve(run.config.model, quantize="nf4")
     run.config = attrs.evolve(run.config, model=model)
-    assert reference.choose_mode(run, "auto", every=None, live=False)[0] == "cache"
+    chosen, _ = reference.choose_mode(
+        run.config, "auto", num_rows=12, steps=2, every=None, live=False
+    )
+    assert chosen == "cache"
     assert note(make_run(folder), every=3) == (
         "reference  engine: it moves towards the policy every 3 steps"
     )
@@ -303,11 +308,11 @@ def test_a_mode_that_cannot_be_had_is_refused(
 def test_an_adapter_to_go_on_with_is_part_of_the_start(folder: Path, tmp_path: Path) -> None:
     run = make_run(folder, lora=LoraConfig(rank=2))
     take_a_step(run, packed(run))
-    run.hooks.export_weights(engine=run.engines["policy"], directory=tmp_path)
+    run.hooks.export_weights(engine=run.roles["policy"].engine, directory=tmp_path)
     model = attrs.evolve(run.config.model, adapter=str(tmp_path))
     later = make_run(folder, model=model)
     batch = packed(later)
-    start = later.engines["policy"](batch, answer_logprobs)["logprobs"]
+    start = later.roles["policy"].engine(batch, answer_logprobs)["logprobs"]
     assert torch.equal(later.reference("engine").answer_logprobs(batch), start)
     with pytest.raises(RLHFError) as error:
         later.reference("adapter")
@@ -321,14 +326,14 @@ def test_a_reference_that_moves_is_mixed_every_few_steps(folder: Path) -> None:
     run = make_run(folder)
     run.reference("engine", every=2, mix=0.25)
     (follower,) = run.followers
-    before = weights(run.engines["reference"])
+    before = weights(run.roles["reference"].engine)
     take_a_step(run, packed(run))
     follower.after_step(1)
     assert all(
-        torch.equal(weights(run.engines["reference"])[name], before[name]) for name in before
+        torch.equal(weights(run.roles["reference"].engine)[name], before[name]) for name in before
     )
     follower.after_step(2)
-    policy, after = weights(run.engines["policy"]), weights(run.engines["reference"])
+    policy, after = weights(run.roles["policy"].engine), weights(run.roles["reference"].engine)
     assert any(not torch.equal(after[name], before[name]) for name in before)
     for name in before:
         expected = 0.25 * policy[name] + 0.75 * before[name]
@@ -344,23 +349,23 @@ def test_a_reference_that_moved_is_saved_and_restored_to_the_last_bit(
     take_a_step(run, packed(run))
     follower.after_step(1)
     follower.save(tmp_path)
-    moved = weights(run.engines["reference"])
+    moved = weights(run.roles["reference"].engine)
     later = make_run(folder)
     later.reference("engine", every=1, mix=0.6)
     later.followers[0].load(tmp_path)
-    found = weights(later.engines["reference"])
+    found = weights(later.roles["reference"].engine)
     assert all(torch.equal(found[name], moved[name]) for name in moved)
 
 
 def test_dropout_goes_from_modules_and_config_but_an_adapters_own_stays(folder: Path) -> None:
     run = make_run(folder, lora=LoraConfig(rank=2, dropout=0.3))
-    module = run.engines["policy"].module
+    module = run.roles["policy"].engine.module
     assert module.causal.config.attention_dropout == 0.0
     layer = module.causal.model.layers[0].self_attn
     assert layer.attention_dropout == 0.0
     assert layer.q_proj.lora_dropout["default"].p == 0.3
     assert curve_line(run) == [
-        "curve      depends on ranks and batch.tokens: dropout 0.3 draws anew for each micro-batch"
+        "curve      depends on ranks and batch.tokens: dropout 0.3 is sampled per micro-batch"
     ]
     assert curve_line(make_run(folder)) == []
 

@@ -2,19 +2,23 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
+import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
+from rlhf.config.reference_modes import ReferenceMode
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.mismatch import Mismatched
 from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
+from rlhf.engine import Engine, Readout
 from rlhf.registry.load import load_own
 
 __all__ = [
@@ -25,7 +29,9 @@ __all__ = [
     "Mismatched",
     "Packable",
     "PackedBatch",
+    "Reference",
     "Row",
+    "Run",
     "Term",
     "Trainer",
     "encode",
@@ -88,7 +94,7 @@ class Trainer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def setup(self, run: Any) -> None:
+    def setup(self, run: "Run") -> None:
         """Load the models: `self.policy = run.load("policy")`. Collective.
 
         Core also calls it on a second instance whose models have shapes and no values, to measure
@@ -125,6 +131,10 @@ class Trainer(abc.ABC):
         """
         return examples
 
+    def check_examples(self, examples: Examples) -> None:
+        """Raise RLHFError for rows that the trainer cannot be run with. Called before `setup` with
+        the rows to train on, and with the held-out ones if there are any."""
+
     def remarks(self, examples: Examples) -> Sequence[str]:
         """Return lines about the training rows that the run prints before its first step."""
         return ()
@@ -158,3 +168,95 @@ class Trainer(abc.ABC):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
+
+
+class Reference(Protocol):
+    """The policy before its first step: log-probabilities in float32, without gradient."""
+
+    def token_logprobs(self, batch: PackedBatch) -> Tensor:
+        """Return the log-probability of each prediction of the batch [N]. Collective at stage 3."""
+
+    def answer_logprobs(self, batch: PackedBatch) -> Tensor:
+        """Return the sum over the predictions of each answer [A]. Collective at stage 3."""
+
+    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+        """Run `readout` on the reference. Collective at stage 3. Raises RLHFError in mode `cache`,
+        which only holds log-probabilities of the data's own answers."""
+
+
+class Run(Protocol):
+    """What `Trainer.setup` may use: the configuration, the tokenizer, and models as engines."""
+
+    config: Config
+    """The whole configuration; the trainer's own section is `Trainer.config`."""
+    tokenizer: Any
+    """The tokenizer of transformers."""
+    device: torch.device
+    """The device of this rank."""
+    steps: int
+    """Number of optimizer steps of the whole schedule."""
+    examples: tuple[Examples, ...]
+    """The tokenised rows: those to train on, then the held-out ones if there are any."""
+
+    def load(
+        self,
+        role: str,
+        *,
+        model: ModelConfig | None = None,
+        trained: bool = True,
+        task: Literal["causal", "sequence", "token"] = "causal",
+        dropout: bool = True,
+    ) -> Engine:
+        """Load a model and return its engine. Collective.
+
+        The role `policy` is trained; any other role passes `trained=False` and runs without
+        gradient, under a plan of its own. By default the model is the one of the configuration,
+        with its adapters; pass `model` for another, such as a teacher. `task` is what its head
+        predicts: the vocabulary, one score per answer, or two labels per token. With
+        `dropout=False` the model's own dropout is removed.
+        """
+
+    def reference(
+        self,
+        mode: ReferenceMode = "auto",
+        *,
+        every: int | None = None,
+        mix: float = 1.0,
+        live: bool = False,
+    ) -> Reference:
+        """Return the policy as it is before its first step; call it after `load("policy")`.
+        Collective. Raises RLHFError for a mode that this configuration does not allow.
+
+        `adapter` is the policy with its adapter off, `engine` a frozen second model, `cache`
+        log-probabilities that are computed once and kept on disk; `auto` takes the cheapest. With
+        `every` the reference moves to the share `mix` of the policy after so many steps (TR-DPO,
+        arXiv 2404.09656). `live` means that it is called with other tokens than those of the data,
+        which no cache holds.
+        """
+
+    def teacher(
+        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
+    ) -> Engine | None:
+        """Load `model`, a causal language model with the policy's tokens, as a frozen engine.
+        Collective. Raises RLHFError for a model with other tokens, before any weight is read.
+
+        With `top` it runs once over the data, unless its results are on disk, and is released. Each
+        batch then holds its `top` most likely tokens per prediction at `temperature`, as
+        `rlhf.readouts.TopTeacher.of(batch, top)`; the return value is None.
+        """
+
+    def sample(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+    ) -> list[list[int]]:
+        """Return an answer to each prompt (token ids), drawn from the engine's distribution at
+        `temperature`, including EOS if it was reached.
+
+        An answer depends only on its prompt and its seed, up to rounding. Collective: every rank
+        passes the same prompts and gets all answers.
+        """

@@ -13,18 +13,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
 
-from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
-from rlhf.plugin import ModelConfig
 from rlhf.readouts import Head, Mixture
 from rlhf.testing import Other, TrainerConformance, pack, weighted_loss
 from rlhf.trainer import Answer, Example, PackedBatch
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
 from rlhf_plugin_kd.losses import forward_kl
-from rlhf_plugin_kd.teacher import check_vocabulary
 from rlhf_plugin_kd.trainer import KDTrainer
 
 
@@ -140,39 +136,6 @@ def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], problem:
     with pytest.raises(ValueError) as error:
         KDConfig(**settings)
     assert str(error.value) == problem
-
-
-def student_and_teacher(folder: Any, path: str) -> tuple[Any, Any]:
-    return tuple(SimpleNamespace(model=ModelConfig(path=str(name))) for name in (folder, path))
-
-
-def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
-    LlamaConfig(vocab_size=99, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    student, teacher = student_and_teacher(tmp_path, "demo:base")
-    with pytest.raises(RLHFError) as error:
-        check_vocabulary(student, teacher, tokenizer=None)
-    assert str(error.value) == (
-        f"kd.teacher demo:base predicts over 295 tokens but the student {tmp_path} over 99: "
-        "choose a teacher with the student's vocabulary"
-    )
-
-
-def test_other_tokens_of_the_same_number_are_refused() -> None:
-    student, teacher = student_and_teacher("demo:base", "demo:base")
-    teacher.data = SimpleNamespace(chat_template=None)
-    vocabulary = AutoTokenizer.from_pretrained(base_model_folder()).get_vocab()
-    last = max(vocabulary, key=vocabulary.__getitem__)
-    own = {**vocabulary, "<|other|>": vocabulary[last]}
-    del own[last]
-    tokenizer = SimpleNamespace(get_vocab=lambda: own)
-    with pytest.raises(RLHFError) as error:
-        check_vocabulary(student, teacher, tokenizer)
-    first = min(last, "<|other|>")
-    assert str(error.value) == (
-        "kd.teacher demo:base has other tokens than the student demo:base, although both have "
-        f"295 (the first is {first!r}, {vocabulary[last]}): choose a teacher with the student's "
-        "tokenizer"
-    )
 
 
 def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads() -> None:

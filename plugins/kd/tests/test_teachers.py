@@ -96,8 +96,8 @@ def test_the_teacher_is_computed_once_and_a_damaged_file_again(
         (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("teacher "))
         return line.split(" in ")[0]
 
-    assert note("first") == "teacher    its 5 likeliest tokens: 13 examples computed"
-    assert note("second") == "teacher    its 5 likeliest tokens: found"
+    assert note("first") == "teacher    its 5 most likely tokens: 13 examples computed"
+    assert note("second") == "teacher    its 5 most likely tokens: found"
     file = next((tmp_path / "teacher").rglob("*.npy"))
     values = np.load(file)
     values[0] += 1
@@ -113,15 +113,15 @@ def test_the_first_lines_name_student_and_teacher(
     printed = capsys.readouterr().out
     teacher = given[given.index("--kd.teacher") + 1]
     assert re.search(r"model .+: [\d,]+ parameters, fp32, random weights\n", printed)
-    assert re.search(rf"teacher    {teacher}: [\d,]+ parameters, a second model, frozen\n", printed)
+    assert re.search(rf"teacher    {teacher}: [\d,]+ parameters, frozen\n", printed)
 
 
 def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         tiny.run("kd", words("many", "--kd.cache_top", "295"), str(tmp_path), True)
     assert str(error.value) == (
-        "kd.cache_top 295 leaves none of the 295 tokens over: choose fewer, or run the teacher "
-        "beside the student without kd.cache_top"
+        "kd.cache_top 295 must be less than the 295 tokens of the vocabulary; lower it, or remove "
+        "it to run the teacher beside the policy"
     )
 
 

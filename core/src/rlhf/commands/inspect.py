@@ -16,7 +16,7 @@ from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.request.reader import Request
-from rlhf.run.preparation import prepare_data
+from rlhf.run.dataset import prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50
@@ -31,7 +31,7 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
     code 0."""
     console = console or Console(highlight=False)
     data = prepare_data(request)
-    config = data.settled(request.config)
+    config = data.with_token_budget(request.config)
     train, tokenizer = data.train, data.trainer.tokenizer
     for which, examples in (("train", train), ("eval", data.eval)):
         if examples is None:

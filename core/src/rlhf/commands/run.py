@@ -28,7 +28,7 @@ def run_command(request: Request) -> int:
         return run_rank(request, verified=ours)
     run_folder.check_resumable(request, run_folder.choose(request))
     ranks = request.nproc or (1 if request.demo else num_devices())
-    from rlhf.run.preparation import prepare_data
+    from rlhf.run.dataset import prepare_data
     from rlhf.run.rank import run_rank
 
     if ranks == 1:

@@ -1,7 +1,13 @@
 """Which modes of a reference a configuration can have, checked before anything loads."""
 
+from typing import Literal
+
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
+
+ReferenceMode = Literal["auto", "adapter", "engine", "cache"]
+"""adapter: the policy with its adapter off; engine: a frozen second model; cache: log-probabilities
+computed once and kept on disk; auto: the cheapest that the configuration allows."""
 
 
 def check_reference(

@@ -7,6 +7,8 @@ from attrs import field, frozen, validators
 from rlhf.config.field_docs import documented
 from rlhf.config.objective import objective
 
+Recompute = Literal["auto", "none", "selective", "full", "offload"]
+
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -56,7 +58,7 @@ class ModelConfig:
     """Compute the layers' matrix products in FP8 by this recipe of torchao. Faster for large
     models; the curve differs slightly. tensorwise: one scale per tensor; rowwise: one per row,
     which is slower. Needs GPUs of compute capability 8.9, for rowwise 9.0."""
-    recompute: Literal["auto", "none", "selective", "full", "offload"] = "auto"
+    recompute: Recompute = "auto"
     """Activations that are recomputed in the backward pass instead of kept; the curve is the same.
     selective: the products of gated feed-forward layers, which saves a quarter of the activations
     for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more

@@ -1,22 +1,30 @@
-"""What a run chooses where the configuration says auto: tokens at once, and what is computed again
-in backward, so that a step fits its accelerator and keeps it busy."""
+"""`batch.tokens` and `model.recompute` where the configuration says auto: a step that fits its
+accelerator and keeps it busy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from attrs import evolve, frozen
 
+from rlhf.config.sections import Recompute
 from rlhf.engine import gib
-from rlhf.memory.fit import LEVELS, MARGIN, ROUND, Headroom
+from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
+from rlhf.memory.rehearsal import Rehearsed
 
 START = 8192
-"""Tokens at once where nothing speaks for more or fewer."""
+"""Tokens of a micro-batch to begin with."""
 ENOUGH = 4e11
-"""A layer's weights times tokens at once from which on twice the tokens gain less than 5 %: the
-device then takes longer for a layer than the host (measured on an H200: 57 % from 8,192 to 32,768
-tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
+"""Parameters of a layer times tokens of a micro-batch from which twice the tokens gain less than
+5 %: the device then takes longer for a layer than the host (measured on an H200: 57 % from 8,192 to
+32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
 AMPLE = 0.8
-"""Share of an accelerator's memory up to which tokens at once are raised."""
+"""Share of an accelerator's memory up to which the tokens of a micro-batch are raised."""
+RECOMPUTE_COST = {"selective": 0.02, "full": 0.25, "offload": 0.26}
+"""Time that a level adds to a step, as a share of it, measured on an H200."""
+HALVING_COST = 0.05
+"""Time that half the tokens add while a micro-batch keeps the device busy (`ENOUGH`), at most."""
+IDLE_COST = 1.0
+"""Time that half the tokens may add where the device waits for the host."""
 
 
 @frozen
@@ -24,93 +32,122 @@ class Choice:
     """Values for `batch.tokens` and `model.recompute`."""
 
     tokens: int
-    recompute: str
+    recompute: Recompute
 
-    def of(self, asked: Headroom) -> Headroom:
-        """The question with these values."""
-        return asked.under(tokens=self.tokens, recompute=self.recompute)
+    def apply_to(self, fit: StepFit) -> StepFit:
+        """Return the fit with these values."""
+        return fit.under(tokens=self.tokens, recompute=self.recompute)
 
 
-def choose(asked: Headroom, *, any_tokens: bool) -> tuple[Choice, str]:
-    """The fastest way in which a step fits, else the one that takes least, and the line that says
-    why; as given, with no line, where that fits or where the memory is not known.
+def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
+    """Return the fastest choice with which a step fits, else the one that takes least, and the line
+    that explains it; the configured values, without a line, if they fit or nothing is known.
 
-    Tokens at once are free if `any_tokens`, what is computed again if it is auto. None of this
-    changes what is learnt; under FP8, where tokens at once do, there are never more of them.
+    The tokens of a micro-batch may change with `any_tokens`, recomputation if it is auto. Neither
+    changes what is learnt. Under FP8 the tokens would, so that they are never raised.
     """
-    given = Choice(asked.config.batch.budget, asked.config.model.recompute)
-    whole = asked.peak()
-    if whole is None or not asked.mesh.memory or asked.mesh.device.type == "cpu":
-        return given, ""
-    limit = MARGIN * asked.mesh.memory
+    configured = Choice(fit.config.batch.budget, fit.config.model.recompute)
+    if not fit.mesh.memory or fit.mesh.device.type == "cpu":
+        return configured, ""
+    rehearsed = fit.rehearsed
+    if not isinstance(rehearsed, Rehearsed):
+        return configured, ""
+    whole = rehearsed.estimate.peak
+    limit = MARGIN * fit.mesh.memory
     if whole <= limit:
-        grows = any_tokens and asked.config.model.fp8 is None
-        return _larger(asked, given) if grows else (given, "")
-    chosen, least = given, whole
-    for other in dict.fromkeys(_leaner(asked, given, any_tokens=any_tokens)):
-        peak = other.of(asked).peak()
-        if peak is not None and peak < least:
-            chosen, least = other, peak
-        if least <= limit:
-            break
-    if chosen == given:
-        return given, ""
-    return chosen, _told(given, chosen, whole=whole, least=least, memory=asked.mesh.memory)
-
-
-def _larger(asked: Headroom, given: Choice) -> tuple[Choice, str]:
-    """Twice the tokens, and so on, while a rank takes a step in several micro-batches, its device
-    waits for the host and the peak stays ample."""
-    found, most = asked.rehearsed, AMPLE * asked.mesh.memory
-    step = asked.examples[0].lengths.mean() * asked.config.batch.size / asked.mesh.world
-    tokens = given.tokens
-    while (
-        tokens < step
-        and tokens * found.shape.mean_layer < ENOUGH
-        and found.estimate.peak_with(2 * tokens) <= most
-    ):
-        tokens *= 2
-    while tokens > given.tokens and (asked.under(tokens=tokens).peak() or math.inf) > most:
-        tokens //= 2
-    if tokens == given.tokens:
-        return given, ""
-    few, many = math.ceil(step / tokens), math.ceil(step / given.tokens)
-    return evolve(given, tokens=tokens), (
-        f"tokens     {tokens} at once: a step in about {few} micro-batch{'es' * (few > 1)} instead "
-        f"of {many}, since small ones would wait for the host"
+        raises = any_tokens and fit.config.model.fp8 is None
+        return _more_tokens(fit, rehearsed, configured) if raises else (configured, "")
+    choices = smaller(fit, rehearsed, configured, any_tokens=any_tokens)
+    chosen, peak = first_that_fits(fit, choices, limit=limit)
+    if chosen is None or peak >= whole:
+        return configured, ""
+    return chosen, _explain_smaller(
+        configured, chosen, whole=whole, peak=peak, memory=fit.mesh.memory
     )
 
 
-def _leaner(asked: Headroom, given: Choice, *, any_tokens: bool) -> Iterator[Choice]:
-    """Ways that take less, those first that cost less time: gates again some 2 %, half the tokens
-    up to 5 % where a layer keeps the device busy, layers again a quarter."""
-    levels = asked.levels() if given.recompute == "auto" else []
-    fewer = _halves(given.tokens, max(asked.largest_example(), ROUND)) if any_tokens else []
-    layer = asked.rehearsed.shape.mean_layer
-    yield from (evolve(given, recompute=level) for level in levels if level == "selective")
-    yield from (evolve(given, tokens=tokens) for tokens in fewer if tokens * layer >= ENOUGH)
-    yield from (evolve(given, recompute=level) for level in levels if level != "selective")
-    deepest = levels[-1] if levels else given.recompute
-    yield from (Choice(tokens, deepest) for tokens in fewer)
+def smaller(
+    fit: StepFit, rehearsed: Rehearsed, configured: Choice, *, any_tokens: bool
+) -> list[Choice]:
+    """Return the choices that take less, those that add least time first."""
+    levels = fit.levels() if configured.recompute == "auto" else []
+    least = max(fit.largest_example(), TOKENS_STEP)
+    fewer = _halves(configured.tokens, least) if any_tokens else []
+    layer = rehearsed.shape.mean_layer
+    deepest = levels[-1] if levels else configured.recompute
+    costs = [(RECOMPUTE_COST[level], evolve(configured, recompute=level)) for level in levels]
+    costs += [
+        (HALVING_COST, evolve(configured, tokens=tokens))
+        for tokens in fewer
+        if tokens * layer >= ENOUGH
+    ]
+    costs += [(IDLE_COST, Choice(tokens, deepest)) for tokens in fewer]
+    ordered = sorted(costs, key=lambda row: row[0])
+    return list(dict.fromkeys(choice for _, choice in ordered))
+
+
+def first_that_fits(
+    fit: StepFit, choices: Iterable[Choice], *, limit: float
+) -> tuple[Choice | None, float]:
+    """Return the first choice whose step takes at most `limit` bytes, else the one that takes
+    least, and its peak."""
+    chosen, least = None, math.inf
+    for choice in choices:
+        peak = choice.apply_to(fit).peak
+        if peak is not None and peak < least:
+            chosen, least = choice, peak
+        if least <= limit:
+            break
+    return chosen, least
+
+
+def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tuple[Choice, str]:
+    """Double the tokens while a rank takes a step in several micro-batches, its device waits for
+    the host, and the peak leaves ample room."""
+    most, layer = AMPLE * fit.mesh.memory, rehearsed.shape.mean_layer
+    step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.world
+    tokens = configured.tokens
+    while (
+        tokens < step
+        and tokens * layer < ENOUGH
+        and rehearsed.estimate.peak_with(2 * tokens) <= most
+    ):
+        tokens *= 2
+    # `peak_with` scales the estimate; only a rehearsal sees what does not grow with the tokens.
+    while tokens > configured.tokens:
+        peak = evolve(configured, tokens=tokens).apply_to(fit).peak
+        if peak is not None and peak <= most:
+            break
+        tokens //= 2
+    if tokens == configured.tokens:
+        return configured, ""
+    few, many = math.ceil(step / tokens), math.ceil(step / configured.tokens)
+    return evolve(configured, tokens=tokens), (
+        f"tokens     {tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} per step "
+        f"instead of {many} (smaller ones leave the device waiting for the host)"
+    )
 
 
 def _halves(tokens: int, least: int) -> list[int]:
-    """Half of it, a quarter and so on, down to `least`."""
+    """Return half of `tokens`, a quarter and so on, down to `least`."""
     return [tokens >> by for by in range(1, tokens.bit_length()) if tokens >> by >= least]
 
 
-def _told(given: Choice, chosen: Choice, *, whole: int, least: int, memory: int) -> str:
-    """The line of a choice that takes less."""
-    at_once = f"{chosen.tokens} tokens at once"
-    short, long = [], []
-    if chosen.recompute != given.recompute:
-        short.append(chosen.recompute)
-        long.append(LEVELS[chosen.recompute])
-    name = "recompute" if short else "tokens"
-    if chosen.tokens != given.tokens:
-        short.append(at_once if short else str(chosen.tokens))
-        long.append(at_once)
+def _explain_smaller(
+    configured: Choice, chosen: Choice, *, whole: int, peak: float, memory: int
+) -> str:
+    """Return the line that explains a choice that takes less."""
+    names: list[str] = []
+    parts: list[str] = []
+    if chosen.recompute != configured.recompute:
+        names.append(chosen.recompute)
+        parts.append(LEVELS[chosen.recompute])
+    label = "recompute" if names else "tokens"
+    if chosen.tokens != configured.tokens:
+        tokens = f"{chosen.tokens} tokens per micro-batch"
+        names.append(tokens if names else str(chosen.tokens))
+        parts.append(tokens)
     return (
-        f"{name:<10} {', '.join(short)}: a step would take {gib(whole)} of {gib(memory)} GiB, and "
-        f"{gib(least)} with {', '.join(long)}"
+        f"{label:<10} {', '.join(names)}: a step would take {gib(whole)} of {gib(memory)} GiB, and "
+        f"takes {gib(peak)} with {', '.join(parts)}"
     )

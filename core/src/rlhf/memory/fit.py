@@ -1,19 +1,17 @@
-"""Whether a step fits its accelerator: told before the weights are read, and what to change when it
-did not fit."""
+"""Whether a step fits its accelerator, and what to change if it does not."""
 
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import attrs
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, Recompute
 from rlhf.data.examples import Examples
 from rlhf.engine import Mesh, gib
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.rehearsal import Rehearsed, UnknownError, rehearse
+from rlhf.memory.rehearsal import NotRehearsed, Rehearsed, rehearse
 from rlhf.model.kernels.compiled import compiles
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
@@ -23,16 +21,16 @@ MARGIN = 0.95
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
-    "offload": "every layer computed again in backward from inputs that wait on the host",
+    "offload": "every layer computed again in backward, with layer inputs kept in host memory",
 }
-"""Of `model.recompute`, the cheaper first."""
-ROUND = 1024
+"""Levels of `model.recompute`, the cheaper ones first."""
+TOKENS_STEP = 1024
 """A budget of tokens is advised in multiples of this."""
 
 
 @attrs.define(frozen=True, slots=False)
-class Headroom:
-    """The question for one run, whose `batch.tokens` is a number."""
+class StepFit:
+    """Whether a step of one run fits in device memory. `batch.tokens` must be a number."""
 
     trainer: Trainer
     config: Config
@@ -42,102 +40,96 @@ class Headroom:
     longest: int
     examples: Sequence[Examples]
 
-    def estimate(self) -> Estimate:
-        """What a step takes."""
-        return self.rehearsed.estimate
+    @cached_property
+    def rehearsed(self) -> Rehearsed | NotRehearsed:
+        """A step without values."""
+        return rehearse(
+            self.trainer, self.config, self.mesh, self.hooks,
+            steps=self.steps, longest=self.longest, examples=self.examples,
+        )  # fmt: skip
 
+    @property
+    def estimate(self) -> Estimate | None:
+        """What a step takes; None if that is not known."""
+        return self.rehearsed.estimate if isinstance(self.rehearsed, Rehearsed) else None
+
+    @property
     def peak(self) -> int | None:
-        """Bytes at the peak of a step, None where they are not known."""
-        try:
-            return self.estimate().peak
-        except Exception:  # The models of others may do anything without values.
-            return None
+        """Bytes at the peak of a step; None if they are not known."""
+        return None if self.estimate is None else self.estimate.peak
 
-    def under(self, *, tokens: int | None = None, recompute: Any = None) -> "Headroom":
-        """The same question with other tokens at once, or with more computed again in backward."""
-        batch, model = self.config.batch, self.config.model
-        if tokens is not None:
-            batch = attrs.evolve(batch, tokens=tokens)
-        if recompute is not None:
-            model = attrs.evolve(model, recompute=recompute)
+    def under(self, *, tokens: int, recompute: Recompute) -> "StepFit":
+        """Return the fit of the same run with another `batch.tokens` and `model.recompute`."""
+        if (tokens, recompute) == (self.config.batch.budget, self.config.model.recompute):
+            return self
+        batch = attrs.evolve(self.config.batch, tokens=tokens)
+        model = attrs.evolve(self.config.model, recompute=recompute)
         return attrs.evolve(self, config=attrs.evolve(self.config, batch=batch, model=model))
 
-    def levels(self) -> list[str]:
-        """Of `LEVELS` those that there are; a compiler chooses by itself what it keeps."""
-        only = ("full",) if compiles(self.config.model) else LEVELS
-        return [level for level in LEVELS if level in only]
+    def levels(self) -> list[Recompute]:
+        """Return the levels of recomputation that the model has; a compiler decides by itself what
+        it keeps."""
+        return ["full"] if compiles(self.config.model) else ["selective", "full", "offload"]
 
     def largest_example(self) -> int:
-        """Tokens of the largest one, to train on or held out."""
+        """Return the tokens of the largest example, to train on or held out."""
         return max(int(part.lengths.max()) for part in self.examples)
 
     def line(self) -> str:
-        """The line `memory` of the run's introduction; it never ends a run."""
-        try:
-            estimate = self.estimate()
-        except UnknownError as error:
-            return f"memory     not estimated: {error}"
-        except Exception as error:  # As above.
-            return f"memory     not estimated: {type(error).__name__}: {first_line(error)}"
+        """Return the line `memory` of the run's introduction."""
+        if isinstance(self.rehearsed, NotRehearsed):
+            details = " (details: rehearsal.txt)" * bool(self.rehearsed.traceback)
+            return f"memory     not estimated: {self.rehearsed.reason}{details}"
+        estimate = self.rehearsed.estimate
         if not self.mesh.memory:
             return f"memory     {estimate}"
         fits = estimate.peak <= MARGIN * self.mesh.memory
-        warning = "" if fits else "; this will hardly fit"
+        warning = "" if fits else "; this probably will not fit"
         return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
 
     def error(self, cause: BaseException) -> RLHFError:
-        """What to tell the user when the accelerator's memory did not suffice."""
+        """Return the error of a run whose accelerator ran out of memory."""
         wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(cause))
         where = f"out of memory on {self.mesh.device}"
         if self.mesh.memory:
             where += f", which has {gib(self.mesh.memory)} GiB"
         if wanted:
-            where += f", when {wanted.group(1)} more were wanted"
-        try:
-            found = self.rehearsed
-            advice = self._advice(found)
-        except Exception:  # As above: then there are no numbers.
+            where += f", when allocating {wanted.group(1)} more"
+        if isinstance(self.rehearsed, NotRehearsed):
             level = self._leaner()
             more = f" or set model.recompute to {level}" if level else ""
             return RLHFError(f"{where}: lower batch.tokens{more}")
-        expected = f"a step was estimated at {gib(found.estimate.peak)} GiB"
+        expected = f"a step was estimated at {gib(self.rehearsed.estimate.peak)} GiB"
+        advice = self._advice(self.rehearsed)
         return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
 
-    def _advice(self, found: Rehearsed) -> list[str]:
-        """What to change, the nearest first, with what a step would then take."""
-        estimate = found.estimate
+    def _advice(self, rehearsed: Rehearsed) -> list[str]:
+        """Return what to change, the smallest change first, with what a step would then take."""
+        estimate = rehearsed.estimate
         advice = []
         tokens = self._fewer_tokens(estimate)
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
             advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
         level = self._leaner()
-        lean = self.under(recompute=level).estimate().peak if level else estimate.peak
-        if lean < estimate.peak:
+        lean = self.under(tokens=self.config.batch.budget, recompute=level).peak if level else None
+        if lean is not None and lean < estimate.peak:
             advice.append(f"set model.recompute to {level} (about {gib(lean)} GiB)")
-        advice += [f"use {setting}" for setting in found.lighter]
+        advice += [f"use {setting}" for setting in rehearsed.lighter]
         return advice or ["train with lora, or use a device with more memory"]
 
-    def _leaner(self) -> str:
-        """The level to advise: every layer again, then its inputs to the host, then none."""
-        given = self.config.model.recompute
-        if given not in ("full", "offload"):
+    def _leaner(self) -> Recompute | None:
+        """Return the level to advise: every layer, then its inputs in host memory, then none."""
+        level = self.config.model.recompute
+        if level not in ("full", "offload"):
             return "full"
-        there = self.mesh.device.type != "cpu" and "offload" in self.levels()
-        return "offload" if given == "full" and there else ""
+        can_offload = self.mesh.device.type != "cpu" and "offload" in self.levels()
+        return "offload" if level == "full" and can_offload else None
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
-        """A budget that fits and holds the largest example, or 0."""
+        """Return a budget that fits and holds the largest example, or 0."""
         most = min(
             estimate.tokens_that_fit(int(MARGIN * self.mesh.memory)), 3 * estimate.tokens // 4
         )
-        tokens = most // ROUND * ROUND or most
+        tokens = most // TOKENS_STEP * TOKENS_STEP or most
         return tokens if tokens >= self.largest_example() else 0
-
-    @cached_property
-    def rehearsed(self) -> Rehearsed:
-        """A step without values."""
-        return rehearse(
-            self.trainer, self.config, self.mesh, self.hooks,
-            steps=self.steps, longest=self.longest, examples=self.examples,
-        )  # fmt: skip

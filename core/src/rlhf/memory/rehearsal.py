@@ -1,11 +1,12 @@
 """A step of a run without values: the trainer's own code over models on the meta device.
 
-Tensors there have shapes and no memory, so what a step would take is counted before any weight is
-read, for any trainer and any model whose code does not look at values.
+Tensors there have shapes and no memory, so what a step takes is counted before any weight is read,
+for any trainer and any model whose code does not read values.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,33 +14,39 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Mesh, ModelShape, Readout
-from rlhf.journal.sums import weighted_loss
-from rlhf.memory.estimate import Estimate, LiveBytes
+from rlhf.engine import Engine, Mesh, ModelShape, Plan, Readout
+from rlhf.errors import RLHFError, first_line
+from rlhf.memory.estimate import Estimate
+from rlhf.memory.step_bytes import step_bytes
+from rlhf.model.description import describe
 from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import PackedModel
-from rlhf.model.probe import candidates_of
-from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.task import Task
+from rlhf.readouts.teachers import TOP_TOKENS
+from rlhf.reference.live import REFERENCE, CachedReference, EngineReference, choose_mode
+from rlhf.reference.teacher import TEACHER, check_teacher
 from rlhf.registry.gateway import BackendGateway
-from rlhf.run.context import Run
-from rlhf.trainer import Trainer
+from rlhf.trainer import Reference, Trainer
 
 META = torch.device("meta")
 LOOK_AHEAD = 64
-"""Steps among which the largest micro-batch is looked for."""
+"""Number of steps among which the largest micro-batch is searched."""
+STRICT = "RLHF_STRICT_REHEARSAL"
+"""Environment variable, set by our tests: an unexpected error ends the rehearsal as an error."""
 
 
 class UnknownError(Exception):
-    """What a step takes cannot be told without values."""
+    """What a step takes cannot be computed without values."""
 
 
 @frozen
 class Rehearsed:
-    """What came of a rehearsal."""
+    """Result of a rehearsal."""
 
     estimate: Estimate
     lighter: tuple[str, ...]
@@ -48,40 +55,71 @@ class Rehearsed:
     """The policy's size."""
 
 
-def rehearse(
-    trainer: Trainer, config: Config, mesh: Mesh, hooks: BackendGateway, **options: Any
-) -> Rehearsed:
-    """What a step of `trainer` takes on each accelerator of `mesh`, without a collective.
+@frozen
+class NotRehearsed:
+    """Why a rehearsal has no result."""
 
-    `options` are those of `Run`. Raises UnknownError, or what a model or a trainer raises that
-    looks at values.
+    reason: str
+    traceback: str = ""
+    """Of an error in the code of a model or a trainer."""
+
+
+def rehearse(
+    trainer: Trainer,
+    config: Config,
+    mesh: Mesh,
+    hooks: BackendGateway,
+    *,
+    steps: int,
+    longest: int,
+    examples: Sequence[Examples],
+) -> Rehearsed | NotRehearsed:
+    """Return what a step of `trainer` takes on each accelerator of `mesh`, without a collective.
+
+    A model or a trainer may need values, and its setup may raise for a configuration that the run's
+    own setup refuses next: then there is only a reason.
     """
-    run = Rehearsal(config, trainer.tokenizer, mesh, hooks, **options)
+    run = Rehearsal(config, trainer.tokenizer, mesh, hooks, steps, longest, tuple(examples))
+    try:
+        return _rehearse(trainer, run)
+    except UnknownError as error:
+        return NotRehearsed(str(error))
+    except Exception as error:  # Code of others, over tensors without values.
+        if STRICT in os.environ and not isinstance(error, RLHFError):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return NotRehearsed(reason, traceback.format_exc())
+
+
+def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     actor = type(trainer)(trainer.config, trainer.tokenizer)
     actor.setup(run)
+    mesh = run.mesh
     order = RunOrder.from_config(
-        run.examples[0], config, actor, rank=mesh.rank, ranks=mesh.world, device=mesh.device
+        run.examples[0], run.config, actor, rank=mesh.rank, ranks=mesh.world, device=mesh.device
     )
     batch = run.without_values(largest(order, run.steps))
-    policy = dict(run.states["policy"])
-    updating, reducing = policy.pop("updating", 0), policy.pop("reducing", 0)
-    found = step_bytes(
-        actor, batch, run.modules(), gradients=policy.get("gradients", 0), reducing=reducing
-    )
+    policy = run.roles["policy"]
+    states = {name: dict(role.states) for name, role in run.roles.items()}
+    updating = states["policy"].pop("updating", 0)
+    reducing = states["policy"].pop("reducing", 0)
+    modules = [role.engine.module for role in run.roles.values()]
+    gradients = states["policy"].get("gradients", 0)
+    measured = step_bytes(actor, batch, modules, gradients=gradients, reducing=reducing)
     estimate = Estimate(
-        states={**run.states, "policy": policy},
+        states=states,
         updating=updating,
-        activations=found.activations,
-        passing=found.peak - found.activations,
-        growing=found.growing,
+        activations=measured.activations,
+        passing=measured.peak - measured.activations,
+        growing=measured.growing,
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
-    return Rehearsed(estimate, run.plans["policy"].lighter, run.shapes["policy"])
+    return Rehearsed(estimate, policy.plan.lighter, policy.shape)
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:
-    """The micro-batch with the most tokens of the first steps, on any rank."""
+    """Return the micro-batch with the most tokens of the first steps, on any rank."""
     sizes = order.examples.lengths
     plans = plans_ahead(order, steps)
     each = (rows for plan in plans for micro in plan.layout for rows in micro)
@@ -89,82 +127,113 @@ def largest(order: RunOrder, steps: int) -> PackedBatch:
 
 
 def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
-    """The first steps of a run."""
+    """Yield the plans of a run's first steps."""
     return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
 
 
 @frozen
-class StepBytes:
-    """What a step without values took."""
+class RehearsedRole:
+    """A model without values, as the backend would run it."""
 
-    activations: int
-    """Bytes alive when backward begins."""
-    peak: int
-    """The most over the survey, the loss and backward, with gradients that wait for their
-    reduction."""
-    growing: int
-    """The most at any time with the gradients of weights so far."""
+    engine: Engine
+    plan: Plan
+    shape: ModelShape
+    states: Mapping[str, int]
+    """Bytes, as the backend estimates them."""
 
 
-def step_bytes(
-    trainer: Trainer,
-    batch: PackedBatch,
-    modules: Iterable[torch.nn.Module],
-    *,
-    gradients: int,
-    reducing: int = 0,
-) -> StepBytes:
-    """Bytes alive in a step on `batch`.
+@attrs.define
+class Rehearsal:
+    """An `rlhf.trainer.Run` whose models have shapes and no values."""
 
-    Gradients of weights are let go at once: they are the backend's, which knows where they are,
-    that all of them take `gradients` bytes, and that up to `reducing` bytes of them are whole until
-    they are reduced. A survey that sees examples of its own is rehearsed on the loss's.
-    """
-    weights = [weight for module in modules for weight in module.parameters()]
-    trained = [weight for weight in weights if weight.requires_grad]
-    whole = sum(weight.numel() for weight in trained)
-    done = passed = growing = peak = 0
+    config: Config
+    tokenizer: Any
+    mesh: Mesh
+    """The ranks of the run that is rehearsed."""
+    hooks: BackendGateway
+    steps: int
+    longest: int
+    examples: tuple[Examples, ...]
+    device: torch.device = META
+    roles: dict[str, RehearsedRole] = attrs.field(factory=dict)
+    _attached: dict[str, int | None] = attrs.field(factory=dict)
+    """Width of the per-token values that a cache would add to the examples."""
 
-    def look() -> None:
-        nonlocal growing, peak
-        lately = counter.lately()
-        growing = max(growing, lately + gradients * done // whole)
-        peak = max(peak, lately + min(passed, reducing))
+    def load(
+        self,
+        role: str,
+        *,
+        model: ModelConfig | None = None,
+        trained: bool = True,
+        task: Task = "causal",
+        dropout: bool = True,
+    ) -> Engine:
+        """See `rlhf.trainer.Run`. Only the model's configuration is read."""
+        config, hooks = self.config, self.hooks
+        if model is not None:
+            config = attrs.evolve(config, model=model, lora=None)
+        described = describe(config, task, longest=self.longest, device=self.mesh.device)
+        if described.paths[:1] != ("tree",):
+            raise UnknownError(f"{described.reason}, which is not known without values")
+        module, shape = described.module, described.shape
+        plan = hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        if not dropout:
+            without_dropout(module)
+        module.train(trained)
+        if not trained:
+            module.requires_grad_(False)
+        states = hooks.estimate_memory(
+            config=config, plan=plan, model_shape=shape, mesh=self.mesh, trained=trained
+        )
+        engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
+        self.roles[role] = RehearsedRole(engine, plan, shape, states)
+        return engine
 
-    def let_go(weight: Tensor) -> None:
-        nonlocal done, passed
-        look()
-        done += weight.numel()
-        passed += weight.nbytes
-        weight.grad = None
-        counter.lately()  # From here on it is in `done`.
+    def reference(
+        self,
+        mode: ReferenceMode = "auto",
+        *,
+        every: int | None = None,
+        mix: float = 1.0,
+        live: bool = False,
+    ) -> Reference:
+        """See `rlhf.trainer.Run`."""
+        num_rows = len(self.examples[0])
+        chosen, _ = choose_mode(
+            self.config, mode, num_rows=num_rows, steps=self.steps, every=every, live=live
+        )
+        if chosen == "cache":
+            self._attached[REFERENCE] = None
+            return CachedReference()
+        if chosen == "adapter":
+            return EngineReference(self.roles["policy"].engine, mode="adapter")
+        engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
+        return EngineReference(engine, mode="engine")
 
-    hooks = [weight.register_post_accumulate_grad_hook(let_go) for weight in trained]
-    try:
-        with LiveBytes(known=weights) as counter:
-            if trainer.needs_survey():
-                batch = attrs.evolve(batch, step=_surveyed(trainer, batch))
-            loss = trainer.loss(batch)
-            total = weighted_loss(loss, {term.per: 1.0 for term in loss.terms})
-            activations = counter.live
-            total.backward()
-            look()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return StepBytes(activations, peak, growing)
+    def teacher(
+        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
+    ) -> Engine | None:
+        """See `rlhf.trainer.Run`."""
+        check_teacher(self.config, model, self.tokenizer, top=top)
+        if top is None:
+            return self.load(TEACHER, model=model, trained=False)
+        self._attached[TOP_TOKENS] = 2 * top + 1
+        return None
 
+    def sample(self, *arguments: Any, **options: Any) -> list[list[int]]:
+        raise UnknownError("its setup samples answers, which are not known without values")
 
-def _surveyed(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:
-    with torch.no_grad():
-        found = dict(trainer.survey(batch))
-    own = {"examples": batch.num_examples, "answers": batch.num_answers}
-    device = batch.tokens.device
-    return found | {n: torch.zeros(k, dtype=torch.long, device=device) for n, k in own.items()}
+    def without_values(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch on the meta device, with the values that a cache would add."""
+        moved = batch.to(META)
+        for name, width in self._attached.items():
+            shape = (len(batch.tokens), *(() if width is None else (width,)))
+            moved.values[name] = torch.empty(shape, device=META)
+        return moved
 
 
 class RehearsedEngine:
-    """A model without values in the place of a live engine."""
+    """A model without values in place of a live engine."""
 
     device = META
 
@@ -184,87 +253,9 @@ class RehearsedEngine:
         raise AssertionError("a rehearsal takes no step")
 
     def train(self) -> None:
-        """Recomputation on."""
+        """Switch recomputation on."""
         self.module.train()
 
     def eval(self) -> None:
-        """Recomputation off."""
+        """Switch recomputation off."""
         self.module.eval()
-
-
-class Rehearsal(Run):
-    """What a trainer's `setup` may use, with models that have shapes and no values."""
-
-    def __init__(
-        self, config: Config, tokenizer: Any, mesh: Mesh, hooks: BackendGateway, **options: Any
-    ) -> None:
-        super().__init__(config, tokenizer, Mesh(device=META), hooks, **options)
-        self.device = META
-        self.on = mesh
-        """The ranks for which the rehearsal speaks."""
-        self.states: dict[str, dict[str, int]] = {}
-        """What the backend says of each role's bytes."""
-        self._attached: dict[str, int | None] = {}
-
-    def load(
-        self,
-        role: str,
-        *,
-        model: ModelConfig | None = None,
-        trained: bool = True,
-        task: Task = "causal",
-        dropout: bool = True,
-    ) -> Engine:
-        """As in a run, without values; nothing is read but the model's configuration."""
-        config = self.config
-        if model is not None:
-            config = attrs.evolve(config, model=model, lora=None)
-        module = empty_model(config, task)
-        shape = shape_of(module)
-        paths, reason = candidates_of(module.causal, self.longest, self.on.device)
-        if paths[:1] != ("tree",):
-            raise UnknownError(f"{reason}, which is not known without values")
-        plan = self.hooks.configure_zero(config=config, mesh=self.on, model_shape=shape)
-        if not dropout:
-            without_dropout(module)
-        module.train(trained)
-        if not trained:
-            module.requires_grad_(False)
-        engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.engines[role], self.plans[role] = engine, plan
-        self.shapes[role], self.tasks[role] = shape, task
-        found = self.hooks.estimate_memory(
-            config=config, plan=plan, model_shape=shape, mesh=self.on, trained=trained
-        )
-        self.states[role] = dict(found)
-        return engine
-
-    def release(self, role: str) -> None:
-        """Give up an engine."""
-        for known in (self.engines, self.plans, self.shapes, self.tasks, self.states):
-            known.pop(role)
-
-    def cached(
-        self,
-        name: str,
-        folder: Callable[[], Path],
-        engine: Callable[[], Engine],
-        *,
-        read: Any = None,
-        width: int | None = None,
-    ) -> str:
-        """Every example will have such a value; nothing is computed."""
-        self._attached[name] = width
-        return ""
-
-    def modules(self) -> list[torch.nn.Module]:
-        """The models of all roles."""
-        return [engine.module for engine in self.engines.values()]
-
-    def without_values(self, batch: PackedBatch) -> PackedBatch:
-        """The batch on the meta device, with what a cache would have given it."""
-        moved = batch.to(META)
-        for name, width in self._attached.items():
-            shape = (len(batch.tokens), *(() if width is None else (width,)))
-            moved.values[name] = torch.empty(shape, device=META)
-        return moved

@@ -9,8 +9,13 @@ from attrs import frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
+from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
+
+TOP_TOKENS = "teacher"
+"""Name of the per-token value that holds a teacher's k most likely tokens: k token ids, their
+log-probabilities, and that of all other tokens together."""
 
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`measure(student, teacher)` of log-probabilities [n, M] -> the divergence [n], and its derivative
@@ -81,6 +86,15 @@ class TopTeacher:
     logprobs: Tensor
     """Their log-probabilities at the run's temperature, and last that of all others together
     [N, k + 1], float32."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch, top: int) -> "TopTeacher":
+        """Return the teacher at the predictions of a batch, in a run that called
+        `run.teacher(..., top=top)`."""
+        values = batch.values[TOP_TOKENS].index_select(0, batch.predict_at)
+        # The values of a batch without examples have no width.
+        values = values.view(len(batch.predict), 2 * top + 1)
+        return cls(values[:, :top].long(), values[:, top:])
 
     @property
     def against(self) -> Against:

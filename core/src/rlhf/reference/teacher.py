@@ -1,91 +1,97 @@
-"""A teacher beside the policy, or its k likeliest tokens at every prediction and the mass of all
-others, computed once and kept on disk as the reference's log-probabilities are."""
+"""A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
-from rlhf.config.sections import ModelConfig
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.cache import cache_root
-from rlhf.engine import Engine
+from rlhf.engine import Engine, Mesh
+from rlhf.errors import RLHFError
+from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
+from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
-from rlhf.readouts.teachers import TopTeacher
 from rlhf.reference.table import weights_digest
 
-if TYPE_CHECKING:
-    from rlhf.run.context import Run
-
-ATTACHED = "teacher"
-"""The examples' value per token: k token ids (whole in float32 up to 16 million), their
-log-probabilities, that of all other tokens together."""
+TEACHER = "teacher"
+"""The role of a teacher's engine."""
 
 
-@frozen(kw_only=True)
-class CachedTeacher:
-    """What stands in for a teacher's engine once its distributions are on disk."""
-
-    top: int
-    """Tokens that are kept of each prediction's distribution."""
-
-    def at(self, batch: PackedBatch) -> TopTeacher:
-        """The teacher at the batch's predictions."""
-        values = batch.values[ATTACHED].index_select(0, batch.predict_at)
-        # A filler's values have no width.
-        values = values.view(len(batch.predict), 2 * self.top + 1)
-        return TopTeacher(values[:, : self.top].long(), values[:, self.top :])
+def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
+    """Raise RLHFError unless `model` predicts the policy's tokens, more than `top` of them. Reads
+    configurations and tokenizers, no weights."""
+    size = check_vocabulary(config, evolve(config, model=model), tokenizer)
+    if top is not None and top >= size:
+        raise RLHFError(
+            f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
+            "vocabulary; lower it, or remove it to run the teacher beside the policy"
+        )
 
 
-def running_teacher(run: "Run", model: ModelConfig) -> Engine:
-    """`model` as a frozen engine of role `teacher`. Collective."""
-    engine = run.load(ATTACHED, model=model, trained=False)
-    parameters = run.shapes[ATTACHED].parameters
-    run.notes.append(f"teacher    {model.path}: {parameters:,} parameters, a second model, frozen")
-    return engine
+def check_vocabulary(policy: Config, teacher: Config, tokenizer: Any) -> int:
+    """Return the size of the vocabulary. Raises RLHFError unless both models predict the very same
+    tokens."""
+    setting = f"{policy.trainer_name}.teacher {teacher.model.path}"
+    architectures = (read_architecture(policy), _read_teacher(teacher))
+    sizes = [architecture.get_text_config().vocab_size for architecture in architectures]
+    if sizes[0] != sizes[1]:
+        raise RLHFError(
+            f"{setting} has {sizes[1]} tokens but the policy {policy.model.path} has {sizes[0]}; "
+            "choose a teacher with the policy's vocabulary"
+        )
+    own, other = tokenizer.get_vocab(), load_tokenizer(teacher).get_vocab()
+    differ = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+    if differ:
+        token, number = differ[0]
+        raise RLHFError(
+            f"{setting} has different tokens than the policy {policy.model.path}, although both "
+            f"have {sizes[0]} (the first is {token!r}, {number}); choose a teacher with the "
+            "policy's tokenizer"
+        )
+    return int(sizes[0])
 
 
-def cached_teacher(
-    run: "Run", model: ModelConfig, *, top: int, temperature: float
-) -> CachedTeacher:
-    """The distributions of `model` at every prediction of the run's examples, at `temperature`:
-    what is not on disk is computed now, and the engine for it is given up again. Collective."""
-
-    def folder() -> Path:
-        config = evolve(run.config, model=model, lora=None)
-        digest = run.mesh.gather(weights_digest(config) if run.mesh.rank == 0 else "")[0]
-        return cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
-
-    done = run.cached(
-        ATTACHED,
-        folder,
-        partial(run.load, ATTACHED, model=model, trained=False),
-        read=partial(top_tokens, top=top, temperature=temperature),
-        width=2 * top + 1,
-    )
-    if ATTACHED in run.engines:
-        run.release(ATTACHED)
-    run.notes.append(f"teacher    its {top} likeliest tokens: {done}")
-    return CachedTeacher(top=top)
+def teacher_folder(
+    config: Config, model: ModelConfig, mesh: Mesh, *, top: int, temperature: float
+) -> Path:
+    """Return where the teacher's most likely tokens are on disk. Collective: rank 0 reads its
+    files."""
+    teacher = evolve(config, model=model, lora=None)
+    digest = mesh.gather(weights_digest(teacher) if mesh.rank == 0 else "")[0]
+    return cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:
-    """What is stored of each prediction [N, 2 top + 1], float32. Collective at stage 3."""
+    """Return what is stored of each prediction [N, 2 top + 1], float32: the `top` most likely token
+    ids (exact in float32 up to 16 million), their log-probabilities, and that of all other tokens
+    together. Collective at stage 3."""
 
     def readout(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
         parts = hidden.index_select(0, batch.predict_from).split(COMPARED_ROWS)
-        return {"top": torch.cat([_top(part, head, top, temperature) for part in parts])}
+        read = partial(_top, head=head, top=top, temperature=temperature)
+        return {"top": torch.cat([read(part) for part in parts])}
 
     return engine(batch, readout)["top"]
 
 
-def _top(hidden: Tensor, head: Head, top: int, temperature: float) -> Tensor:
+def _top(hidden: Tensor, *, head: Head, top: int, temperature: float) -> Tensor:
     """hidden [n, H] -> [n, 2 top + 1]."""
     logprobs = head.logits(hidden).div_(temperature).log_softmax(-1)
     likeliest, tokens = logprobs.topk(top, dim=-1)
     rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([tokens.float(), likeliest, rest], dim=-1)
+
+
+def _read_teacher(teacher: Config) -> Any:
+    """Return the teacher's architecture; an error names the trainer's setting."""
+    try:
+        return read_architecture(teacher)
+    except RLHFError as error:
+        text = str(error).replace("model.path", f"{teacher.trainer_name}.teacher", 1)
+        raise RLHFError(text) from error

@@ -1,34 +1,62 @@
-"""What a trainer's `setup` may use: the configuration, the tokenizer, and models as engines."""
+"""The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs import frozen
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
+from rlhf.model.description import describe
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.compiled import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.parameter_groups import parameter_groups
 from rlhf.model.parts import decoder
 from rlhf.model.positions import check_positions
-from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.task import Task
-from rlhf.reference.live import Follower, Reference, ReferenceMode, make_reference
-from rlhf.reference.table import own_logprobs, with_logprobs
+from rlhf.readouts.teachers import TOP_TOKENS
+from rlhf.reference.live import (
+    REFERENCE,
+    CachedReference,
+    EngineReference,
+    Follower,
+    choose_mode,
+    evaluating,
+)
+from rlhf.reference.table import cache_folder, own_logprobs, with_logprobs
+from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.generate import sample
+from rlhf.trainer import Reference
 
 
-class Run:
-    """What a trainer's `setup` may use."""
+@frozen(kw_only=True)
+class Role:
+    """A loaded model."""
+
+    engine: Engine
+    plan: Plan
+    shape: ModelShape
+    task: Task
+    """What its head predicts."""
+    attention: AttentionPath
+    """How it runs packed batches."""
+    schedule: LRScheduler | None
+    """The learning rate's; None if it is not trained."""
+
+
+class RunContext:
+    """The implementation of `rlhf.trainer.Run`."""
 
     def __init__(
         self,
@@ -44,23 +72,18 @@ class Run:
         self.config = config
         self.tokenizer = tokenizer
         self.device = mesh.device
-        self.engines: dict[str, Engine] = {}
-        """Every loaded engine by its role."""
-        self.plans: dict[str, Plan] = {}
-        self.shapes: dict[str, ModelShape] = {}
-        self.tasks: dict[str, Task] = {}
-        """What stands on each engine's backbone."""
-        self.attention: dict[str, AttentionPath] = {}
-        """How each engine runs packed batches."""
-        self.notes: list[str] = []
-        """Lines for the run's introduction: what was chosen on the way, and why."""
-        self.followers: list[Follower] = []
-        """Frozen engines that move: told of every step, saved and restored with the run."""
+        self.steps = steps
         self.examples = tuple(examples)
-        """The tokenised rows, those to train on first, held-out ones after them."""
-        self.schedule: LRScheduler
-        self.mesh, self.hooks, self.steps, self.longest = mesh, hooks, steps, longest
-        """For core itself; a trainer needs none of them."""
+        self.mesh = mesh
+        self.hooks = hooks
+        self.longest = longest
+        """Tokens of the longest path."""
+        self.roles: dict[str, Role] = {}
+        """The loaded models by role."""
+        self.notes: list[str] = []
+        """Lines for the run's introduction: what was chosen, and why."""
+        self.followers: list[Follower] = []
+        """Frozen engines that move; they are saved and restored with the run."""
 
     def load(
         self,
@@ -71,53 +94,50 @@ class Run:
         task: Task = "causal",
         dropout: bool = True,
     ) -> Engine:
-        """An engine for `role`. Collective.
-
-        Without `model` it is the configuration's own, with its adapters; another (a teacher, say)
-        comes as it is. Only one engine is trained, `policy`; the others run without gradient under
-        a plan of their own. `dropout` False takes the model's own out.
-        """
+        """See `rlhf.trainer.Run`."""
         assert trained == (role == "policy"), role
-        hooks, config = self.hooks, self.config
+        config = self.config
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
-        empty = empty_model(config, task)
-        self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
-        paths, reason = candidates_of(empty.causal, self.longest, self.device)
-        check_packed(config.model, paths[0] if paths else "separate", reason)
-        shape = shape_of(empty)
-        plan = hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
-        module = load_model(config, plan=plan, mesh=self.mesh, hooks=hooks, role=role, task=task)
+        described = describe(config, task, longest=self.longest, device=self.device)
+        name = f"{role} {config.model.path}"
+        self.notes += check_positions(described.module.causal, self.longest, name)
+        paths, shape = described.paths, described.shape
+        check_packed(config.model, paths[0] if paths else "separate", described.reason)
+        plan = self.hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        engine, schedule = self._prepared(role, config, plan, task, dropout=dropout)
+        attention = choose_path(engine, self.mesh, longest=self.longest)
+        if compiles(config.model):
+            # Only now: the probe compares the model's own numbers.
+            _compile(engine, config.model, attention)
+        if engine.module.layers and trained:
+            self.notes.append(engine.module.layers)
+        self.roles[role] = Role(
+            engine=engine, plan=plan, shape=shape, task=task, attention=attention, schedule=schedule
+        )
+        return engine
+
+    def _prepared(
+        self, role: str, config: Config, plan: Plan, task: Task, *, dropout: bool
+    ) -> tuple[Engine, LRScheduler | None]:
+        """Read the weights, and have the backend prepare the model."""
+        hooks, mesh = self.hooks, self.mesh
+        module = load_model(config, plan=plan, mesh=mesh, hooks=hooks, role=role, task=task)
         if not dropout:
             without_dropout(module)
         optimizer = schedule = None
-        if trained:
+        if role == "policy":
             groups = parameter_groups(module, config.optim.weight_decay)
             optimizer = hooks.build_optimizer(groups=groups, config=config, plan=plan)
             schedule = hooks.build_schedule(optimizer=optimizer, config=config, steps=self.steps)
-            self.schedule = schedule
         engine = hooks.prepare(
-            model=module, optimizer=optimizer, schedule=schedule, role=role,
-            plan=plan, mesh=self.mesh,
-        )  # fmt: skip
-        self.engines[role], self.plans[role], self.shapes[role] = engine, plan, shape
-        self.tasks[role] = task
-        self.attention[role] = choose_path(engine, self.mesh, longest=self.longest)
-        if compiles(config.model):
-            # Only now: the probe compares the model's own numbers.
-            found = self.attention[role]
-            check_packed(config.model, found.path, found.reason)
-            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
-        if module.layers and trained:
-            self.notes.append(module.layers)
-        return engine
+            model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan, mesh=mesh
+        )
+        return engine, schedule
 
     def release(self, role: str) -> None:
-        """Give up an engine that was loaded for a while, with the memory of its weights."""
-        engine = self.engines.pop(role)
-        for known in (self.plans, self.shapes, self.tasks, self.attention):
-            known.pop(role)
-        for parameter in engine.module.parameters():
+        """Release an engine that is not used again, with the memory of its weights."""
+        for parameter in self.roles.pop(role).engine.module.parameters():
             # A backend may hold the module for good, so its weights are released one by one.
             free(parameter)
 
@@ -129,35 +149,50 @@ class Run:
         mix: float = 1.0,
         live: bool = False,
     ) -> Reference:
-        """The policy as it is before its first step, without gradient; call it after
-        `load("policy")`. Collective. Raises RLHFError for a mode that this run cannot have.
+        """See `rlhf.trainer.Run`."""
+        chosen, reason = choose_mode(
+            self.config, mode, num_rows=self._num_rows, steps=self.steps, every=every, live=live
+        )
+        note = f"reference  {chosen}: {reason}"
+        policy = self.roles["policy"].engine
+        if chosen == "cache":
+            self.notes.append(f"{note}; {self._cache_reference(policy)}")
+            return CachedReference()
+        self.notes.append(note)
+        if chosen == "adapter":
+            return EngineReference(policy, mode="adapter")
+        engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
+        if every is not None:
+            self.followers.append(
+                Follower(
+                    engine=engine, source=policy, plan=self.roles["reference"].plan, every=every,
+                    mix=mix, config=self.config, mesh=self.mesh, hooks=self.hooks,
+                )
+            )  # fmt: skip
+        return EngineReference(engine, mode="engine")
 
-        With `every` it moves after so many steps, each time to the share `mix` of the policy
-        (TR-DPO). `live` says that it will be asked about other tokens than those of the data, which
-        no cache can answer.
-        """
-        return make_reference(self, mode, every=every, mix=mix, live=live)
-
-    def cached(
-        self,
-        name: str,
-        folder: Callable[[], Path],
-        engine: Callable[[], Engine],
-        *,
-        read: Callable[[Engine, PackedBatch], Tensor] = own_logprobs,
-        width: int | None = None,
-    ) -> str:
-        """Give every example the value `name` per token (or `width` of them), in `batch.values`:
-        what `read(engine, batch)` gives of each prediction, [N] or [N, width].
-
-        It is kept in `folder()`; `engine` loads what computes the part that is not there. What was
-        done, in words. Collective.
-        """
-        self.examples, done = with_logprobs(
-            self.examples, name, folder(), self.mesh, engine=engine,
-            tokens=self.config.batch.budget, read=read, width=width,
-        )  # fmt: skip
-        return done
+    def teacher(
+        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
+    ) -> Engine | None:
+        """See `rlhf.trainer.Run`."""
+        check_teacher(self.config, model, self.tokenizer, top=top)
+        load = partial(self.load, TEACHER, model=model, trained=False)
+        if top is None:
+            engine = load()
+            size = self.roles[TEACHER].shape.parameters
+            self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
+            return engine
+        done = self._attach(
+            TOP_TOKENS,
+            teacher_folder(self.config, model, self.mesh, top=top, temperature=temperature),
+            load,
+            read=partial(top_tokens, top=top, temperature=temperature),
+            width=2 * top + 1,
+        )
+        if TEACHER in self.roles:
+            self.release(TEACHER)
+        self.notes.append(f"teacher    its {top} most likely tokens: {done}")
+        return None
 
     def sample(
         self,
@@ -168,12 +203,44 @@ class Run:
         max_new_tokens: int,
         temperature: float = 1.0,
     ) -> list[list[int]]:
-        """Answers drawn from the engine's own distribution at `temperature`, one for each prompt
-        (token ids), with EOS where they reached it. But for rounding an answer depends on its
-        prompt and its seed alone. Collective: every rank gives the same prompts and gets all
-        answers."""
+        """See `rlhf.trainer.Run`."""
         return sample(
             engine, prompts, self.hooks, self.mesh, self.tokenizer, seeds=seeds,
             max_new_tokens=max_new_tokens, temperature=temperature,
             tokens=self.config.batch.budget,
         )  # fmt: skip
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.examples[0]) if self.examples else 0
+
+    def _cache_reference(self, policy: Engine) -> str:
+        """Attach the policy's own log-probabilities: before its first step, and before a resume
+        loads other weights, it is its own reference."""
+        with evaluating(policy):
+            folder = cache_folder(self.config, self.mesh)
+            return self._attach(REFERENCE, folder, lambda: policy, read=own_logprobs)
+
+    def _attach(
+        self,
+        name: str,
+        folder: Path,
+        engine: Callable[[], Engine],
+        *,
+        read: Callable[[Engine, PackedBatch], Tensor],
+        width: int | None = None,
+    ) -> str:
+        """Give every example the value `name` per token (or `width` of them), from `folder`; what
+        is missing there is computed with `read` on the engine that `engine` loads. Returns what was
+        done, in words. Collective."""
+        self.examples, done = with_logprobs(
+            self.examples, name, folder, self.mesh, engine=engine,
+            tokens=self.config.batch.budget, read=read, width=width,
+        )  # fmt: skip
+        return done
+
+
+def _compile(engine: Engine, model: ModelConfig, attention: AttentionPath) -> None:
+    check_packed(model, attention.path, attention.reason)
+    module = engine.module
+    module.layers = compile_layers(decoder(module.causal), model.fp8)

@@ -1,87 +1,82 @@
-"""How a run introduces itself: its first lines, and what its folder holds before the first step."""
+"""The first lines of a run, and what its folder holds before the first step."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 
-from rlhf.data.examples import Examples
-from rlhf.loop.session import Session
+from rlhf.engine import Mesh
+from rlhf.folder.run_folder import RunFolder
 from rlhf.model.dropout import largest_dropout
 from rlhf.request.layers import to_tree
 from rlhf.request.reader import Request
-from rlhf.run.context import Run
+from rlhf.run.context import RunContext
+from rlhf.run.dataset import Dataset
 
 
-def introduce(
-    request: Request, session: Session, run: Run, *, train: Examples, held_out: Examples | None
+def introduce_run(
+    request: Request,
+    data: Dataset,
+    mesh: Mesh,
+    *,
+    path: Path,
+    steps: int,
+    more: Sequence[str],
 ) -> None:
-    """Write into the run folder what was asked and what came of it, and print the first lines: what
-    runs, where and how."""
-    assert session.folder is not None, "on the first rank alone"
-    session.folder.write_config(to_tree(request.config))
-    session.folder.write_json("plan.json", plans_of(run))
-    session.folder.write_versions(
+    """Print what is known before any weight is read: where the run is, its rows, and `more`."""
+    demo = "demo: the embedded model and rows, since no model and data are set; " * request.demo
+    lines = [
+        f"rlhf {request.name}  {demo}run folder {path}",
+        f"devices    {mesh.world} x {mesh.device.type}",
+        f"data       train: {data.train.report}",
+    ]
+    if data.eval is not None:
+        lines.append(f"           eval: {data.eval.report}")
+    lines.append(
+        f"steps      {steps:,} of {request.config.batch.size} rows, "
+        f"{data.steps_per_epoch(request.config):,} per epoch"
+    )
+    remarks = data.trainer.remarks(data.train)
+    print("\n".join([*lines, *more, *request.notes, *data.warnings(), *remarks]), flush=True)
+
+
+def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> None:
+    """Print how the models run, and write the configuration, the plans and the versions into the
+    run folder."""
+    folder.write_config(to_tree(request.config))
+    folder.write_json("plan.json", plans_of(run))
+    folder.write_versions(
         trainer=request.name, trust_remote_code=run.config.model.trust_remote_code
     )
-    remarks = session.trainer.remarks(train)
-    lines = first_lines(request, session, run, train=train, held_out=held_out)
-    warnings = lost_rows(train, held_out)
-    said = [*lines, *run.notes, *curve_line(run), *request.notes, *warnings, *remarks]
-    print("\n".join(said), flush=True)
+    config, policy = request.config, run.roles["policy"]
+    shape, plan = policy.shape, policy.plan
+    trained = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
+    lines = [
+        f"backend    {config.backend_name}: {plan.summary}",
+        f"model      {config.model.path}: {shape.parameters:,} parameters{trained}, "
+        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
+        f"attention  {policy.attention}",
+    ]
+    print("\n".join([*lines, *run.notes, *curve_line(run)]), flush=True)
 
 
-def lost_rows(train: Examples, held_out: Examples | None) -> list[str]:
-    """Return a warning for each part of the data of which many rows were dropped or cut."""
-    warnings = [train.report.warning("train")]
-    if held_out is not None:
-        warnings.append(held_out.report.warning("eval"))
-    return [f"warning    {warning}" for warning in warnings if warning]
-
-
-def curve_line(run: Run) -> list[str]:
-    """Why the loss curve of this run is not the same on other hardware, if it is not."""
+def curve_line(run: RunContext) -> list[str]:
+    """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
-    dropout = largest_dropout(run.engines["policy"].module)
+    dropout = largest_dropout(run.roles["policy"].engine.module)
     if dropout:
-        reasons.append(f"dropout {dropout:g} draws anew for each micro-batch")
+        reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
-        reasons.append("products in FP8 are scaled by what stands in a micro-batch")
+        reasons.append("products in FP8 are scaled per micro-batch")
     return [f"curve      depends on ranks and batch.tokens: {', and '.join(reasons)}"] * bool(
         reasons
     )
 
 
-def plans_of(run: Run) -> dict[str, Any]:
-    """What the backend and the start-up probe made of each role, as plain data."""
+def plans_of(run: RunContext) -> dict[str, Any]:
+    """Return how each role runs, as plain data."""
     return {
-        role: attrs.asdict(plan) | {"task": run.tasks[role], "attention": str(run.attention[role])}
-        for role, plan in run.plans.items()
+        name: attrs.asdict(role.plan) | {"task": role.task, "attention": str(role.attention)}
+        for name, role in run.roles.items()
     }
-
-
-def first_lines(
-    request: Request, session: Session, run: Run, *, train: Examples, held_out: Examples | None
-) -> list[str]:
-    """What runs, where and how."""
-    config, mesh, shape = request.config, session.mesh, run.shapes["policy"]
-    plan = run.plans["policy"]
-    demo = (
-        "demo: the embedded model and rows, since neither model nor data was given; " * request.demo
-    )
-    trainable = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
-    lines = [
-        f"rlhf {request.name}  {demo}run folder {session.path}",
-        f"devices    {mesh.world} x {mesh.device.type}",
-        f"backend    {config.backend_name}: {plan.summary}",
-        f"model      {config.model.path}: {shape.parameters:,} parameters{trainable}, "
-        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
-        f"attention  {run.attention['policy']}",
-        f"data       train: {train.report}",
-    ]
-    if held_out is not None:
-        lines.append(f"           eval: {held_out.report}")
-    lines.append(
-        f"steps      {session.num_steps:,} of {config.batch.size} rows, "
-        f"{session.train_order.steps_per_epoch:,} per epoch"
-    )
-    return lines

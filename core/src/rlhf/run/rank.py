@@ -22,7 +22,8 @@ from rlhf.loop.steps import train
 from rlhf.registry.gateway import build_gateways, load_hooks
 from rlhf.registry.load import load_object
 from rlhf.request.reader import Request
-from rlhf.run.preparation import out_of_memory, prepare_data, set_up
+from rlhf.run.dataset import prepare_data
+from rlhf.run.set_up import out_of_memory, set_up
 
 T = TypeVar("T")
 STOPPED = 143

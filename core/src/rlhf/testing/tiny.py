@@ -24,13 +24,15 @@ from rlhf.hookspecs import hookimpl
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
 from rlhf.loop.steps import take_step
-from rlhf.memory.fit import Headroom
-from rlhf.memory.rehearsal import largest, step_bytes
+from rlhf.memory.fit import StepFit
+from rlhf.memory.rehearsal import largest
+from rlhf.memory.step_bytes import step_bytes
 from rlhf.model.packed import PathName
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.preparation import headroom, prepare_data, set_up
+from rlhf.run.dataset import prepare_data
 from rlhf.run.rank import run_rank
+from rlhf.run.set_up import set_up, step_fit
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
 
@@ -148,7 +150,8 @@ def step_memory(
     """Return the bytes alive when backward begins and at the peak of the run's largest micro-batch:
     as estimated without values, and as measured in plain torch."""
     backend, session, asked = in_plain_torch(trainer, words, cache)
-    estimate = asked.estimate()
+    estimate = asked.estimate
+    assert estimate is not None, asked.rehearsed
     session.engine.train()
     batch = largest(session.train_order, session.num_steps)
     modules = [engine.module for engine in backend.engines]
@@ -159,7 +162,7 @@ def step_memory(
 
 def in_plain_torch(
     trainer: str, words: Sequence[str], cache: str
-) -> tuple["KeepingBackend", Session, Headroom]:
+) -> tuple["KeepingBackend", Session, StepFit]:
     """Set up a run that writes nothing, up to its first step, and what estimates that step."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
@@ -169,7 +172,7 @@ def in_plain_torch(
     data = prepare_data(request)
     output = Path(request.config.output or "")
     session = set_up(request, data, mesh, hooks, observers, output, None)
-    return backend, session, headroom(request.config, data, mesh, hooks)
+    return backend, session, step_fit(request.config, data, mesh, hooks)
 
 
 def _moment(session: Session, number: int, *, alone: bool) -> Moment:

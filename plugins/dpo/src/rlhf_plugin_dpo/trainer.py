@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.readouts import answer_logprobs
-from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Term, Trainer, load_own
+from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Run, Term, Trainer, load_own
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared
 
@@ -34,7 +34,7 @@ class DPOTrainer(Trainer):
     def example(self, row: Any) -> Example:
         return pair(row, likelihood=self.config.sft_weight > 0)
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         self.policy = run.load("policy", dropout=False)
         if self.config.needs_reference:
             self.reference = run.reference(

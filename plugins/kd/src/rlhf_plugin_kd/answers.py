@@ -1,19 +1,18 @@
 """Answers that the student or the teacher writes in place of the rows' own."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import attrs
 import numpy as np
 
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.trainer import Answer, Example
+from rlhf.trainer import Answer, Example, Run
 from rlhf_plugin_kd.config import KDConfig
 
 
 def with_new_answers(
-    run: Any,
+    run: Run,
     config: KDConfig,
     examples: Sequence[Example],
     step: int,
@@ -43,7 +42,7 @@ def with_new_answers(
     return made
 
 
-def check_room(run: Any, config: KDConfig) -> None:
+def check_room(run: Run, config: KDConfig) -> None:
     """Raise RLHFError where a new answer to the longest prompt could be larger than the budget."""
     if not config.writes:
         return

@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf.readouts import Mixture, distil, divergence
-from rlhf.reference.teacher import CachedTeacher
-from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer
+from rlhf.plugin import ModelConfig
+from rlhf.readouts import Mixture, TopTeacher, distil, divergence
+from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
-from rlhf_plugin_kd.teacher import load_teacher
 
 
 class KDTrainer(Trainer):
@@ -29,11 +28,14 @@ class KDTrainer(Trainer):
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers)
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         config = self.config
         self.run = run
         check_room(run, config)
-        self.teacher = load_teacher(run, config)
+        teacher = ModelConfig(
+            path=config.teacher, revision=config.teacher_revision, dtype=run.config.model.dtype
+        )
+        self.teacher = run.teacher(teacher, top=config.cache_top, temperature=config.temperature)
         self.policy = run.load("policy")
         self.mixture = Mixture(
             measure(config.loss, beta=config.beta, skew=config.skew),
@@ -45,16 +47,16 @@ class KDTrainer(Trainer):
         return self.config.writes
 
     def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
-        assert not isinstance(self.teacher, CachedTeacher), "refused by the configuration"
+        assert self.teacher is not None, "refused by the configuration"
         return with_new_answers(
             self.run, self.config, examples, step, student=self.policy, teacher=self.teacher
         )
 
     def compared(self, batch: PackedBatch) -> Mapping[str, Tensor]:
-        """The divergence from a teacher that runs, or from what is on disk of it."""
-        if not isinstance(self.teacher, CachedTeacher):
+        """Return the divergence from a running teacher, or from its most likely tokens."""
+        if self.teacher is not None:
             return distil(self.policy, self.teacher, batch, self.mixture)
-        known = self.teacher.at(batch)
+        known = TopTeacher.of(batch, self.config.cache_top)
         return self.policy(batch, partial(divergence, teacher=known, mixture=self.mixture))
 
     def loss(self, batch: PackedBatch) -> Loss:

@@ -13,7 +13,17 @@ import numpy as np
 from torch import Tensor
 
 from rlhf.readouts import answer_logprobs
-from rlhf.trainer import Example, Examples, Loss, Mismatched, Packable, PackedBatch, Term, Trainer
+from rlhf.trainer import (
+    Example,
+    Examples,
+    Loss,
+    Mismatched,
+    Packable,
+    PackedBatch,
+    Run,
+    Term,
+    Trainer,
+)
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 
 SIDES = ("chosen", "rejected")
@@ -26,7 +36,7 @@ class KTOTrainer(Trainer):
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers, {"desirable": float(row.columns["label"])})
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         self.policy = run.load("policy", dropout=False)
         self.reference = run.reference(self.config.reference, live=self.needs_survey())
 
@@ -75,6 +85,11 @@ class KTOTrainer(Trainer):
         if all(f"rewards/{side}" in found for side in SIDES):
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found
+
+    def check_examples(self, examples: Examples) -> None:
+        if self.needs_survey():
+            # Whether all find another row's answer does not depend on the draw.
+            Mismatched(examples, np.random.default_rng(0))
 
     def remarks(self, examples: Examples) -> Sequence[str]:
         config, num_desirable = self.config, int(examples.value("desirable").sum())

@@ -14,7 +14,7 @@ import torch
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_scores
-from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer, label_per_token
+from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer, label_per_token
 from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.measures import derived, step_sums
@@ -45,7 +45,7 @@ class PRMTrainer(Trainer):
             ]
         return Example(row.prompt, row.answers, {"label": [labels]})
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         if self.config.formulation == "token":
             self.policy = run.load("policy", dropout=False)
             self.read = partial(token_scores, tokens=self.tokens.to(run.device))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf.readouts import scores
-from rlhf.trainer import Example, Loss, PackedBatch, Term, Trainer
+from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_rm import losses
 
 
@@ -25,7 +25,7 @@ class RMTrainer(Trainer):
         margin = self.config.margin * (row.columns.get("margin") or 0.0)
         return Example(row.prompt, row.answers, {"rank": row.columns["ranks"], "margin": margin})
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         self.policy = run.load("policy", task="sequence", dropout=False)
 
     def loss(self, batch: PackedBatch) -> Loss:

@@ -8,7 +8,7 @@ split.
 from typing import Any
 
 from rlhf.readouts import summed_logprobs
-from rlhf.trainer import Answer, Example, Loss, PackedBatch, Term, Trainer
+from rlhf.trainer import Answer, Example, Loss, PackedBatch, Run, Term, Trainer
 
 
 class SFTTrainer(Trainer):
@@ -20,7 +20,7 @@ class SFTTrainer(Trainer):
         (answer,) = row.answers
         return Example([], [Answer([*row.prompt, *answer.tokens])])
 
-    def setup(self, run: Any) -> None:
+    def setup(self, run: Run) -> None:
         self.policy = run.load("policy")
 
     def loss(self, batch: PackedBatch) -> Loss:

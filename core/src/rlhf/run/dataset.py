@@ -1,0 +1,101 @@
+"""The tokenised rows of a run, checked against its trainer and its model."""
+
+import attrs
+from attrs import frozen
+
+from rlhf.config.sections import Config
+from rlhf.data.tokenise import Examples, prepare
+from rlhf.errors import RLHFError
+from rlhf.memory.choice import START
+from rlhf.model.architecture import known_tokens
+from rlhf.model.tokenizer import load_tokenizer
+from rlhf.registry.load import load_object
+from rlhf.request.reader import Request
+from rlhf.trainer import Trainer
+
+
+@frozen(kw_only=True)
+class Dataset:
+    """The tokenised rows, and the trainer that turned them into trees."""
+
+    trainer: Trainer
+    train: Examples
+    eval: Examples | None
+
+    @property
+    def parts(self) -> list[Examples]:
+        """The rows to train on, and the held-out ones if there are any."""
+        return [part for part in (self.train, self.eval) if part]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path."""
+        return max(int(part.longest_path.max()) for part in self.parts)
+
+    def with_token_budget(self, config: Config) -> Config:
+        """Return `config` with a number for `batch.tokens: auto`, which holds every example and
+        every one that a rollout may make."""
+        if config.batch.tokens != "auto":
+            return config
+        made = config.data.max_tokens if self.trainer.needs_rollout() else 0
+        tokens = max(START, made, *(int(part.lengths.max()) for part in self.parts))
+        return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
+
+    def steps_per_epoch(self, config: Config) -> int:
+        """Return the number of optimizer steps that take every row once."""
+        return -(-len(self.train) // config.batch.size)
+
+    def num_steps(self, config: Config) -> int:
+        """Return the number of optimizer steps of the whole schedule."""
+        return config.train.steps or self.steps_per_epoch(config) * config.train.epochs
+
+    def warnings(self) -> list[str]:
+        """Return a line for each part of the data of which many rows were dropped or cut."""
+        warnings = [self.train.report.warning("train")]
+        if self.eval is not None:
+            warnings.append(self.eval.report.warning("eval"))
+        return [f"warning    {warning}" for warning in warnings if warning]
+
+
+def prepare_data(request: Request) -> Dataset:
+    """Read the tokenised rows of a run; those that are not in the cache are tokenised first.
+
+    Without a collective, so that no rank waits for another one's cache. Raises RLHFError for rows
+    that cannot be used, such as tokens without an embedding.
+    """
+    config = request.config
+    tokenizer = load_tokenizer(config)
+    trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
+    parts = {
+        which: prepare(config, trainer, tokenizer, which=which)
+        for which in ("train", "eval")
+        if getattr(config.data, which)
+    }
+    data = Dataset(trainer=trainer, train=parts["train"], eval=parts.get("eval"))
+    _check_tokens(data, config)
+    for which, part in parts.items():
+        try:
+            trainer.check_examples(part)
+        except RLHFError as error:
+            raise RLHFError(f"data.{which}: {error}") from None
+    return data
+
+
+def _check_tokens(data: Dataset, config: Config) -> None:
+    """Raise RLHFError for a token without an embedding."""
+    trainer, known = data.trainer, known_tokens(config)
+    tokenizer = trainer.tokenizer
+    # Only a trainer of raw rows can make tokens that the tokenizer does not have.
+    own_tokens = trainer.row_format is None
+    if known is None or (not own_tokens and max(tokenizer.get_vocab().values()) < known):
+        return
+    for part in data.parts:
+        beyond = part.first_beyond(known)
+        if beyond is not None:
+            where, number = beyond
+            token = tokenizer.convert_ids_to_tokens(number)
+            raise RLHFError(
+                f"{where}: {config.model.path} has embeddings for {known:,} tokens but none for "
+                f"{token!r} ({number}); set model.tokenizer to the tokenizer of this model, or add "
+                "embeddings for all of its tokens to the model"
+            )

@@ -1,0 +1,110 @@
+"""From tokenised rows to a run that is ready for its first step."""
+
+from pathlib import Path
+
+from rlhf.config.sections import Config
+from rlhf.data.order import RunOrder
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import RunFolder
+from rlhf.journal.journal import Journal
+from rlhf.journal.speed import Speed, peak_of
+from rlhf.loop import random_state
+from rlhf.loop.best import Best
+from rlhf.loop.session import RunRecord, Session
+from rlhf.loop.survey import Survey
+from rlhf.memory.choice import choose
+from rlhf.memory.fit import StepFit
+from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.registry.gateway import BackendGateway, ObserverGateway
+from rlhf.request.reader import Request
+from rlhf.run.context import RunContext
+from rlhf.run.dataset import Dataset
+from rlhf.run.introduction import introduce_models, introduce_run
+
+
+def set_up(
+    request: Request,
+    data: Dataset,
+    mesh: Mesh,
+    hooks: BackendGateway,
+    observers: ObserverGateway,
+    path: Path,
+    folder: RunFolder | None,
+) -> Session:
+    """Choose what is auto, load the models, and lay out the rows. Collective."""
+    fit, choice = choose_fit(request.config, data, mesh, hooks)
+    config, trainer = fit.config, data.trainer
+    run = RunContext(
+        config, trainer.tokenizer, mesh, hooks, steps=fit.steps, longest=data.longest,
+        examples=data.parts,
+    )  # fmt: skip
+    if folder is not None:
+        memory = memory_lines(fit, choice, path)
+        introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
+    trainer.setup(run)
+    random_state.spread(config.train.seed, mesh.rank)
+    policy = run.roles["policy"]
+    assert policy.schedule is not None, "the policy is trained"
+    # Not `data.parts`: those of the run have the values that its setup computed.
+    train_order, *eval_orders = (
+        RunOrder.from_config(
+            part, config, trainer, shuffle=not number,
+            rank=mesh.rank, ranks=mesh.world, device=mesh.device,
+        )
+        for number, part in enumerate(run.examples)
+    )  # fmt: skip
+    session = Session(
+        record=RunRecord(name=request.name, folder=path, config=config, steps=run.steps),
+        config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=trainer,
+        survey=Survey(trainer, mesh), engine=policy.engine,
+        followers=run.followers, schedule=policy.schedule,
+        train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
+        num_steps=run.steps, path=path, folder=folder,
+        best=Best(metric=config.checkpoint.best, patience=config.train.patience),
+        speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
+    )  # fmt: skip
+    session.journal = Journal(session)
+    if folder is not None:
+        introduce_models(request, run, folder)
+    return session
+
+
+def choose_fit(
+    config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway
+) -> tuple[StepFit, str]:
+    """Return the fit with the values that were chosen, and the line that explains them.
+    Collective."""
+    fit = step_fit(config, data, mesh, hooks)
+    any_tokens = config.batch.tokens == "auto"
+    # Ranks may see different amounts of device memory: rank 0 decides.
+    chosen = choose(fit, any_tokens=any_tokens) if mesh.rank == 0 else None
+    choice, line = mesh.gather(chosen)[0]
+    return choice.apply_to(fit), line
+
+
+def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
+    """Return what the run prints about the memory of an accelerator before it reads weights. A
+    failed rehearsal leaves its traceback in the run folder."""
+    if fit.mesh.device.type == "cpu":
+        return []
+    if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
+        (path / "rehearsal.txt").write_text(fit.rehearsed.traceback)
+    return [line for line in (choice, fit.line()) if line]
+
+
+def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:
+    """Return whether a step of this run fits."""
+    return StepFit(
+        data.trainer, data.with_token_budget(config), mesh, hooks, steps=data.num_steps(config),
+        longest=data.longest, examples=data.parts,
+    )  # fmt: skip
+
+
+def out_of_memory(
+    config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway, cause: BaseException
+) -> RLHFError:
+    """Return the error of a run whose accelerator ran out of memory."""
+    fit = step_fit(config, data, mesh, hooks)
+    choice, _ = choose(fit, any_tokens=config.batch.tokens == "auto")
+    return choice.apply_to(fit).error(cause)

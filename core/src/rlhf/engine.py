@@ -67,6 +67,8 @@ class Plan:
     lighter: tuple[str, ...] = ()
     """Backend settings that would need less device memory, the smallest change first, each with
     what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
+    patches: tuple[str, ...] = ()
+    """Names of the backend's patches of its library."""
 
 
 @documented
@@ -83,8 +85,6 @@ class Mesh:
     """Number of this process on its host, from 0."""
     device: torch.device = field(factory=lambda: torch.device("cpu"))
     """Device of this rank."""
-    axes: Any = None
-    """The torch DeviceMesh with axes (data, sequence, tensor), or None with one process."""
     memory: int = 0
     """Bytes of device memory of this rank (on a CPU its share of the host's); 0 if unknown."""
 
@@ -179,9 +179,8 @@ class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 
     module: Any
-    """The prepared `PackedModel`, unwrapped. Code that reads weights outside of a forward gets it
-    from the engine again after each step: some weights may still be on their way from other
-    ranks. `module.save_weights(weights, directory)` writes a model folder."""
+    """The prepared `PackedModel`, unwrapped. `module.save_weights(weights, directory)` writes a
+    model folder."""
     role: str
     """`policy` for the trained engine, else a name such as `reference` or `teacher`."""
     stage: int

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rlhf_plugin_deepspeed.ahead import Backlog, fence_of, run_ahead
+from rlhf_plugin_deepspeed.gathering import PRIVATE, coordinator_of
 
 from rlhf.testing.problem import Case, Packed, configure, losses, shape, start
 from rlhf_plugin_deepspeed import ahead
 from rlhf_plugin_deepspeed import engine as engines
-from rlhf_plugin_deepspeed.ahead import Backlog, fence_of, run_ahead
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.gathering import PRIVATE, coordinator_of
 
 
 def test_the_host_waits_for_the_device_where_memory_ends(monkeypatch):

@@ -2,9 +2,8 @@
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
-from torch import nn
-
 from rlhf_plugin_deepspeed.bookkeeping import parameters_of, remember_parameters
+from torch import nn
 
 
 def test_a_modules_parameters_are_looked_for_once():

@@ -7,12 +7,12 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from rlhf_plugin_deepspeed.gathering import Inflight, _group_of, gather, take_over
 from torch import nn
 
 from rlhf.testing.problem import Case, configure, losses, shape, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.gathering import Inflight, _group_of, gather, take_over
 
 
 def gathered_at_once():

@@ -4,14 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from streams import Stream, Streams, seen_by
-from torch import nn
-
-from rlhf.testing.problem import configure
-from rlhf_plugin_deepspeed import reductions
-from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.engine import _some_empty
 from rlhf_plugin_deepspeed.reductions import (
     Ordered,
     _keep_shards,
@@ -20,6 +12,14 @@ from rlhf_plugin_deepspeed.reductions import (
     lighten_reductions,
     reduce_scatter,
 )
+from streams import Stream, Streams, seen_by
+from torch import nn
+
+from rlhf.testing.problem import configure
+from rlhf_plugin_deepspeed import reductions
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.engine import _some_empty
 
 
 def shards_of_means(sizes):

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend's record: light, so that a typo in a config is told before torch is
+"""The DeepSpeed backend. Its record is light: a typo in a config is an error before torch is
 imported."""
 
 from rlhf.plugin import BackendPlugin

@@ -19,20 +19,17 @@ from rlhf.hookspecs import hookimpl
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
-from rlhf_plugin_deepspeed.capabilities import check_sums, installed_version
+from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.config import resolve
-from rlhf_plugin_deepspeed.engine import (
-    InferenceEngine,
-    TrainingEngine,
-    prepare_inference,
-    prepare_training,
-)
+from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
+from rlhf_plugin_deepspeed.patches.install import restore_modules
+from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
+from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.weights import gathered, load, mix, sharded_creation
 
 
 class DeepSpeedBackend:
-    """ZeRO 0 to 3 through DeepSpeed, on every accelerator that DeepSpeed knows, the CPU among
-    them."""
+    """ZeRO 0 to 3 through DeepSpeed; tested on CUDA and on the CPU."""
 
     def __init__(self) -> None:
         self._started_group = False
@@ -126,12 +123,10 @@ class DeepSpeedBackend:
 
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
-        meshes.restore()
-        # A group that was there before belongs to whoever started it.
+        restore_modules()
+        # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()
-        elif mesh.axes is not None:
-            meshes.dissolve(mesh.axes)
         return True
 
 

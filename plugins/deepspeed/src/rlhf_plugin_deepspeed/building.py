@@ -1,4 +1,4 @@
-"""Operators that DeepSpeed compiles at their first use."""
+"""Operators that DeepSpeed compiles when they are first used."""
 
 import fcntl
 import os
@@ -15,34 +15,34 @@ from torch.utils.cpp_extension import _get_build_directory
 
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 SILENT_SECONDS = 5.0
-"""How long an operator may take to be there without a word."""
+"""How long an operator may take to load before a line says why."""
 
 
 @cache
 def compiled(builder: str) -> str:
-    """Compile or load an operator of DeepSpeed's; returns why it cannot be had, or ""."""
-    with _own_architecture(), _said_if_long(builder.removesuffix("Builder")):
+    """Compile or load an operator of DeepSpeed's; returns why that failed, or ""."""
+    with _own_architecture(), _announced_if_long(builder.removesuffix("Builder")):
         try:
             operator = get_accelerator().create_op_builder(builder)
-            with _alone(Path(_get_build_directory(operator.name, False))):
+            with _one_build(Path(_get_build_directory(operator.name, False))):
                 operator.load(verbose=False)
         except Exception as error:  # The compilers' failures have no type in common.
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return f"DeepSpeed's own cannot be built here: {lines[0][:120]}"
+            return f"DeepSpeed's cannot be built here: {lines[0][:120]}"
     return ""
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One build at a time in `folder`, and none that waits for one that was killed.
+def _one_build(folder: Path) -> Iterator[None]:
+    """Run one build at a time in `folder`, without waiting for one that was killed.
 
-    torch's own lock is a file of this name, which a killed build leaves behind for ever. Ours goes
-    with the process; what it holds says that torch's is of a build in here.
+    torch's own lock is the file `lock`, which a killed build leaves behind for ever. Ours ends with
+    the process; its text says that torch's lock belongs to a build under ours.
     """
     with (folder / "rlhf.lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # A file system without locks is left to torch's.
+        except OSError:  # A file system without locks: torch's is all there is.
             yield
             return
         file.seek(0)
@@ -56,9 +56,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _said_if_long(operator: str) -> Iterator[None]:
-    """One line on each host where this takes as long as compilers do."""
-    line = f"building DeepSpeed's {operator}, once for this machine: a minute or two"
+def _announced_if_long(operator: str) -> Iterator[None]:
+    """Print one line on each host if this takes as long as a compiler does."""
+    line = f"compiling DeepSpeed's {operator}: a minute or two, once per machine"
     timer = Timer(SILENT_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -71,12 +71,15 @@ def _said_if_long(operator: str) -> Iterator[None]:
 
 @contextmanager
 def _own_architecture() -> Iterator[None]:
-    """Build for the devices that are here: DeepSpeed cannot read entries such as "10.0a" in the
+    """Build for this machine's devices only: DeepSpeed cannot read entries such as "10.0a" in the
     variable."""
     before = os.environ.get(ARCHITECTURES)
     if torch.version.cuda and torch.cuda.is_available():
-        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        os.environ[ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in sorted(found))
+        devices = range(torch.cuda.device_count())
+        capabilities = {torch.cuda.get_device_capability(device) for device in devices}
+        os.environ[ARCHITECTURES] = ";".join(
+            f"{major}.{minor}" for major, minor in sorted(capabilities)
+        )
     try:
         yield
     finally:

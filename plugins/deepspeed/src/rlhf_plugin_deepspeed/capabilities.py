@@ -1,16 +1,17 @@
-"""What this backend can do, at which ZeRO stages and from which DeepSpeed version on: one table for
-the config's checks and for docs/backends.md."""
+"""What this backend can do, at which ZeRO stages and with which DeepSpeed: one table for the checks
+of the configuration and for docs/backends.md."""
 
-import re
 from collections.abc import Collection, Mapping
-from importlib import metadata
 from typing import Any
 
 from attrs import frozen
 
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.versions import older
 
 LEAST = "0.19.0"
+BEFORE = "0.20"
+"""The first DeepSpeed that may be too different for the patches."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 STAGES = (0, 1, 2, 3)
 
@@ -21,21 +22,21 @@ class Capability:
 
     feature: str
     setting: str
-    """The key that asks for it, or "" where it is always there."""
+    """The key that turns it on, or "" where it is always on."""
     least: str = LEAST
     """Least DeepSpeed version."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
-    """Those that core's configuration lets it have."""
+    """Values of `model.dtype` that core's configuration allows with it."""
     excludes: tuple[str, ...] = ()
-    """Settings that it does not go with."""
+    """Settings that it cannot be combined with."""
     optional_stage: bool = False
-    """Whether `stage: auto` picks a stage where it holds, if that is not every one."""
+    """Whether `stage: auto` chooses among the stages at which it works."""
     alternative: str = ""
-    """What to do at another stage, as the end of an error's sentence."""
+    """The remedy at another stage, as the end of an error."""
 
-    def holds_at(self, stage: int | str) -> bool:
-        """Whether it acts at a stage, or at the one that `auto` picks."""
+    def works_at(self, stage: int | str) -> bool:
+        """Return whether it works at a stage, or at the one that `auto` chooses."""
         if stage == "auto":
             return self.optional_stage or self.stages == STAGES
         return stage in self.stages
@@ -48,7 +49,7 @@ CAPABILITIES = (
         setting="deepspeed.offload_optimizer",
         stages=(1, 2, 3),
         optional_stage=True,
-        alternative="drop it or use the preset zero1_offload",
+        alternative="remove it or use the preset zero1_offload",
     ),
     Capability(
         feature="parameters on the CPU",
@@ -56,20 +57,20 @@ CAPABILITIES = (
         stages=(3,),
         optional_stage=True,
         excludes=("model.quantize",),
-        alternative="drop it or use the preset zero3_offload",
+        alternative="remove it or use the preset zero3_offload",
     ),
     Capability(
         feature="small parameters kept whole",
         setting="deepspeed.persistence_threshold",
         stages=(3,),
-        alternative="drop it or set deepspeed.stage to 3",
+        alternative="remove it or set deepspeed.stage to 3",
     ),
     Capability(
         feature="size of reduced and gathered buckets",
         setting="deepspeed.bucket_size",
         stages=(1, 2, 3),
         optional_stage=True,
-        alternative="drop it or use the preset zero1",
+        alternative="remove it or use the preset zero1",
     ),
     Capability(
         feature="4-bit base under LoRA",
@@ -106,88 +107,60 @@ CAPABILITIES = (
 )
 
 
-def installed_version() -> str:
-    """DeepSpeed's version from its metadata, without importing it."""
-    return metadata.version("deepspeed")
-
-
 def check_version(version: str) -> None:
-    """Raise RLHFError for a DeepSpeed older than this backend needs."""
+    """Raise RLHFError for a DeepSpeed that this backend does not work with."""
+    wanted = f"run pip install 'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
     if older(version, LEAST):
         raise RLHFError(
-            f"deepspeed {version} is installed but {LEAST} is the least that trains right (0.18 "
-            "loses gradients at ZeRO-2 with the optimizer on the CPU): run pip install -U "
-            "deepspeed."
+            f"deepspeed {version} is too old: before {LEAST} it loses gradients at stage 2 with "
+            f"the optimizer on the CPU; {wanted}"
+        )
+    if not older(version, BEFORE):
+        raise RLHFError(
+            f"deepspeed {version} is too new: this backend patches internals of deepspeed "
+            f"{LEAST.removesuffix('.0')}; {wanted}"
         )
 
 
 def check_capabilities(settings: Collection[str], *, stage: int | str, version: str) -> None:
-    """Raise RLHFError for the first of `settings` that has no effect at `stage` or with
+    """Raise RLHFError for the first of `settings` that does not work at `stage` or with
     `version`."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
         if older(version, row.least):
             raise RLHFError(
-                f"{row.setting} needs deepspeed {row.least} or newer but {version} is installed: "
-                "run pip install -U deepspeed."
+                f"{row.setting} needs deepspeed {row.least} or newer but {version} is installed; "
+                "run pip install -U deepspeed"
             )
         for other in row.excludes:
             if other in settings:
-                raise RLHFError(f"{row.setting} does not go with {other}: drop one of the two.")
-        if not row.holds_at(stage):
+                raise RLHFError(
+                    f"{row.setting} cannot be combined with {other}; remove one of the two"
+                )
+        if not row.works_at(stage):
             raise RLHFError(
-                f"{row.setting} has no effect at ZeRO stage {stage}: it acts at "
-                f"{_listed(row.stages)} alone, so {row.alternative}."
+                f"{row.setting} has no effect at ZeRO stage {stage}, only at "
+                f"{_listed(row.stages)}; {row.alternative}"
             )
 
 
 def check_sums(settings: Mapping[str, Any], *, stage: int, version: str) -> None:
-    """Refuse a plan's `settings`, which an extension may have changed, where DeepSpeed adds up
-    gradients wrongly: on two ranks 0.19.0 does, 0.19.8 does not. Raises RLHFError."""
-    apart = settings["zero_optimization"].get("contiguous_gradients") is False
-    if stage in (1, 2) and apart and older(version, "0.19.8"):
+    """Raise RLHFError for `settings` of a plan, which an extension may have changed, with which
+    DeepSpeed adds up gradients wrongly: 0.19.0 does on two ranks, 0.19.8 does not."""
+    one_by_one = settings["zero_optimization"].get("contiguous_gradients") is False
+    if stage in (1, 2) and one_by_one and older(version, "0.19.8"):
         raise RLHFError(
-            f"zero_optimization.contiguous_gradients is false, with which DeepSpeed {version} adds "
-            f"up gradients wrongly at stage {stage}: leave it true or pip install "
-            "'deepspeed>=0.19.8'."
+            f"zero_optimization.contiguous_gradients is false, with which deepspeed {version} adds "
+            f"up gradients wrongly at stage {stage}; leave it true or run pip install "
+            "'deepspeed>=0.19.8,<0.20'"
         )
 
 
 def stages_for(settings: Collection[str]) -> tuple[int, ...]:
-    """The stages at which all of `settings` act: what `stage: auto` may choose from."""
+    """Return the stages at which all of `settings` work: those that `stage: auto` chooses from."""
     rows = [row for row in CAPABILITIES if row.setting in settings]
     return tuple(stage for stage in range(4) if all(stage in row.stages for row in rows))
-
-
-def table() -> str:
-    """The capabilities as a Markdown table."""
-    lines = [
-        "| feature | setting | deepspeed | stages | precisions | not with |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in CAPABILITIES:
-        cells = (
-            row.feature,
-            f"`{row.setting}`" if row.setting else "",
-            f">= {row.least}",
-            ", ".join(map(str, row.stages)),
-            ", ".join(row.precisions),
-            ", ".join(f"`{name}`" for name in row.excludes),
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def older(version: str, than: str) -> bool:
-    """Whether a version is older than another one, by number: 0.19.10 is newer than 0.19.9."""
-    return _numbers(version) < _numbers(than)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = tuple(int(part) for part in found.group().split(".")) if found else ()
-    return numbers + (0,) * (3 - len(numbers))
 
 
 def _listed(stages: tuple[int, ...]) -> str:

@@ -1,9 +1,9 @@
-"""Resumable state in DeepSpeed's own files, with a note beside them of what may open it again."""
+"""Resumable state in DeepSpeed's own files, with a note of the layout that can load it."""
 
 import io
 import json
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 
 def save(engine: TrainingEngine, directory: Path, state: Mapping[str, Any]) -> None:
     """Write the engine, its schedule and `state` into `directory`. Collective."""
-    engine.wait_for_weights()
     schedule = engine.schedule.state_dict() if engine.schedule is not None else None
     engine.deepspeed.save_checkpoint(
         str(directory),
@@ -50,6 +49,21 @@ def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
     """Restore `engine` and return the `state` that was saved. Raises RLHFError for another layout.
     Collective."""
     note = read_note(directory)
+    _check_layout(engine, note, directory)
+    with _own_clipping(engine.deepspeed.optimizer):
+        _, client = engine.deepspeed.load_checkpoint(
+            str(directory),
+            tag=TAG,
+            load_module_strict=not note["adapter"],
+            load_lr_scheduler_states=False,
+        )
+    if engine.schedule is not None and client["rlhf"]["schedule"] is not None:
+        engine.schedule.load_state_dict(client["rlhf"]["schedule"])
+    replay_steps(engine.deepspeed.basic_optimizer)
+    return client["rlhf"]["state"]
+
+
+def _check_layout(engine: TrainingEngine, note: Mapping[str, Any], directory: Path) -> None:
     now = {
         "stage": (engine.stage, "deepspeed.stage"),
         "ranks": (engine.mesh.world, "--nproc"),
@@ -61,28 +75,35 @@ def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
     }
     for name, (value, setting) in now.items():
         if note[name] != value:
-            given = json.dumps(note[name]).strip('"')
+            written = json.dumps(note[name]).strip('"')
             raise RLHFError(
                 f"the checkpoint {directory} was written with {name} {note[name]} but this run "
-                f"has {value}: resume it with {setting} {given}."
+                f"has {value}; resume it with {setting} {written}"
             )
-    engine.wait_for_weights()
-    _, client = engine.deepspeed.load_checkpoint(
-        str(directory),
-        tag=TAG,
-        load_module_strict=not note["adapter"],
-        load_lr_scheduler_states=False,
-    )
-    if engine.schedule is not None and client["rlhf"]["schedule"] is not None:
-        engine.schedule.load_state_dict(client["rlhf"]["schedule"])
-    replay_steps(engine.deepspeed.basic_optimizer)
-    return client["rlhf"]["state"]
+
+
+@contextmanager
+def _own_clipping(optimizer: Any) -> Iterator[None]:
+    """Keep this run's clipping. DeepSpeed takes it from the checkpoint, and refuses one that clips
+    where this run leaves out the norm; older checkpoints over bf16 states are such."""
+    kept = {
+        name: getattr(optimizer, name)
+        for name in ("clip_grad", "compute_grad_norm")
+        if hasattr(optimizer, name)
+    }
+    if "compute_grad_norm" in kept:
+        optimizer.compute_grad_norm = True
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(optimizer, name, value)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The full-precision state dict in a checkpoint of any stage and number of ranks, on the host.
+    """Return the state dict in fp32 of a checkpoint of any stage and number of ranks, on the host.
 
-    Of an adapter's run it holds the trained weights alone.
+    From an adapter's run it only holds the trained weights.
     """
     note = read_note(directory)
     weights = (
@@ -90,37 +111,36 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     )
     if not note["adapter"]:
         return weights
-    # The base is not written, but for a tied weight, which DeepSpeed leaves in under its second
-    # name.
+    # The base is not written, except a tied weight, which DeepSpeed keeps under its second name.
     trained = {name for names in note["trained"] for name in names}
     return {name: value for name, value in weights.items() if name in trained}
 
 
 def _read_shards(directory: Path, note: Mapping[str, Any]) -> dict[str, Tensor]:
-    # It reports its progress with print and bars, shard by shard.
+    # DeepSpeed prints its progress, shard by shard.
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         weights = get_fp32_state_dict_from_zero_checkpoint(
             str(directory), tag=TAG, exclude_frozen_parameters=note["adapter"]
         )
     if note["stage"] < 3:
-        # Frozen weights are in no optimizer: at stage 1 the module's state alone has them.
+        # Frozen weights are in no optimizer: at stage 1 only the module's state has them.
         weights = {**_model_states(directory)["module"], **weights}
     return _floats(weights)
 
 
 def read_note(directory: Path) -> dict[str, Any]:
-    """What wrote the checkpoint. Raises RLHFError where nothing of this backend is."""
+    """Return the note of the layout. Raises RLHFError where this backend wrote no checkpoint."""
     path = directory / NOTE
     if not path.is_file():
         raise RLHFError(
-            f"{directory} holds no checkpoint of the deepspeed backend ({NOTE} is missing): name "
-            "a folder under checkpoints/ of a run, or resume with the backend that wrote it."
+            f"{directory} is not a checkpoint of the deepspeed backend ({NOTE} is missing); name a "
+            "folder under checkpoints/ of a run, or resume with the backend that wrote it"
         )
     return json.loads(path.read_text())
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether only an adapter of peft's is trained, so that the base need not be written."""
+    """Return whether only an adapter of peft's is trained, so that the base is not written."""
     return any(hasattr(part, "peft_config") for part in module.modules())
 
 
@@ -142,19 +162,20 @@ def _read_stage_0(directory: Path, note: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def _retie(weights: dict[str, Tensor], states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A tied weight is mastered under one of its names; the others get the same tensor."""
+    """Give all names of a tied weight the tensor whose master was saved under one of them."""
     for copy, original in (states.get("shared_params") or {}).items():
         weights[copy] = weights[original]
     return weights
 
 
 def _model_states(directory: Path) -> dict[str, Any]:
-    # A run's own file: DeepSpeed pickles its settings beside the tensors.
+    # A file of the user's own run; DeepSpeed pickles its settings beside the tensors.
     return torch.load(directory / TAG / MODEL_STATES, map_location="cpu", weights_only=False)
 
 
 def _floats(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All weights in fp32, buffers of integers as they are; tied weights stay one tensor."""
+    """Return all weights in fp32 and buffers of integers as they are; tied weights stay one
+    tensor."""
     made: dict[int, Tensor] = {}
     for value in weights.values():
         if id(value) not in made:

@@ -1,19 +1,19 @@
-"""The section `deepspeed:`: presets, what they stand for, and the combinations that are refused."""
+"""The section `deepspeed:`: presets, what they set, and the combinations that are refused."""
 
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
 from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.capabilities import check_capabilities, check_version, installed_version
+from rlhf_plugin_deepspeed.capabilities import check_capabilities, check_version
+from rlhf_plugin_deepspeed.versions import installed_version
 
 optional = validators.optional
-PARALLEL = ("tensor_parallel", "sequence_parallel")
 
 
 @frozen
 class Offload:
-    """What a preset stands for."""
+    """What a preset sets."""
 
     stage: int
     optimizer: bool = False
@@ -42,32 +42,31 @@ class DeepSpeedConfig:
 
     preset: str = field(default="auto", validator=validators.in_(("auto", *PRESETS)))
     """auto, ddp (also zero, zero0), zero1, zero2, zero3, and zero1_offload, zero2_offload
-    (optimizer on the CPU), zero3_offload (optimizer and parameters on the CPU); `_cpuoffload` says
-    the same as `_offload`."""
+    (optimizer on the CPU), zero3_offload (optimizer and parameters on the CPU); `_cpuoffload` is
+    another spelling of `_offload`."""
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """ZeRO stage: 0 shares nothing, 1 shards the optimizer's states, 2 the gradients too, 3 the
-    weights too. auto is the preset's, else the smallest whose states fit 60 % of the accelerator's
+    """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
+    weights. auto is the preset's, else the smallest whose states fit 60 % of the accelerator's
     memory."""
     offload_optimizer: bool | None = None
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""
     offload_param: bool | None = None
     """Weights on the CPU between uses, stage 3; default: the preset's."""
-    tensor_parallel: int = field(default=1, validator=validators.ge(1))
-    """Ranks that share each layer; only 1 so far."""
-    sequence_parallel: int = field(default=1, validator=validators.ge(1))
-    """Ranks that share each sequence; only 1 so far."""
     timeout: float = field(
         default=30.0, validator=validators.and_(validators.gt(0), validators.le(10**6))
     )
     """Minutes a rank waits for the others in a collective before the run fails (DeepSpeed's own
     default is 10)."""
     persistence_threshold: int | None = field(default=None, validator=optional(validators.ge(0)))
-    """Stage 3: parameters with at most so many elements stay whole on every rank; DeepSpeed's
-    default 100000."""
+    """Stage 3: parameters with at most this many elements stay whole on every rank; DeepSpeed's
+    default is 100000."""
     bucket_size: int | None = field(default=None, validator=optional(validators.gt(0)))
     """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8, or the model's
-    size if smaller. Reduced beside backward: a layer's, 5e7 to 2e8."""
+    size if smaller. Reductions during backward: the size of a layer, 5e7 to 2e8."""
+    patches: Literal["all", "correctness"] = "all"
+    """Which patches of DeepSpeed are installed: all of docs/backends.md, or only those that correct
+    results need. A DeepSpeed newer than the tested ones gets only those."""
 
 
 @frozen(kw_only=True)
@@ -80,8 +79,8 @@ class Resolved:
 
 
 def resolve(section: DeepSpeedConfig) -> Resolved:
-    """The preset's values where the section says nothing. Raises RLHFError where it contradicts the
-    preset."""
+    """Return the section with the preset's values where it sets none. Raises RLHFError where it
+    contradicts the preset."""
     preset = PRESETS.get(section.preset)
     if preset is None:
         stage = 3 if section.offload_param and section.stage == "auto" else section.stage
@@ -93,14 +92,16 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
     if section.stage not in ("auto", preset.stage):
         raise RLHFError(
             f"deepspeed.stage is {section.stage} but the preset {section.preset} is stage "
-            f"{preset.stage}: give one of the two."
+            f"{preset.stage}; set only one of the two"
         )
-    for name, given in (("optimizer", preset.optimizer), ("parameters", preset.parameters)):
-        setting = "offload_optimizer" if name == "optimizer" else "offload_param"
-        if given and getattr(section, setting) is False:
+    for setting, offloaded in (
+        ("offload_optimizer", preset.optimizer),
+        ("offload_param", preset.parameters),
+    ):
+        if offloaded and getattr(section, setting) is False:
             raise RLHFError(
-                f"deepspeed.{setting} is false but the preset {section.preset} puts the {name} on "
-                f"the CPU: use the preset zero{preset.stage}."
+                f"deepspeed.{setting} is false but the preset {section.preset} turns it on; use "
+                f"the preset zero{preset.stage}"
             )
     return Resolved(
         stage=preset.stage,
@@ -114,22 +115,15 @@ def check(config: Any) -> None:
     RLHFError."""
     section: DeepSpeedConfig = config.backend_section
     check_version(installed_version())
-    for name in PARALLEL:
-        if getattr(section, name) > 1:
-            raise RLHFError(
-                f"deepspeed.{name} is {getattr(section, name)} but this version spreads a model "
-                "over ranks by ZeRO alone: set it to 1 and use the preset zero3 for a model that "
-                "does not fit one device."
-            )
     resolved = resolve(section)
     settings = settings_of(config, resolved)
     check_capabilities(settings, stage=resolved.stage, version=installed_version())
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:
-    """What of `capabilities.CAPABILITIES` the configuration asks for."""
+    """Return the settings of `capabilities.CAPABILITIES` that the configuration turns on."""
     section: DeepSpeedConfig = config.backend_section
-    asked = {
+    settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
         "deepspeed.persistence_threshold": section.persistence_threshold is not None,
@@ -139,4 +133,4 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,
     }
-    return [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_on in settings.items() if is_on]

@@ -1,44 +1,42 @@
-"""What ZeRO-3 gathers as one: decoder layers, and blocks of experts, since ranks send their tokens
-to different experts.
+"""The modules that ZeRO-3 gathers as one: decoder layers, and blocks of experts, since ranks send
+their tokens to different experts.
 
 DeepSpeed reduces the gradients of such a leaf with every run of it, and fails where one runs twice
-before backward. Experts need that, for one that no token reaches has no gradient. Layers are run
-twice by losses with two passes, so theirs are reduced parameter by parameter, as in any module that
-is no leaf: after all runs.
+before backward. Experts need that, for one that no token reaches has no gradient. Losses with two
+passes run layers twice, so their gradients are reduced parameter by parameter, after all runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
-HOOKS = "create_reduce_and_remove_grad_hooks"
-"""What registers the reduction in DeepSpeed's optimizer, 0.19.0 to 0.19.8."""
+from rlhf_plugin_deepspeed.patches.install import replaced
+
 MARK = "ds_z3_leaf_module"
-"""What tells it that a parameter is a leaf's."""
+"""The attribute by which DeepSpeed knows that a parameter belongs to a leaf."""
 
 
-def mark_layers(model: nn.Module) -> list[nn.Module]:
-    """Make the decoder's layers leaves for ZeRO-3; returns them. None are made where layers share
-    weights, and in a model that is trained none where they hold experts.
+def mark_layers(model: nn.Module, patches: Collection[str]) -> list[nn.Module]:
+    """Make the decoder's layers leaves for ZeRO-3 and return them: none where layers share weights,
+    and in a model that is trained none with experts or without the patch `leaf-layers`.
 
-    DeepSpeed then looks after one module a layer instead of a dozen, each with collectives and
+    DeepSpeed then handles one module per layer instead of a dozen, each with collectives and
     bookkeeping of its own on the host.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    known = hasattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
-    layers = decoder_layers(model)
-    if trained and (expert_blocks(model) or not known):
+    if trained and (expert_blocks(model) or "leaf-layers" not in patches):
         return []
+    layers = decoder_layers(model)
     for layer in layers:
         set_z3_leaf_module(layer, True)
     return layers
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the largest list in `model`; none where they share weights."""
+    """Return the modules of the largest list in `model`; none where they share weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     layers: nn.ModuleList = max(lists, key=_size, default=nn.ModuleList())
     shared = sum(_size(layer) for layer in layers) > _size(layers)
@@ -47,23 +45,25 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
-    """In here DeepSpeed's initialization has the gradients of these leaves reduced one by one."""
+    """In this context DeepSpeed's initialization reduces the gradients of these leaves one by
+    one."""
     if not layers:
         yield
         return
-    own = getattr(DeepSpeedZeroOptimizer_Stage3, HOOKS)
+    register = DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks
 
-    def register(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    def create_reduce_and_remove_grad_hooks(self: DeepSpeedZeroOptimizer_Stage3) -> None:
         for layer in layers:
             for parameter in layer.parameters():
                 vars(parameter).pop(MARK, None)
-        own(optimizer)
+        register(self)
 
-    setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, register)
-    try:
+    with replaced(
+        "leaf-layers",
+        DeepSpeedZeroOptimizer_Stage3,
+        create_reduce_and_remove_grad_hooks=create_reduce_and_remove_grad_hooks,
+    ):
         yield
-    finally:
-        setattr(DeepSpeedZeroOptimizer_Stage3, HOOKS, own)
 
 
 def _size(module: nn.Module) -> int:
@@ -71,7 +71,7 @@ def _size(module: nn.Module) -> int:
 
 
 def mark_experts(model: nn.Module) -> list[str]:
-    """Make every block of experts a leaf for ZeRO-3; returns their names.
+    """Make every block of experts a leaf for ZeRO-3 and return their names.
 
     With hooks on each expert, a rank whose tokens skip an expert would not join its gathering and
     all would hang.
@@ -83,10 +83,10 @@ def mark_experts(model: nn.Module) -> list[str]:
 
 
 def expert_blocks(model: nn.Module) -> list[str]:
-    """Names of the modules that hold experts, found by structure and never by class name.
+    """Return the names of the modules that hold experts, by structure and never by class name.
 
     A block holds a list of experts, or one 3-D weight [experts, ...]. A decoder layer that holds
-    its experts itself is none: as a leaf it would gather attention and norms with them.
+    its experts itself is not a block: as a leaf it would gather attention and norms with them.
     """
     return [name for name, module in model.named_modules() if name and _is_block(module)]
 

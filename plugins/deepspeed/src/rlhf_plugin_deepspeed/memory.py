@@ -1,5 +1,5 @@
 """What DeepSpeed keeps on each accelerator, after the ZeRO paper (arXiv 1910.02054, section 3) and
-its own buffers."""
+by its own buffers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from rlhf.engine import ModelShape, Plan, fused_on
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
-"""Elements up to which stage 3 gathers more: those that are kept gathered for their next use
-(DeepSpeed's `stage3_max_live_parameters`, 1e9) and those that the device has still to read."""
+"""Elements up to which stage 3 gathers more: those kept for their next use (DeepSpeed's
+`stage3_max_live_parameters`, 1e9) and those that the device has not read yet."""
 BUCKET = 500_000_000
-"""Elements that stage 0 adds up over the ranks at a time."""
+"""Elements that stage 0 reduces at once."""
 NF4 = 0.53
 """Bytes of a weight in 4 bits, with its share of the scales (arXiv 2305.14314, section 3)."""
 
 
 @frozen(kw_only=True)
 class Bytes:
-    """Bytes per parameter that the model's states take."""
+    """Bytes per parameter of the model's states."""
 
     weight: int
     gradient: int
@@ -29,11 +29,11 @@ class Bytes:
 
 
 def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) -> Bytes:
-    """Adam's two moments and the master weights are fp32, or bf16 where they are `rounded`; in fp32
-    only a sharded optimizer has masters apart."""
+    """Return the bytes of each state. Adam's two moments and the master weights are fp32, or bf16
+    where they are `rounded`; in fp32 only a sharded optimizer has separate masters."""
     if precision == "fp32":
         return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    # What is rounded are the weights themselves, at stage 3 a copy.
+    # The weights are rounded themselves, at stage 3 a copy of them.
     in_bf16 = 6 if stage == 3 else 4
     return Bytes(weight=2, gradient=2, optimizer=in_bf16 if rounded else 12)
 
@@ -47,14 +47,14 @@ def states(
     offload_optimizer: bool,
     quantized: bool = False,
 ) -> dict[str, int]:
-    """Bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
+    """Return the bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
     optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
     if stage >= 1:
         optimizer //= world
     if stage >= 2:
-        # With the optimizer on the host they are added up there.
+        # With the optimizer on the host, gradients are added up there.
         gradients = 0 if offload_optimizer else gradients // world
     if stage == 3:
         weights = weights // world + 2 * shape.largest_layer * size.weight
@@ -67,9 +67,9 @@ def states(
 def estimate(
     config: Config, plan: Plan, shape: ModelShape, *, world: int, trained: bool
 ) -> Mapping[str, int]:
-    """What stays on each accelerator through a step; `updating` is what the optimizer's step takes
-    for a moment, `reducing` what gradients of one micro-batch take in backward until they are
-    reduced or added to the others."""
+    """Return what stays on each accelerator through a step; `updating` is what the optimizer's step
+    takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
+    are reduced or added to the others."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)
@@ -79,38 +79,66 @@ def estimate(
         quantized=config.model.quantize is not None,
     )  # fmt: skip
     if plan.stage == 3:
-        apart = "offload_param" in zero
-        parts["weights"] = 0 if apart else shape.parameters * size.weight // world
+        on_host = "offload_param" in zero
+        parts["weights"] = 0 if on_host else shape.parameters * size.weight // world
         # On one rank the shards are the weights.
-        if apart or world > 1:
+        if on_host or world > 1:
             parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
     if not trained:
         return {"weights": parts["weights"]}
-    bucket = zero.get("reduce_bucket_size", 0) * size.weight
+    parts |= _buffers(parts, zero, shape, size, stage=plan.stage)
     if plan.stage == 3:
-        # It reduces one bucket while it fills the next, and has room for its share of the gradients
-        # from the start, beside the optimizer.
-        gradients = parts.pop("gradients")
-        parts["buffers"] = 0 if offloaded else gradients
-        parts["reducing"] = 2 * bucket
-    else:
-        if plan.stage == 2 and not offloaded:
-            # Those of a micro-batch come beside the sums of earlier ones.
-            parts["reducing"] = parts["gradients"]
-        # One is filled while another is reduced.
-        parts["buffers"] = bucket * (2 if zero.get("overlap_comm") else 1)
-        if offloaded:
-            # Sums come back from the host through room for the largest parameter; a layer or an
-            # embedding has no larger one.
-            parts["buffers"] += min(shape.largest_layer, shape.trainable) * size.weight
-    share = shape.trainable // (world if plan.stage >= 1 else 1)
-    in_fp32 = 0 if rounded or (plan.precision == "fp32" and plan.stage == 0) else 4
-    parts["updating"] = 0 if offloaded else share * (in_fp32 + size.gradient * (plan.stage >= 1))
-    if plan.stage == 0 and world > 1:
-        # Gradients are added up in buckets of their own, those of bf16 states in float32.
-        wide = size.weight + (4 if rounded else 0)
-        parts["updating"] += wide * min(shape.trainable, BUCKET)
-    if rounded and not fused_on("meta"):
-        # Its update works in float32, on a part of the weights at a time.
-        parts["updating"] += 28 * min(share, CHUNK)
+        # DeepSpeed allocates its share of the gradients at the start, as a buffer.
+        del parts["gradients"]
+    parts["updating"] = _updating(
+        shape, size, precision=plan.precision, stage=plan.stage, world=world, rounded=rounded,
+        offloaded=offloaded,
+    )  # fmt: skip
     return parts
+
+
+def _buffers(
+    parts: Mapping[str, int],
+    zero: Mapping[str, Any],
+    shape: ModelShape,
+    size: Bytes,
+    *,
+    stage: int,
+) -> dict[str, int]:
+    offloaded = "offload_optimizer" in zero
+    bucket = zero.get("reduce_bucket_size", 0) * size.weight
+    if stage == 3:
+        # One bucket is reduced while the next is filled.
+        return {"buffers": 0 if offloaded else parts["gradients"], "reducing": 2 * bucket}
+    buffers = {"buffers": bucket * (2 if zero.get("overlap_comm") else 1)}
+    if offloaded:
+        # Sums come back from the host through room for the largest parameter, which is no larger
+        # than a layer or an embedding.
+        buffers["buffers"] += min(shape.largest_layer, shape.trainable) * size.weight
+    elif stage == 2:
+        # The gradients of a micro-batch come beside the sums of earlier ones.
+        buffers["reducing"] = parts["gradients"]
+    return buffers
+
+
+def _updating(
+    shape: ModelShape,
+    size: Bytes,
+    *,
+    precision: str,
+    stage: int,
+    world: int,
+    rounded: bool,
+    offloaded: bool,
+) -> int:
+    share = shape.trainable // (world if stage >= 1 else 1)
+    # DeepSpeed casts gradients to the masters' fp32, and at stages 1 to 3 flattens them before.
+    in_fp32 = 0 if rounded or (precision == "fp32" and stage == 0) else 4
+    taken = 0 if offloaded else share * (in_fp32 + size.gradient * (stage >= 1))
+    if stage == 0 and world > 1:
+        # Gradients are reduced in separate buckets, over bf16 states in float32.
+        taken += (size.weight + (4 if rounded else 0)) * min(shape.trainable, BUCKET)
+    if rounded and not fused_on("meta"):
+        # The update computes in float32, on a part of the weights at a time.
+        taken += 28 * min(share, CHUNK)
+    return taken

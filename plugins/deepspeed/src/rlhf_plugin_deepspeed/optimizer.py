@@ -1,5 +1,4 @@
-"""AdamW (arXiv 1711.05101) by what the machine has: DeepSpeed's compiled ones, or torch's where
-none can be built."""
+"""AdamW (arXiv 1711.05101): DeepSpeed's compiled ones, or torch's where they cannot be built."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from torch import distributed
 from torch.optim import AdamW, Optimizer
 
 from rlhf.config.sections import OptimConfig
@@ -20,8 +18,8 @@ ROUNDED = "AdamW in bf16 with stochastic rounding"
 
 
 def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
-    """The optimizer's name, and why it is not DeepSpeed's where it is not; the same on every rank
-    of a host."""
+    """Return the optimizer's name, and the reason where it is not DeepSpeed's; the same on every
+    rank of a host."""
     if rounded:
         return ROUNDED, ""
     if offloaded:
@@ -38,12 +36,13 @@ def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
 def build(
     groups: Sequence[Mapping[str, Any]], config: OptimConfig, *, offloaded: bool, seed: int
 ) -> Optimizer:
-    """The optimizer over the trainable parameters of `groups`; `seed` is for one that draws."""
+    """Return the optimizer over the trainable parameters of `groups`; `seed` is for stochastic
+    rounding."""
     trainable = [
         {**group, "params": [item for item in group["params"] if item.requires_grad]}
         for group in groups
     ]
-    # DeepSpeed drops empty groups later, behind the back of a schedule that has counted them.
+    # DeepSpeed drops empty groups later, when a schedule has already counted them.
     filled = [group for group in trainable if group["params"]]
     name, _ = choose(offloaded=offloaded, rounded=config.states == "bf16")
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
@@ -57,35 +56,20 @@ def build(
 
 
 def forget_first_step(optimizer: Optimizer) -> None:
-    """Undo the step with zero gradients that DeepSpeed's stage 0 takes when it starts in bf16 and
+    """Undo the step with zero gradients that DeepSpeed takes at start-up, at stage 0 in bf16 and
     fp16.
 
-    It would count in Adam's bias correction: 1.477 against 1.293 of loss at step 4, measured.
+    It would count in Adam's bias correction: the loss at step 4 was 1.477 instead of 1.293.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)
 
 
-def without_masters(optimizer: Any) -> None:
-    """Have the optimizer of stages 1 and 2 update the weights themselves: DeepSpeed gives it a copy
-    of this rank's, which only masters in a higher precision need. Names of 0.19.0 to 0.19.8."""
-    masters = optimizer.single_partition_of_fp32_groups
-    for index, parts in enumerate(optimizer.parallel_partitioned_bit16_groups):
-        rank = distributed.get_rank(group=optimizer.real_dp_process_group[index])
-        assert masters[index].dtype == parts[rank].dtype
-        masters[index].data = parts[rank].data
-    # It has views of the copy.
-    optimizer._link_all_hp_params()
-    own = optimizer._get_groups_without_padding
-    # A file would hold all of what a view is taken from.
-    optimizer._get_groups_without_padding = lambda groups: [item.clone() for item in own(groups)]
-
-
 @contextmanager
 def rate_zero(optimizer: Optimizer) -> Iterator[None]:
-    """Learning rates at 0 inside, so that a step which DeepSpeed takes by itself cannot decay a
-    weight."""
+    """Set learning rates to 0 in this context, so that a step that DeepSpeed takes at start-up does
+    not decay a weight."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -95,7 +79,7 @@ def rate_zero(optimizer: Optimizer) -> Iterator[None]:
 
 
 def replay_steps(optimizer: Optimizer) -> None:
-    """Bring DeepSpeedCPUAdam's hidden counter to where its loaded state is.
+    """Advance DeepSpeedCPUAdam's hidden counter to the step of its loaded state.
 
     It keeps beta^t as a running float product, which a loaded state does not hold and pow(beta, t)
     does not equal.

@@ -1,12 +1,11 @@
-"""DeepSpeed's chatter on stdout off, down to its errors, and torch's warnings about what DeepSpeed
-calls: imported before deepspeed, whose import already says the first of it. What matters is in the
-plan's summary."""
+"""Silence DeepSpeed's log messages below ERROR, and torch's warnings about functions that DeepSpeed
+calls. Imported before deepspeed, whose import already logs; the plan's summary has what matters."""
 
 import logging
 import warnings
 
 logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-# From 2.13 on torch has other names for collectives that DeepSpeed calls.
+# torch 2.13 renamed collectives that DeepSpeed calls.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
 )

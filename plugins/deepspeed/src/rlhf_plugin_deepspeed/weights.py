@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
+from rlhf_plugin_deepspeed.patches.linear import replace_linear
 
 
 @frozen
@@ -34,9 +35,9 @@ def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
     if plan.stage < 3:
         return nullcontext()
     register_sharding(ZeroSharding())
+    replace_linear(plan.patches)
     offloaded = "offload_param" in plan.settings["zero_optimization"]
-    # Init takes the dtype from the settings; told it by argument, it makes fp32 bf16 where there is
-    # no fp16.
+    # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(
         config_dict_or_path=copy.deepcopy(plan.settings),
         remote_device="cpu" if offloaded else None,
@@ -44,10 +45,10 @@ def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
 
 
 def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> tuple[str, ...]:
-    """Fill a sharded `module` from rank 0's `weights`; returns the names they did not have.
+    """Fill a sharded `module` from rank 0's `weights`; returns the names that are missing there.
     Collective.
 
-    Raises RLHFError, on every rank alike, for a weight of another shape.
+    Raises RLHFError, the same on every rank, for a weight of another shape.
     """
     names = _names(module)
     found, problem = _compare(names, weights) if mesh.rank == 0 else ([], "")
@@ -60,7 +61,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if weights is not None and mesh.rank == 0:
                 parameter.copy_(weights[source])
-    _settle()
+    _synchronize()
     _load_buffers(module, weights, mesh)
     return tuple(
         aliases[0] for aliases, source in zip(names.values(), found, strict=True) if not source
@@ -68,10 +69,10 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
 
 
 def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of each weight and buffer, on the host; values are empty but on rank 0.
-    Collective.
+    """Yield name and whole value of each weight and buffer, on the host; values are empty except on
+    rank 0. Collective.
 
-    A tied weight comes under each of its names, as one tensor.
+    A tied weight is yielded under each of its names, as one tensor.
     """
     first = engine.mesh.rank == 0
     for parameter, aliases in _names(engine.module).items():
@@ -99,20 +100,19 @@ def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> No
             deepspeed.zero.GatheredParameters([other], enabled=hasattr(other, "ds_id")),
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded),
         ):
-            # Of a sharded one rank 0's value is handed to all; a whole one every rank moves itself.
+            # Rank 0's value of a sharded one goes to all ranks; each rank moves a whole one itself.
             if first or not sharded:
                 parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
-    _settle()
+    _synchronize()
 
 
-def _settle() -> None:
-    """Wait for the last shard that was written: what is gathered next is read on a stream of its
-    own."""
+def _synchronize() -> None:
+    """Wait for the last shard that was written: the next gathering reads it on another stream."""
     get_accelerator().synchronize()
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter with its names: a tied one has several."""
+    """Return every parameter with its names: a tied one has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -122,7 +122,7 @@ def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 def _compare(
     names: Mapping[nn.Parameter, list[str]], weights: Mapping[str, Tensor] | None
 ) -> tuple[list[str | None], str]:
-    """Which key of `weights` fills each parameter, and what is wrong with the shapes."""
+    """Return the key of `weights` that fills each parameter, and what is wrong with the shapes."""
     assert weights is not None, "rank 0 loads the weights"
     found: list[str | None] = []
     for parameter, aliases in names.items():
@@ -132,14 +132,13 @@ def _compare(
         if source is not None and tuple(weights[source].shape) != shape:
             return found, (
                 f"the weight {source} has the shape {list(weights[source].shape)} but the model "
-                f"wants {list(shape)}: model.path holds weights that do not belong to its "
-                "config.json."
+                f"expects {list(shape)}; the weights in model.path do not belong to its config.json"
             )
     return found, ""
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of the state dict: those that are not persistent are computed, not loaded."""
+    """Return the buffers of the state dict; others are computed, not loaded."""
     kept = set(module.state_dict())
     return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
 

@@ -1,5 +1,4 @@
-"""What DeepSpeed's hooks look up at ZeRO-3 in every pass, looked up once; and nothing said that is
-not printed. DeepSpeed's names are those of 0.19.0 to 0.19.8."""
+"""What DeepSpeed's hooks look up at ZeRO-3 in every pass, looked up once."""
 
 import inspect
 import itertools
@@ -15,15 +14,26 @@ from deepspeed.runtime.zero import (
 from deepspeed.utils import nvtx
 from torch import nn
 
+from rlhf_plugin_deepspeed.patches.install import replace
+
 deepspeed_print = partition_parameters.print_rank_0
 deepspeed_parameters = partitioned_param_coordinator.iter_params
 
 _known: WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, ...]]] = WeakKeyDictionary()
 
 
+def look_up_once(model: nn.Module) -> None:
+    """Spare the host what DeepSpeed repeats in every pass of `model`."""
+    remember_parameters(model)
+    for module in (partitioned_param_coordinator, parameter_offload):
+        replace("bookkeeping", module, iter_params=parameters_of)
+    for module in (partition_parameters, partitioned_param_coordinator):
+        replace("bookkeeping", module, print_rank_0=print_if_forced)
+    replace("bookkeeping", nvtx, enable_nvtx=False)
+
+
 def remember_parameters(model: nn.Module) -> None:
-    """Have DeepSpeed not search each module of `model` for its parameters, nor read the signatures
-    of its hooks, in every pass."""
+    """Remember the parameters of each module of `model` and the signatures of its hooks."""
     for module in model.modules():
         _known[module] = {}
         for name in ("pre_bwd_fn", "post_bwd_fn"):
@@ -33,25 +43,18 @@ def remember_parameters(model: nn.Module) -> None:
 
 
 def parameters_of(module: Any, recurse: bool = False) -> Iterable[Any]:
-    """The parameters of a module and those that it takes from elsewhere."""
+    """Return the parameters of a module and those that it takes from elsewhere."""
     known = _known.get(module)
     if known is None:
         return deepspeed_parameters(module, recurse)
     if recurse not in known:
         known[recurse] = tuple(module.parameters(recurse))
+    # These may be registered later.
     external = (parameter for _, parameter in module.ds_external_parameters())
     return itertools.chain(known[recurse], external)
 
 
-def print_forced(message: str, debug: bool = False, force: bool = False) -> None:
-    """DeepSpeed's own asks for the rank before it prints nothing, in every pass."""
+def print_if_forced(message: str, debug: bool = False, force: bool = False) -> None:
+    """Print where DeepSpeed's own would, without the lookup of the rank where it would not."""
     if debug or force:
         deepspeed_print(message, debug=debug, force=force)
-
-
-partition_parameters.print_rank_0 = print_forced
-partitioned_param_coordinator.print_rank_0 = print_forced
-partitioned_param_coordinator.iter_params = parameters_of
-parameter_offload.iter_params = parameters_of
-# Around every call of DeepSpeed's, for NVIDIA's profiler alone.
-nvtx.enable_nvtx = False

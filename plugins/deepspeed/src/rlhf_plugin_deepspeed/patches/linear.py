@@ -1,22 +1,30 @@
-"""torch's linear for weights that ZeRO-3 shards, and no memory of theirs kept by it."""
+"""torch's linear for weights that ZeRO-3 shards, without keeping their memory."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.linear import zero3_linear_wrap as deepspeed_linear
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
+from torch.nn import functional
+
+from rlhf_plugin_deepspeed.patches.install import replace
 
 plain_linear = torch._C._nn.linear
-"""torch.nn.functional.linear, which DeepSpeed replaces for the whole process."""
-deepspeed_linear = partition_parameters.zero3_linear_wrap
+"""torch.nn.functional.linear."""
+
+
+def replace_linear(patches: Collection[str]) -> None:
+    """Replace torch's linear until `close_mesh`, which otherwise undoes DeepSpeed's replacement."""
+    replace("linear", functional, linear=linear if "linear" in patches else functional.linear)
 
 
 class ShardedLinear(torch.autograd.Function):
     """`input` [..., in] times the transpose of `weight` [out, in], plus `bias` [out].
 
-    torch's own keeps a view of the weight for backward, and with it the memory that ZeRO-3 wants
-    back after the layer; this keeps the parameter, whatever it holds then.
+    torch's own keeps a view of the weight for backward, and with it the memory that ZeRO-3 takes
+    back after the layer; this keeps the parameter, whatever it holds by then.
     """
 
     @staticmethod
@@ -26,7 +34,7 @@ class ShardedLinear(torch.autograd.Function):
         if bias is None or input.dim() == 2:
             return plain_linear(input, weight, bias)
         rows = plain_linear(input.reshape(-1, input.shape[-1]), weight, bias)
-        # A view could not be changed in place.
+        # The result of a view could not be changed in place.
         return torch.ops.aten._unsafe_view(rows, [*input.shape[:-1], len(weight)])
 
     @staticmethod
@@ -43,8 +51,8 @@ class ShardedLinear(torch.autograd.Function):
 
 
 def _times_weight(gradient: Tensor, weight: Any) -> Tensor:
-    # A module whose output needs no gradient by itself is not gathered for backward. What runs a
-    # layer again hands over a tensor that is no parameter, just gathered.
+    # DeepSpeed does not gather a module for backward whose output needs no gradient. Recomputation
+    # passes a plain tensor here, which is gathered.
     absent = getattr(weight, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
     if absent:
         weight.all_gather()
@@ -56,7 +64,7 @@ def _times_weight(gradient: Tensor, weight: Any) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What stands for torch.nn.functional.linear once a model's weights are sharded."""
+    """Apply a linear layer as torch.nn.functional.linear does."""
     if not (hasattr(weight, "ds_id") and torch.is_grad_enabled()):
         return plain_linear(input, weight, bias)
     if torch.is_autocast_enabled(input.device.type):

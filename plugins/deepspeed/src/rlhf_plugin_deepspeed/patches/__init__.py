@@ -1,0 +1,2 @@
+"""Everything that the backend replaces in DeepSpeed: `table` lists it, `install` does it; only the
+backend imports this package."""

@@ -1,0 +1,40 @@
+"""How DeepSpeed's optimizers find a gradient that is not finite: once, and in every precision."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_plugin_deepspeed.norms import sharded_norm
+from rlhf_plugin_deepspeed.patches.install import replace
+
+
+def check_once(optimizer: Any, patches: Collection[str]) -> None:
+    """Patch the checks of `optimizer`, DeepSpeed's at stages 1 to 3."""
+    if "check-every-precision" in patches:
+        replace("check-every-precision", optimizer, check_grad_overflow=True)
+    if "check-by-norm" in patches:
+        replace(
+            "check-by-norm",
+            optimizer,
+            check_overflow=lambda partition_gradients=True: None,
+            scaled_global_norm=lambda norm_type=2: _host_norm(optimizer),
+        )
+    if "norm-at-once" in patches:
+        replace("norm-at-once", optimizer, _get_norm_groups=lambda: [_host_norm(optimizer)])
+    if "no-norm" in patches:
+        # RoundedAdamW clips, and skips what is not finite, under DeepSpeed's step.
+        replace(
+            "no-norm",
+            optimizer,
+            _get_norm_groups=lambda: [torch.ones(())],
+            unscale_and_clip_grads=lambda sub_group_id, total_norm: None,
+        )
+
+
+def _host_norm(optimizer: Any) -> Tensor:
+    """Return the norm as DeepSpeed expects it, -1 where it is not finite. On the host: DeepSpeed
+    reads a norm on the device after the update, which makes the host wait twice."""
+    norm = sharded_norm(optimizer)
+    return torch.where(norm.isfinite(), norm, -1.0).cpu()

@@ -1,0 +1,105 @@
+"""The one way to patch DeepSpeed: every target is checked before it is replaced, and what a module
+had comes back."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.patches.table import PATCHES
+from rlhf_plugin_deepspeed.versions import installed_version
+
+_restorers: list[Callable[[], None]] = []
+"""Undo the patches of modules, in the order in which they were made."""
+
+
+def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
+    """Set attributes of `owner` as the patch `name` says; returns what undoes it, which
+    `restore_modules` does for a module. Raises RLHFError as `check_target` does."""
+    new = {check_target(name, owner, attribute): it for attribute, it in replacements.items()}
+    before = {found: vars(owner)[found] for found in new if found in vars(owner)}
+
+    def restore() -> None:
+        for found in new:
+            if found in before:
+                setattr(owner, found, before[found])
+            else:
+                delattr(owner, found)
+
+    for found, replacement in new.items():
+        setattr(owner, found, replacement)
+    if inspect.ismodule(owner):
+        _restorers.append(restore)
+    return restore
+
+
+@contextmanager
+def replaced(name: str, owner: Any, **replacements: Any) -> Iterator[None]:
+    """Replace attributes of `owner` in this context only."""
+    restore = replace(name, owner, **replacements)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def restore_modules() -> None:
+    """Undo every patch of a module, the last one first."""
+    while _restorers:
+        _restorers.pop()()
+
+
+def check_target(name: str, owner: Any, attribute: str) -> str:
+    """Return the name of an attribute of `owner`; that of a private one carries its class. Raises
+    RLHFError where the attribute is missing or takes other parameters than the patch `name`
+    expects."""
+    target = next(item for item in PATCHES[name].targets if path_of(item)[-1] == attribute)
+    *_, parent, _ = path_of(target)
+    found = f"_{parent}{attribute}" if attribute.startswith("__") else attribute
+    if not hasattr(owner, found):
+        raise RLHFError(_refusal(name, target, "is missing"))
+    expected, function = parameters(target), getattr(owner, found)
+    if expected is not None:
+        actual = [item for item in inspect.signature(_plain(function)).parameters if item != "self"]
+        if not fits(expected, actual):
+            raise RLHFError(_refusal(name, target, f"takes ({', '.join(actual)})"))
+    return found
+
+
+def path_of(target: str) -> list[str]:
+    """Return a target of the table as the names that lead to it, its module first."""
+    module, _, names = target.partition("(")[0].partition(":")
+    return [module, *names.split(".")]
+
+
+def parameters(target: str) -> list[str] | None:
+    """Return the parameters that the table gives for a target, None where it is not a function."""
+    _, bracket, inside = target.partition("(")
+    return inside.rstrip(")").replace(",", " ").split() if bracket else None
+
+
+def fits(expected: list[str], actual: list[str]) -> bool:
+    """Return whether a function takes the `expected` parameters; those with `=` may be missing."""
+    required = [item for item in expected if not item.endswith("=")]
+    return actual in (required, [item.rstrip("=") for item in expected])
+
+
+def _plain(function: Any) -> Any:
+    """Return the function under DeepSpeed's own decorators, which do not set `__wrapped__`."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "func" not in names:
+        return function
+    return _plain(function.__closure__[names.index("func")].cell_contents)
+
+
+def _refusal(name: str, target: str, problem: str) -> str:
+    patch = PATCHES[name]
+    remedy = f"install deepspeed {patch.oldest} to {patch.newest}"
+    if patch.kind == "speed":
+        remedy += " or set deepspeed.patches to correctness"
+    return (
+        f"deepspeed {installed_version()} does not fit the patch {name}: "
+        f"{target.partition('(')[0]} {problem}; {remedy}"
+    )

@@ -1,0 +1,217 @@
+"""One table of every patch of DeepSpeed: what it replaces, when, why, and what it gained."""
+
+from typing import Literal
+
+from attrs import frozen
+
+from rlhf_plugin_deepspeed.versions import older
+
+OLDEST, NEWEST = "0.19.0", "0.19.8"
+"""The tested range of DeepSpeed versions."""
+
+
+@frozen(kw_only=True)
+class Patch:
+    """A change of DeepSpeed's behaviour."""
+
+    targets: tuple[str, ...]
+    """What is replaced, set or read, `module:Class.attribute(parameters)`; a parameter with `=` may
+    be missing. A private name is written as in DeepSpeed's source."""
+    stages: tuple[int, ...]
+    kind: Literal["correctness", "speed"]
+    lasts: Literal["run", "engine"] = "engine"
+    """A patch of a module is undone by `close_mesh`; one of an engine's object ends with it."""
+    states: Literal["any", "fp32", "bf16"] = "any"
+    """Only with this `optim.states`."""
+    offload: bool = True
+    """Whether it applies with the optimizer on the CPU too."""
+    oldest: str = OLDEST
+    newest: str = NEWEST
+    """The DeepSpeed versions that it was tested with."""
+    reason: str
+    gain: str = ""
+    """As measured; see benchmarks/NOTES.md."""
+
+
+ZERO = "deepspeed.runtime.zero"
+STAGES_1_2 = f"{ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
+STAGE_3 = f"{ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3"
+OFFLOAD = f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload"
+COORDINATOR = f"{ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
+
+PATCHES = {
+    "group-reset": Patch(
+        targets=("deepspeed.comm.comm:cdb", "deepspeed.utils.groups:_WORLD_GROUP"),
+        stages=(0, 1, 2, 3), kind="correctness", lasts="run",
+        reason="a later run in the process can start a group of its own",
+    ),
+    "no-shm-build": Patch(
+        targets=("deepspeed.comm.torch:build_shm_op()",),
+        stages=(0, 1, 2, 3), kind="speed", lasts="run",
+        reason="DeepSpeed compiles CPU collectives that only its inference uses",
+        gain="50 s at the first start on a CPU",
+    ),
+    "scaler-floor": Patch(
+        targets=("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.raise_error_at_min_scale",),
+        stages=(0, 1, 2, 3), kind="correctness",
+        reason="at the smallest loss scale DeepSpeed raises a bare Exception; the loop reports "
+        "step and rows",
+    ),
+    "no-reduction-alone": Patch(
+        targets=("deepspeed.runtime.engine:DeepSpeedEngine.enable_backward_allreduce",),
+        stages=(0,), kind="speed",
+        reason="one rank does not copy gradients into buckets and back",
+        gain="part of 55 -> 20 ms after backward",
+    ),
+    "check-every-precision": Patch(
+        targets=(f"{STAGES_1_2}.check_grad_overflow",),
+        stages=(1, 2), kind="correctness", states="fp32",
+        reason="a gradient that is not finite skips the step in fp32 and bf16 too",
+    ),
+    "check-by-norm": Patch(
+        targets=(
+            f"{STAGES_1_2}.check_overflow(partition_gradients)",
+            f"{STAGES_1_2}.scaled_global_norm(norm_type)",
+        ),
+        stages=(1, 2), kind="speed", states="fp32", offload=False, oldest="0.19.8",
+        reason="one norm shows what is not finite; DeepSpeed also checks each gradient",
+        gain="20 ms of a step, predicted; idle time 167 -> 52 ms with fused kernels",
+    ),
+    "gradient-order": Patch(
+        targets=(
+            f"{STAGES_1_2}.reduce_ready_partitions_and_remove_grads(param, i)",
+            f"{STAGES_1_2}.average_tensor(tensor, communication_data_type)",
+            f"{STAGES_1_2}.independent_gradient_partition_epilogue()",
+            f"{STAGES_1_2}.reduce_ipg_grads(comm_dtype=)",
+            f"{STAGES_1_2}.reduce_independent_p_g_buckets_and_remove_grads(param, i)",
+            f"{STAGES_1_2}.overlap_comm",
+        ),
+        stages=(1, 2), kind="correctness",
+        reason="sums in one order on all ranks; DeepSpeed reduces in the order of arrival, and "
+        "stage 1 loses gradients of earlier micro-batches",
+        gain="0.957 -> 0.977 of linear on four GPUs",
+    ),
+    "gradients-one-by-one": Patch(
+        targets=(f"{STAGES_1_2}.copy_grads_in_partition(param, group_idx=)",),
+        stages=(1, 2), kind="speed", offload=False,
+        reason="DeepSpeed allocates room for all gradients with the first",
+        gain="as fast, in less memory",
+    ),
+    "no-master-copy": Patch(
+        targets=(
+            f"{STAGES_1_2}.single_partition_of_fp32_groups",
+            f"{STAGES_1_2}._link_all_hp_params()",
+            f"{STAGES_1_2}._get_groups_without_padding(groups_with_padding)",
+        ),
+        stages=(1, 2), kind="speed", states="bf16",
+        reason="bf16 states update the weights themselves; DeepSpeed keeps a copy",
+        gain="51.1 -> 48.3 GiB on one GPU",
+    ),
+    "linear": Patch(
+        targets=("torch.nn.functional:linear",),
+        stages=(3,), kind="speed", lasts="run",
+        reason="torch's keeps the gathered weight; DeepSpeed's, off by "
+        "`memory_efficient_linear: false`, takes 16 % of the host's time",
+        gain="with `gathering`: 520 -> 345 ms a step on two CPU ranks",
+    ),
+    "bookkeeping": Patch(
+        targets=(
+            f"{ZERO}.partitioned_param_coordinator:iter_params(module, recurse)",
+            f"{ZERO}.parameter_offload:iter_params(module, recurse)",
+            f"{ZERO}.partition_parameters:print_rank_0(message, debug, force)",
+            f"{ZERO}.partitioned_param_coordinator:print_rank_0(message, debug, force)",
+            "deepspeed.utils.nvtx:enable_nvtx",
+        ),
+        stages=(3,), kind="speed", lasts="run",
+        reason="each pass searches modules for parameters, looks up the rank to print nothing, and "
+        "marks ranges for a profiler",
+        gain="with `reduction`: 535 to 575 -> 460 ms a step on two CPU ranks",
+    ),
+    "reduction": Patch(
+        targets=(
+            f"{ZERO}.stage3:reduce_scatter_coalesced(tensors, group)",
+            f"{STAGE_3}.partition_grads(params_to_release, grad_partitions)",
+            f"{STAGE_3}.reduce_and_partition_stream",
+            f"{STAGE_3}.__param_id_to_grad_partition",
+        ),
+        stages=(3,), kind="speed", lasts="run",
+        reason="shards are cut and kept all at once, and the host does not wait after backward",
+        gain="with `bookkeeping`, on a slow host: sft on one GPU 39.4k -> 44.7k tokens/s, dpo on "
+        "four 104.1k -> 113.3k",
+    ),
+    "missing-gradients": Patch(
+        targets=(
+            f"{STAGE_3}.partition_grads(params_to_release, grad_partitions)",
+            f"{STAGE_3}.independent_gradient_partition_epilogue()",
+        ),
+        stages=(3,), kind="correctness",
+        reason="a parameter without a gradient counts as zeros; DeepSpeed uses that of an earlier "
+        "step again",
+    ),
+    "leaf-layers": Patch(
+        targets=(f"{STAGE_3}.create_reduce_and_remove_grad_hooks()",),
+        stages=(3,), kind="speed",
+        reason="each layer is gathered as one; its gradients are still reduced one by one, so that "
+        "a loss may run it twice",
+        gain="31.6k -> 46.7k tokens/s on one GPU",
+    ),
+    "gathering": Patch(
+        targets=(
+            f"{OFFLOAD}.__inflight_param_registry",
+            f"{ZERO}.partition_parameters:Init._convert_to_deepspeed_param.all_gather("
+            "param_list, async_op, hierarchy)",
+        ),
+        stages=(3,), kind="speed",
+        reason="one wait for all that is gathered together, and one collective instead of 141 for "
+        "what stays whole after a step",
+        gain="see `linear`",
+    ),
+    "run-ahead": Patch(
+        targets=(
+            f"{COORDINATOR}.fetch_sub_module(current_submodule, forward)",
+            f"{COORDINATOR}.release_sub_module(submodule, forward)",
+            f"{COORDINATOR}.__max_ongoing_fetch_events",
+            f"{COORDINATOR}.__n_available_params",
+        ),
+        stages=(3,), kind="speed",
+        reason="memory bounds how far ahead the host gathers, not two events",
+        gain="139.9k -> 148.2k tokens/s on four GPUs of one host, nothing on another",
+    ),
+    "gather-after-update": Patch(
+        targets=(f"{OFFLOAD}.__allgather_stream",),
+        stages=(3,), kind="correctness",
+        reason="the stream that gathers waits for the update of the weights",
+    ),
+    "norm-at-once": Patch(
+        targets=(f"{STAGE_3}._get_norm_groups()",),
+        stages=(3,), kind="speed", states="fp32", offload=False,
+        reason="one norm over all shards; DeepSpeed copies each to float64, and the host waits for "
+        "it twice",
+        gain="with `bookkeeping`",
+    ),
+    "no-norm": Patch(
+        targets=(
+            f"{STAGE_3}._get_norm_groups()",
+            f"{STAGE_3}.unscale_and_clip_grads(sub_group_id, total_norm)",
+        ),
+        stages=(3,), kind="speed", states="bf16",
+        reason="the update over bf16 states clips and skips by itself, on the device",
+        gain="with `run-ahead`: 430 -> 406 ms a step on four GPUs",
+    ),
+}  # fmt: skip
+
+
+def names_for(
+    stage: int, *, states: str, offload: bool, setting: str, version: str
+) -> tuple[str, ...]:
+    """Return the patches of a plan. With `setting` "correctness", and with a DeepSpeed newer than a
+    patch was tested with, those that correct results need."""
+    return tuple(
+        name
+        for name, patch in PATCHES.items()
+        if stage in patch.stages
+        and patch.states in ("any", states)
+        and (patch.offload or not offload)
+        and not older(version, patch.oldest)
+        and (patch.kind == "correctness" or (setting == "all" and not older(patch.newest, version)))
+    )

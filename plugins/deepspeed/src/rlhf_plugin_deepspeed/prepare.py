@@ -1,0 +1,209 @@
+"""From a model and its plan to an engine."""
+
+import copy
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import z3_leaf_module
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
+from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
+from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
+from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
+from rlhf_plugin_deepspeed.patches.ahead import fence_of, run_ahead
+from rlhf_plugin_deepspeed.patches.bookkeeping import look_up_once
+from rlhf_plugin_deepspeed.patches.checks import check_once
+from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, gather_at_once
+from rlhf_plugin_deepspeed.patches.gradient_order import GradientOrder, order_gradients
+from rlhf_plugin_deepspeed.patches.install import check_target, replace
+from rlhf_plugin_deepspeed.patches.masters import update_weights_themselves
+from rlhf_plugin_deepspeed.patches.shards import MissingGradients, reduce_at_once
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
+from rlhf_plugin_deepspeed.stepping import (
+    mastered_step,
+    plain_step,
+    rounded_step,
+    sharded_step,
+    stage_3_step,
+)
+from rlhf_plugin_deepspeed.versions import installed_version, older
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKS_BY_NORM = "0.19.8"
+"""The first DeepSpeed that checks the gradient's norm before a sharded step in every precision, and
+that can leave out the norm."""
+
+
+def prepare_training(
+    model: nn.Module,
+    optimizer: Optimizer,
+    schedule: LRScheduler | None,
+    *,
+    role: str,
+    plan: Plan,
+    mesh: Mesh,
+) -> TrainingEngine:
+    """Return an engine that trains `model`. Collective."""
+    layers = _unify(model, plan)
+    masters = _names(model, optimizer)
+    settings = _settings(model, plan, ranks=mesh.world, rounded=isinstance(optimizer, RoundedAdamW))
+    with rate_zero(optimizer), reduced_by_parameter(layers):
+        runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    if plan.stage == 0:
+        _finish_stage_0(runner, plan, mesh)
+    scaler = getattr(runner.optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale") or plan.precision == "fp16":
+        replace("scaler-floor", scaler, raise_error_at_min_scale=False)
+    order = _patch_stages_1_and_2(runner.optimizer, model, plan, mesh)
+    fence = _patch_stage_3(runner.optimizer, model, plan)
+    return TrainingEngine(
+        model,
+        runner=runner,
+        schedule=schedule,
+        masters=masters,
+        clip=plan.settings["gradient_clipping"],
+        order=order,
+        take_step=_choose_step(runner, plan, fence),
+        role=role,
+        plan=plan,
+        mesh=mesh,
+    )
+
+
+def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) -> InferenceEngine:
+    """Return an engine that only runs `model`; below stage 3 it needs no DeepSpeed. Collective."""
+    model.requires_grad_(False)
+    model.eval()
+    _unify(model, plan)
+    if plan.stage < 3:
+        runner: nn.Module = model.to(mesh.device)
+    else:
+        settings = copy.deepcopy(plan.settings)
+        settings["zero_optimization"].pop("offload_optimizer", None)
+        settings["bf16"].pop("bf16_master_weights_and_grads", None)
+        settings["bf16"].pop("bf16_optimizer_states", None)
+        runner, *_ = deepspeed.initialize(model=model, config=settings)
+        _patch_passes(runner.optimizer, model, plan)
+    return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
+
+
+def _settings(model: nn.Module, plan: Plan, *, ranks: int, rounded: bool) -> dict[str, Any]:
+    """Return DeepSpeed's settings for training. A copy: the plan stays as it was recorded, and
+    DeepSpeed writes into the dictionary."""
+    settings = copy.deepcopy(plan.settings)
+    zero = settings["zero_optimization"]
+    if rounded or _is_plain(plan):
+        # Clipped by the update over bf16 states, or by our step; DeepSpeed's clipping at stage 0
+        # takes a loop over all gradients, twice.
+        settings["gradient_clipping"] = 0.0
+    if rounded and plan.stage in (1, 2) and not older(installed_version(), CHECKS_BY_NORM):
+        # The update skips what is not finite by itself.
+        settings["bf16"]["check_grad_overflow"] = False
+        zero["compute_grad_norm"] = False
+    if plan.stage == 3:
+        # Gradients are laid side by side for their reduction, so a buffer for them is one copy too
+        # many. But with the optimizer on the host, DeepSpeed without the buffer releases the memory
+        # of a gradient that has an empty shard while another stream still reads it. (And it divides
+        # a gradient that fills a bucket by itself in place: those of embeddings and heads, which
+        # nobody else reads.)
+        zero["contiguous_gradients"] = "offload_optimizer" in zero and _some_empty(model, ranks)
+    return settings
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Return whether torch's optimizer itself takes the step: stage 0 without masters."""
+    return plan.stage == 0 and not any(plan.settings[name]["enabled"] for name in ("bf16", "fp16"))
+
+
+def _finish_stage_0(runner: Any, plan: Plan, mesh: Mesh) -> None:
+    if not _is_plain(plan):
+        forget_first_step(runner.basic_optimizer)
+    elif "no-reduction-alone" in plan.patches and mesh.world == 1:
+        replace("no-reduction-alone", runner, enable_backward_allreduce=False)
+
+
+def _patch_stages_1_and_2(
+    optimizer: Any, model: nn.Module, plan: Plan, mesh: Mesh
+) -> GradientOrder | None:
+    if plan.stage not in (1, 2):
+        return None
+    if "no-master-copy" in plan.patches:
+        update_weights_themselves(optimizer)
+    check_once(optimizer, plan.patches)
+    # On one host, where all ranks are linked alike, a reduction to one rank is fast.
+    on_one_host = len(set(mesh.gather(platform.node()))) == 1
+    return order_gradients(optimizer, model, plan.patches, to_owners=on_one_host)
+
+
+def _patch_stage_3(optimizer: Any, model: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
+    if plan.stage != 3:
+        return lambda: None
+    if "gathering" in plan.patches:
+        gather_at_once(optimizer)
+    if "reduction" in plan.patches:
+        reduce_at_once(optimizer)
+    MissingGradients(optimizer)
+    check_once(optimizer, plan.patches)
+    _patch_passes(optimizer.parameter_offload, model, plan)
+    return fence_of(optimizer.parameter_offload)
+
+
+def _patch_passes(offload: Any, model: nn.Module, plan: Plan) -> None:
+    """Patch the passes of `model` at stage 3. `offload` is DeepSpeed's for one engine."""
+    if "bookkeeping" in plan.patches:
+        look_up_once(model)
+    if "gathering" in plan.patches:
+        name = check_target("gathering", offload, "__inflight_param_registry")
+        assert getattr(offload, name) is model.ds_inflight_param_registry
+    if "run-ahead" in plan.patches:
+        leaves: list[Any] = [module for module in model.modules() if z3_leaf_module(module)]
+        sizes = [sum(item.ds_numel for item in module.parameters()) for module in leaves]
+        run_ahead(offload, layer=max(sizes, default=0))
+
+
+def _choose_step(
+    runner: Any, plan: Plan, fence: Callable[[], None]
+) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
+    if isinstance(runner.basic_optimizer, RoundedAdamW):
+        return rounded_step(fence)
+    if _is_plain(plan):
+        return plain_step
+    if plan.stage == 0:
+        return mastered_step
+    if plan.stage < 3:
+        return sharded_step
+    unchecked = older(installed_version(), CHECKS_BY_NORM) and plan.precision != "fp16"
+    return stage_3_step(fence, check_first=unchecked)
+
+
+def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """Give all that is trained one dtype: adapters come in fp32, which ZeRO-3 would mix with
+    weights in the plan's. Returns the layers that ZeRO-3 gathers as one."""
+    dtype = DTYPES[plan.precision]
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype).contiguous()
+    if plan.stage < 3:
+        return []
+    if "gathering" in plan.patches:
+        model.ds_inflight_param_registry = WholeLayers()
+    mark_experts(model)
+    return mark_layers(model, plan.patches)
+
+
+def _some_empty(model: nn.Module, ranks: int) -> bool:
+    """Return whether a rank's shard of some parameter has no element."""
+    sizes = [getattr(item, "ds_numel", item.numel()) for item in model.parameters()]
+    return any(-(-size // ranks) * (ranks - 1) >= size for size in sizes)
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(item)] for item in group["params"]] for group in optimizer.param_groups]

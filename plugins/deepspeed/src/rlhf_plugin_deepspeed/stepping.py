@@ -1,0 +1,99 @@
+"""The ways in which an engine takes an optimizer step; `prepare.py` chooses one for each engine."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from rlhf.engine import Deferred, LaterOutcome, StepOutcome
+from rlhf_plugin_deepspeed.engine import TrainingEngine
+from rlhf_plugin_deepspeed.norms import gradients, sharded_norm, whole_norm
+
+CLIP_EPS = 1e-6
+"""Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
+
+
+def plain_step(engine: TrainingEngine) -> StepOutcome:
+    """Step with torch's own optimizer, stage 0 in fp32: DeepSpeed neither checks nor clips."""
+    norm = float(whole_norm(engine.module))
+    if not math.isfinite(norm):
+        engine.deepspeed.zero_grad()
+        return StepOutcome(moved=False, grad_norm=norm)
+    if engine.clip and norm > engine.clip:
+        torch._foreach_mul_(gradients(engine.module), engine.clip / (norm + CLIP_EPS))
+    moved, _ = _update(engine)
+    return StepOutcome(moved=moved, grad_norm=norm)
+
+
+def mastered_step(engine: TrainingEngine) -> StepOutcome:
+    """Step over fp32 masters at stage 0, in bf16 and fp16."""
+    norm = float(whole_norm(engine.module)) / engine.loss_scale()
+    moved, skipped = _update(engine)
+    return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
+
+
+def sharded_step(engine: TrainingEngine) -> StepOutcome:
+    """Step over shards of the optimizer's states, stages 1 and 2."""
+    moved, skipped = _update(engine)
+    return StepOutcome(
+        moved=moved, grad_norm=_deepspeeds_norm(engine, moved=moved), skipped_by_scaler=skipped
+    )
+
+
+def stage_3_step(
+    fence: Callable[[], None], *, check_first: bool
+) -> Callable[[TrainingEngine], StepOutcome]:
+    """Return the step over shards of the weights; `fence` keeps gatherings behind the update."""
+
+    def step(engine: TrainingEngine) -> StepOutcome:
+        scale = engine.loss_scale()
+        if check_first:
+            # DeepSpeed skips the step if this finds a gradient that is not finite.
+            engine.deepspeed.optimizer.check_overflow()
+        moved, skipped = _update(engine)
+        fence()
+        norm = _deepspeeds_norm(engine, moved=moved)
+        if moved:
+            # DeepSpeed divides by the scale after it has grown for the next step.
+            norm *= engine.loss_scale() / scale
+        return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
+
+    return step
+
+
+def rounded_step(fence: Callable[[], None]) -> Callable[[TrainingEngine], LaterOutcome]:
+    """Return the step of `RoundedAdamW`, which clips and skips on the device: the host does not
+    wait for the norm."""
+
+    def step(engine: TrainingEngine) -> LaterOutcome:
+        at_stage_0 = engine.stage == 0
+        norm = whole_norm(engine.module) if at_stage_0 else sharded_norm(engine.deepspeed.optimizer)
+        factor = ((engine.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
+        engine.deepspeed.basic_optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
+        engine.deepspeed.step()
+        fence()
+        if engine.schedule is not None:
+            engine.schedule.step()
+        return LaterOutcome(Deferred(norm[None]))
+
+    return step
+
+
+def _update(engine: TrainingEngine) -> tuple[bool, bool]:
+    """Let DeepSpeed update the weights, and advance the schedule. Returns whether they moved, and
+    whether the loss scaler skipped the step."""
+    scale = engine.loss_scale()
+    engine.deepspeed.step()
+    moved = engine.deepspeed.was_step_applied()
+    # A scale that can fall is to blame; at its floor the gradient itself is bad.
+    skipped = not moved and engine.loss_scale() < scale
+    if engine.schedule is not None and (moved or skipped):
+        # Step k of N has the rate f(k / N), whether or not step k - 1 moved.
+        engine.schedule.step()
+    return moved, skipped
+
+
+def _deepspeeds_norm(engine: TrainingEngine, *, moved: bool) -> float:
+    norm = float(engine.deepspeed.get_global_grad_norm())
+    # Before 0.19.8 a skipped step keeps the norm of the step before it.
+    return norm if moved or not math.isfinite(norm) else math.inf

@@ -1,0 +1,21 @@
+"""DeepSpeed's version, from its metadata and compared by number."""
+
+import re
+from importlib import metadata
+
+
+def installed_version() -> str:
+    """Return the version of DeepSpeed without importing it."""
+    return metadata.version("deepspeed")
+
+
+def older(version: str, than: str) -> bool:
+    """Return whether a version is older than another one, by number: 0.19.10 is newer than
+    0.19.9."""
+    return _numbers(version) < _numbers(than)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = tuple(int(part) for part in match.group().split(".")) if match else ()
+    return numbers + (0,) * (3 - len(numbers))

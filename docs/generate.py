@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from rlhf import hookspecs
+from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
+from rlhf_plugin_deepspeed.patches.install import path_of
+from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
@@ -65,6 +68,17 @@ times the trainer's.
 """
 
 
+def backends_page() -> str:
+    """backends.md, with its tables of DeepSpeed's capabilities and patches."""
+    page = (FOLDER / "backends.md").read_text()
+    for name, rows in (("capabilities", _capabilities()), ("patches", _patches())):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+        before, _, rest = page.partition(start)
+        page = before + start + table + end + rest.partition(end)[2]
+    return page
+
+
 def api_page() -> str:
     """Return api.md: names, signatures, fields and docstrings of the public modules."""
     parts = [
@@ -80,7 +94,50 @@ def api_page() -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-PAGES = {"hooks.md": hooks_page, "configuration.md": configuration_page, "api.md": api_page}
+PAGES = {
+    "hooks.md": hooks_page,
+    "configuration.md": configuration_page,
+    "backends.md": backends_page,
+    "api.md": api_page,
+}
+
+
+def _capabilities() -> list[tuple[str, ...]]:
+    head = ("feature", "setting", "deepspeed", "stages", "precisions", "not with")
+    return [
+        head,
+        ("---",) * len(head),
+        *(
+            (
+                row.feature,
+                f"`{row.setting}`" if row.setting else "",
+                f">= {row.least}",
+                ", ".join(map(str, row.stages)),
+                ", ".join(row.precisions),
+                ", ".join(f"`{name}`" for name in row.excludes),
+            )
+            for row in CAPABILITIES
+        ),
+    ]
+
+
+def _patches() -> list[tuple[str, ...]]:
+    head = ("patch", "stages", "kind", "reason", "gain", "targets")
+    return [
+        head,
+        ("---",) * len(head),
+        *(
+            (
+                f"`{name}`",
+                ", ".join(map(str, patch.stages)),
+                patch.kind,
+                patch.reason,
+                patch.gain,
+                ", ".join(f"`{'.'.join(path_of(target)[1:])}`" for target in patch.targets),
+            )
+            for name, patch in PATCHES.items()
+        ),
+    ]
 
 
 def _public_names(module: ModuleType) -> list[str]:

@@ -1,8 +1,6 @@
 """Streams that tell whom they wait for."""
 
 from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
 
 
 class Stream:
@@ -12,9 +10,6 @@ class Stream:
     def wait_stream(self, other):
         self.seen.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event):
-        self.seen.append(f"{self.name} waits for bucket {event.number}")
-
 
 class Streams:
     """An accelerator whose streams tell whom they wait for."""
@@ -22,9 +17,6 @@ class Streams:
     def __init__(self):
         self.seen = []
         self.current = Stream("compute", self.seen)
-        self.events = 0
-        self.Stream = partial(Stream, "weights", self.seen)
-        self.Event = self.event
 
     def is_synchronized_device(self):
         return False
@@ -37,13 +29,6 @@ class Streams:
 
     def current_stream(self):
         return self.current
-
-    def event(self):
-        number, self.events = self.events, self.events + 1
-        return SimpleNamespace(number=number, record=partial(self.record, number))
-
-    def record(self, number):
-        self.seen.append(f"bucket {number} sent on {self.current.name}")
 
     @contextmanager
     def stream(self, stream):

@@ -4,14 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_plugin_deepspeed.ahead import Backlog, fence_of, run_ahead
-from rlhf_plugin_deepspeed.gathering import PRIVATE, coordinator_of
+from streams import Stream
 
+from rlhf.errors import RLHFError
 from rlhf.testing.problem import Case, Packed, configure, losses, shape, start
-from rlhf_plugin_deepspeed import ahead
-from rlhf_plugin_deepspeed import engine as engines
+from rlhf_plugin_deepspeed import prepare
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.patches import ahead
+from rlhf_plugin_deepspeed.patches.ahead import Backlog, fence_of, run_ahead
 
 
 def test_the_host_waits_for_the_device_where_memory_ends(monkeypatch):
@@ -56,21 +57,20 @@ def test_the_host_waits_for_the_device_where_memory_ends(monkeypatch):
 
 
 def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
-    class Coordinator:
+    class PartitionedParameterCoordinator:
         def __init__(self):
             self.calls = []
-            for name in PRIVATE:
-                setattr(self, f"_Coordinator__{name}", None)
-            self._Coordinator__n_available_params = 0
+            self.__max_ongoing_fetch_events = 2
+            self.__n_available_params = 0
 
-        def fetch_sub_module(self, module, forward):
-            self.calls.append(f"fetch {module}")
-            self._Coordinator__n_available_params += 700
+        def fetch_sub_module(self, current_submodule, forward):
+            self.calls.append(f"fetch {current_submodule}")
+            self.__n_available_params += 700
 
-        def release_sub_module(self, module, forward=False):
-            self._Coordinator__n_available_params -= 700
+        def release_sub_module(self, submodule, forward=False):
+            self.__n_available_params -= 700
 
-    coordinator = Coordinator()
+    coordinator = PartitionedParameterCoordinator()
 
     class Event:
         """Of work that the device has not done."""
@@ -87,7 +87,7 @@ def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
     monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(ahead, "MOST_LIVE", 1500)
     run_ahead(SimpleNamespace(get_param_coordinator=lambda: coordinator), layer=50)
-    assert coordinator._Coordinator__max_ongoing_fetch_events == 5
+    assert coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events == 5
     for layer in range(4):
         coordinator.fetch_sub_module(layer, forward=True)
         coordinator.release_sub_module(layer, forward=True)
@@ -95,21 +95,11 @@ def test_the_host_may_be_ahead_by_more_than_two_gatherings(monkeypatch):
     assert coordinator.calls == ["fetch 0", "fetch 1", "fetch 2", "wait", "fetch 3"]
 
 
-def test_a_deepspeed_of_other_names_keeps_its_bounds(monkeypatch):
-    class Coordinator: ...
-
-    coordinator = Coordinator()
-    accelerator = SimpleNamespace(is_synchronized_device=lambda: False)
-    monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
-    run_ahead(SimpleNamespace(get_param_coordinator=lambda: coordinator), layer=100)
-    assert not vars(coordinator)
-
-
 def engines_that_run_ahead():
-    """Of a policy and a reference: whether DeepSpeed's names are known, the elements of a layer
-    that are told, and those that its largest layer has."""
+    """Of a policy and a reference, the elements of a layer for which they are patched and those of
+    the largest layer."""
     backend, told, undo = DeepSpeedBackend(), [], pytest.MonkeyPatch()
-    undo.setattr(engines, "run_ahead", lambda offload, layer: told.append((offload, layer)))
+    undo.setattr(prepare, "run_ahead", lambda offload, layer: told.append((offload, layer)))
     config = configure(DeepSpeedConfig(stage=3))
     try:
         mesh, policy, _ = start(backend, Case(config=config))
@@ -121,64 +111,52 @@ def engines_that_run_ahead():
         undo.undo()
     layers = policy.module.model.layers
     largest = max(sum(item.ds_numel for item in layer.parameters()) for layer in layers)
-    facts = [(coordinator_of(offload)[1] is not None, layer, largest) for offload, layer in told]
     backend.close_mesh(mesh)
-    return facts
+    return [(layer, largest) for _, layer in told]
 
 
 def test_every_engine_of_stage_3_may_be_ahead(pair):
     for policy, reference in pair.run(engines_that_run_ahead):
         assert policy == reference
-        known, layer, largest = policy
-        assert known
+        layer, largest = policy
         assert layer == largest > 0
 
 
-class Stream:
-    """A stream that notes what it waits for; `synchronize` is a wait of the host."""
-
-    def __init__(self, name, seen):
-        self.name, self.seen = name, seen
-
-    def wait_stream(self, other):
-        self.seen.append(f"{self.name} waits for {other.name}")
-
-    def synchronize(self):
-        self.seen.append(f"the host waits for {self.name}")
-
-
-@pytest.mark.parametrize(
-    ("offload", "seen"),
-    [
-        ("_DeepSpeedZeRoOffload__allgather_stream", "gathering waits for compute"),
-        ("_DeepSpeedZeRoOffload__of_a_later_name", "the host waits for compute"),
-    ],
-)
-def test_gathering_stays_behind_the_update(monkeypatch, offload, seen):
+def test_gathering_stays_behind_the_update(monkeypatch):
     waits = []
     accelerator = SimpleNamespace(
         is_synchronized_device=lambda: False, current_stream=lambda: Stream("compute", waits)
     )
     monkeypatch.setattr(ahead, "get_accelerator", lambda: accelerator)
-    fence_of(SimpleNamespace(**{offload: Stream("gathering", waits)}))()
-    assert waits == [seen]
+    name = "_DeepSpeedZeRoOffload__allgather_stream"
+    fence_of(SimpleNamespace(**{name: Stream("gathering", waits)}))()
+    assert waits == ["gathering waits for compute"]
+
+
+def test_a_stream_that_is_not_known_is_an_error():
+    with pytest.raises(RLHFError) as error:
+        fence_of(SimpleNamespace())
+    assert "patch gather-after-update" in str(error.value)
+    assert "DeepSpeedZeRoOffload.__allgather_stream is missing" in str(error.value)
 
 
 def fences_of_steps(precision):
     """The updates of two steps and what keeps gatherings behind them, in their order."""
     backend = DeepSpeedBackend()
     config = configure(DeepSpeedConfig(stage=3), dtype=precision, states=precision)
+    calls, undo = [], pytest.MonkeyPatch()
+    undo.setattr(prepare, "fence_of", lambda offload: lambda: calls.append("fence"))
     mesh, engine, _ = start(backend, Case(config=config))
+    undo.undo()
     tokens = torch.arange(12).view(2, 6)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
-    calls, update = [], engine.deepspeed.step
+    update = engine.deepspeed.step
 
     def step():
         calls.append("update")
         update()
 
     engine.deepspeed.step = step
-    engine._fence = lambda: calls.append("fence")
     for _ in range(2):
         engine.backward(engine(batch, losses)["loss"].sum(), last=True)
         engine.step()

@@ -2,8 +2,13 @@
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
-from rlhf_plugin_deepspeed.bookkeeping import parameters_of, remember_parameters
 from torch import nn
+
+from rlhf_plugin_deepspeed.patches.bookkeeping import (
+    parameters_of,
+    print_if_forced,
+    remember_parameters,
+)
 
 
 def test_a_modules_parameters_are_looked_for_once():
@@ -34,7 +39,7 @@ def test_a_modules_parameters_are_looked_for_once():
 def test_the_rank_is_asked_for_only_where_something_is_said(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(partition_parameters.dist, "get_rank", lambda: asked.append(1) or 0)
-    partition_parameters.print_rank_0("nothing")
+    print_if_forced("nothing")
     assert not asked
-    partition_parameters.print_rank_0("something", force=True)
+    print_if_forced("something", force=True)
     assert capsys.readouterr().out == "something\n"

@@ -9,6 +9,7 @@ from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.weights import gathered
 
 LAYOUTS = (
@@ -85,6 +86,29 @@ def test_the_weights_of_a_bf16_checkpoint_are_its_masters(single, tmp_path, sett
     assert not torch.equal(trained, trained.bfloat16().float())
 
 
+def run_clipped(case):
+    """As `run`, with clipping in DeepSpeed's own optimizer, as earlier versions saved it."""
+    step = TrainingEngine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TrainingEngine,
+            "step",
+            lambda engine: (step(engine), setattr(engine.deepspeed.optimizer, "clip_grad", 0.5))[0],
+        )
+        return run(case)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_over_bf16_states_resumes_whoever_clipped_it(single, tmp_path, stage):
+    config = configure(DeepSpeedConfig(stage=stage), dtype="bf16", states="bf16")
+    ((outcome, _),) = single.run(run_clipped, Case(config=config, steps=3, save=(3, tmp_path)))
+    ((straight, _),) = single.run(run, Case(config=config, steps=5))
+    ((later, _),) = single.run(run, Case(config=config, steps=5, load=tmp_path))
+    assert outcome.losses == straight.losses[:3]
+    assert later.losses == straight.losses[3:]
+    assert later.norms == straight.norms[3:]
+
+
 @pytest.mark.parametrize("settings", LAYOUTS[:4], ids=str)
 def test_an_adapter_is_saved_alone_and_resumes(pair, tmp_path, settings):
     plain = follow(PlainBackend(), Case(config=configure(), adapter=True))[0]
@@ -104,13 +128,13 @@ def test_another_stage_or_number_of_ranks_is_refused(pair, single, tmp_path):
     other = configure(DeepSpeedConfig(stage=1))
     for text in pair.run(refusal, Case(config=other, load=tmp_path)):
         assert text == (
-            f"the checkpoint {tmp_path} was written with stage 2 but this run has 1: resume it "
-            "with deepspeed.stage 2."
+            f"the checkpoint {tmp_path} was written with stage 2 but this run has 1; resume it "
+            "with deepspeed.stage 2"
         )
     (text,) = single.run(refusal, Case(config=written, load=tmp_path))
     assert text == (
-        f"the checkpoint {tmp_path} was written with ranks 2 but this run has 1: resume it with "
-        "--nproc 2."
+        f"the checkpoint {tmp_path} was written with ranks 2 but this run has 1; resume it with "
+        "--nproc 2"
     )
 
 
@@ -118,6 +142,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(RLHFError) as error:
         read(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} holds no checkpoint of the deepspeed backend (deepspeed.json is missing): "
-        "name a folder under checkpoints/ of a run, or resume with the backend that wrote it."
+        f"{tmp_path} is not a checkpoint of the deepspeed backend (deepspeed.json is missing); "
+        "name a folder under checkpoints/ of a run, or resume with the backend that wrote it"
     )

@@ -67,6 +67,24 @@ def test_two_ranks_follow_the_plain_curve_at_every_stage(pair, plain, settings, 
         assert all(outcome.moved)
 
 
+WITHOUT_SPEED = [
+    *((layout, "fp32") for layout in ({"stage": 1}, {"stage": 3, "persistence_threshold": 40})),
+    *((layout, "bf16") for layout in STAGES[2:]),
+    *(pytest.param(layout, "fp32", marks=pytest.mark.matrix) for layout in (*LAYOUTS[4:],)),
+]
+
+
+@pytest.mark.parametrize(("settings", "states"), WITHOUT_SPEED, ids=str)
+def test_patches_for_speed_do_not_change_the_curve(pair, plain, settings, states):
+    config = configure(
+        DeepSpeedConfig(patches="correctness", **settings), dtype=states, states=states
+    )
+    rel = 1e-5 if states == "fp32" else 1e-2
+    for outcome, _ in pair.run(run, Case(config=config, micro_batches=2)):
+        assert outcome.losses == pytest.approx(plain.losses, rel=rel)
+        assert outcome.norms == pytest.approx(plain.norms, rel=3 * rel)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
 def test_one_rank_in_four_micro_batches_follows_the_plain_curve(single, plain, settings):
@@ -148,7 +166,7 @@ def run_rounded(case):
 
     def stepped(engine):
         outcome = step(engine)
-        updates.append((float(engine.rounded.factor), sum(squares)))
+        updates.append((float(engine.deepspeed.basic_optimizer.factor), sum(squares)))
         squares.clear()
         return outcome
 

@@ -4,10 +4,11 @@ test_curves.py."""
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from rlhf_plugin_deepspeed.linear import ShardedLinear, linear, plain_linear
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+
+from rlhf_plugin_deepspeed.patches.linear import ShardedLinear, linear, plain_linear
 
 
 def layer(*, trained=True):

@@ -8,9 +8,9 @@ from uneven import HEADS, Changed, case_of, step, without_head
 
 from rlhf.testing.problem import losses, make_batch, start
 from rlhf.testing.ranks import RankFailure
-from rlhf_plugin_deepspeed import gradients
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.capabilities import installed_version, older
+from rlhf_plugin_deepspeed.patches import gradient_order
+from rlhf_plugin_deepspeed.versions import installed_version, older
 
 
 def norms_of(settings, readouts_by_rank):
@@ -75,7 +75,7 @@ def step_under(changes, settings, dtype="fp32"):
     case = case_of(settings, dtype=dtype, tied=False)
     mesh, engine, _ = start(backend, case)
     norms = [step(mesh, engine, HEADS["in the first micro-batch"][mesh.rank]) for _ in range(2)]
-    ours = engine._reduction is not None
+    ours = engine.order is not None
     backend.close_mesh(mesh)
     return norms, ours
 
@@ -108,9 +108,9 @@ def made(settings):
     mesh, engine, _ = start(backend, case_of(settings, tied=False))
     loss = engine(make_batch(0, [mesh.rank], engine.device), without_head)["loss"].sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "torch", SimpleNamespace(**vars(torch)))
+        patch.setattr(gradient_order, "torch", SimpleNamespace(**vars(torch)))
         patch.setattr(
-            gradients.torch,
+            gradient_order.torch,
             "zeros_like",
             lambda tensor: (counted.append(tuple(tensor.shape)), torch.zeros_like(tensor))[1],
         )

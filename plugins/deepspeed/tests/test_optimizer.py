@@ -24,7 +24,7 @@ class Builder:
         time.sleep(self.seconds)
 
 
-TOLD = "building DeepSpeed's CPUAdam, once for this machine: a minute or two\n"
+TOLD = "compiling DeepSpeed's CPUAdam: a minute or two, once per machine\n"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_build_that_was_killed_holds_nobody_up(monkeypatch, tmp_path):
 import time
 from torch.utils.file_baton import FileBaton
 from rlhf_plugin_deepspeed import building
-with building._alone(building.Path({str(tmp_path)!r})):
+with building._one_build(building.Path({str(tmp_path)!r})):
     assert FileBaton({str(tmp_path / "lock")!r}).try_acquire()
     print("building", flush=True)
     time.sleep(60)
@@ -59,10 +59,10 @@ with building._alone(building.Path({str(tmp_path)!r})):
             assert process.poll() is None
         process.kill()
     assert (tmp_path / "lock").exists()
-    with building._alone(tmp_path):
+    with building._one_build(tmp_path):
         assert FileBaton(str(tmp_path / "lock")).try_acquire()
     # After a build that has ended such a file is somebody else's.
-    with building._alone(tmp_path):
+    with building._one_build(tmp_path):
         assert (tmp_path / "lock").exists()
 
 
@@ -71,5 +71,5 @@ def test_a_file_system_without_locks_builds_all_the_same(monkeypatch, tmp_path):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(building.fcntl, "flock", refused)
-    with building._alone(tmp_path):
+    with building._one_build(tmp_path):
         assert FileBaton(str(tmp_path / "lock")).try_acquire()

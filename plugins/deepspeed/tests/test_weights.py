@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from rlhf.testing.problem import (
     Case,
     Packed,
     configure,
-    follow,
     initial_weights,
     losses,
     shape,
@@ -86,8 +84,8 @@ def test_names_that_the_weights_do_not_have_come_back_on_every_rank(pair):
 def test_a_weight_of_another_shape_is_told_on_every_rank(pair):
     for text, *_ in pair.run(sharded, {"model.layers.1.up.weight": torch.zeros(3, 5)}):
         assert text == (
-            "the weight model.layers.1.up.weight has the shape [3, 5] but the model wants [32, "
-            "16]: model.path holds weights that do not belong to its config.json."
+            "the weight model.layers.1.up.weight has the shape [3, 5] but the model expects [32, "
+            "16]; the weights in model.path do not belong to its config.json"
         )
 
 
@@ -246,25 +244,6 @@ def test_blocks_on_a_device_grow(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def threads_after_a_run(stage):
-    backend = DeepSpeedBackend()
-    case = Case(config=configure(DeepSpeedConfig(stage=stage)), steps=1)
-    _, _, mesh = follow(backend, case)
-    backend.close_mesh(mesh)
-    return len(list(THREADS.iterdir()))
-
-
-THREADS = Path("/proc/self/task")
-
-
-@pytest.mark.skipif(not THREADS.exists(), reason="counts threads as Linux shows them")
-def test_a_run_in_a_group_that_stays_leaves_no_threads_behind(pair):
-    pair.run(threads_after_a_run, 2)
-    for stage in (2, 3):
-        counts = [pair.run(threads_after_a_run, stage) for _ in range(2)]
-        assert counts[0] == counts[1]
-
-
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 ALONE = [
     "import torch",
@@ -275,7 +254,7 @@ ALONE = [
     "for _ in range(2):",
     "    backend = DeepSpeedBackend()",
     "    outcome, engine, mesh = follow(backend, case)",
-    "    assert mesh.world == 1 and mesh.axes is None",
+    "    assert mesh.world == 1",
     "    backend.close_mesh(mesh)",
     "    assert not torch.distributed.is_initialized()",
     "print(outcome.moved)",
@@ -335,6 +314,6 @@ def test_the_timeout_determinism_and_the_seed_are_those_asked_for():
 def test_half_a_rendezvous_is_refused():
     assert half_a_launcher().stderr.splitlines()[-1] == (
         "rlhf.errors.RLHFError: the launcher set RANK, WORLD_SIZE but not LOCAL_RANK, "
-        "MASTER_ADDR, MASTER_PORT: start the ranks with torchrun, or unset them to run one "
-        "process."
+        "MASTER_ADDR, MASTER_PORT; start the ranks with torchrun, or unset them to run one "
+        "process"
     )

@@ -7,8 +7,9 @@ from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 
 
-def case_of(settings, dtype="fp32", **more):
-    return Case(config=configure(DeepSpeedConfig(**settings), dtype=dtype), **more)
+def case_of(settings, dtype="fp32", states="fp32", **more):
+    config = configure(DeepSpeedConfig(**settings), dtype=dtype, states=states)
+    return Case(config=config, **more)
 
 
 class Changed(DeepSpeedBackend):

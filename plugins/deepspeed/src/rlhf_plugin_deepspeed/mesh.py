@@ -3,6 +3,7 @@
 import os
 import random
 from datetime import timedelta
+from importlib import import_module
 
 import deepspeed
 import numpy as np
@@ -41,7 +42,8 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
             backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=timeout
         )
     if "no-shm-build" in _patches(config):
-        replace("no-shm-build", comm.torch, build_shm_op=lambda: None)
+        # `comm.torch` is torch itself.
+        replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     try:
         deepspeed.init_distributed(
             backend, auto_mpi_discovery=False, timeout=timeout, verbose=False

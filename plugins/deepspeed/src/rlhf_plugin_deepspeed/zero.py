@@ -166,8 +166,7 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
         quantized=config.model.quantize is not None,
     )  # fmt: skip
     if resolved.offload_param:
-        # What is gathered for the moment does not stay.
-        parts["weights"] = 0
+        parts["weights"] = 2 * shape.largest_layer * size.weight  # What is gathered at once.
     return sum(parts.values())
 
 

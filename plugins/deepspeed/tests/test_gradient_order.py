@@ -10,13 +10,14 @@ import pytest
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from streams import Stream, Streams, seen_by
-from torch import distributed
+from torch import distributed, nn
 from uneven import Changed, case_of
 
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import ROWS, follow, losses, make_batch, start
-from rlhf_plugin_deepspeed import gradients
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.patches import gradient_order
+from rlhf_plugin_deepspeed.patches.gradient_order import forward_places, owned_spans
 
 A_WEIGHT = 512
 """Elements of each of the tiny model's, all larger than a bucket of 400."""
@@ -36,9 +37,9 @@ def told(calls):
         return all_reduce(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(gradients.distributed, "reduce", to_one)
-        patch.setattr(gradients.distributed, "all_reduce", to_all)
+        patch.setattr(gradient_order, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(gradient_order.distributed, "reduce", to_one)
+        patch.setattr(gradient_order.distributed, "all_reduce", to_all)
         yield
 
 
@@ -109,9 +110,9 @@ def reduced_beside(offload):
         return reduce(tensor, rank, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "get_accelerator", lambda: accelerator)
-        patch.setattr(gradients, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(gradients.distributed, "reduce", tell)
+        patch.setattr(gradient_order, "get_accelerator", lambda: accelerator)
+        patch.setattr(gradient_order, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(gradient_order.distributed, "reduce", tell)
         patch.setattr(
             torch.Tensor,
             "record_stream",
@@ -195,9 +196,9 @@ def reduced_again():
     mesh, engine, _ = start(backend, case_of({"stage": 2}))
     loss = engine(make_batch(0, [mesh.rank], engine.device), losses)["loss"].sum()
     engine.backward(loss, last=True)
-    reduction = engine._reduction
+    reduction = engine.order
     try:
-        reduction._take(*reduction._order[0])
+        reduction.arrive(*reduction.order[0])
     except RLHFError as error:
         return str(error)
     finally:
@@ -206,9 +207,8 @@ def reduced_again():
 
 def test_a_gradient_that_comes_after_its_reduction_is_not_lost_in_silence(pair):
     assert pair.run(reduced_again)[0] == (
-        "a gradient of shape (16, 32) came again after it was reduced, as where "
-        "torch.utils.checkpoint runs a layer twice with use_reentrant=True: recompute with "
-        "use_reentrant=False."
+        "a gradient of shape (16, 32) arrived again after it was reduced, as with "
+        "torch.utils.checkpoint and use_reentrant=True; recompute with use_reentrant=False"
     )
 
 
@@ -238,8 +238,8 @@ def came_on_two_streams():
     """What streams do where the second gradient has come on another than the first."""
     backend, accelerator = DeepSpeedBackend(), Streams()
     mesh, engine, _ = start(backend, case_of({"stage": 2}))
-    reduction, optimizer = engine._reduction, engine.deepspeed.optimizer
-    first, second = reduction._order[:2]
+    reduction, optimizer = engine.order, engine.deepspeed.optimizer
+    first, second = reduction.order[:2]
     for parameter, _ in (first, second):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.reduction_stream = Stream("reduction", accelerator.seen)
@@ -251,11 +251,11 @@ def came_on_two_streams():
 
     def come():
         with accelerator.stream(Stream("other", accelerator.seen)):
-            reduction._take(*second)
-        reduction._take(*first)
+            reduction.arrive(*second)
+        reduction.arrive(*first)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "get_accelerator", lambda: accelerator)
+        patch.setattr(gradient_order, "get_accelerator", lambda: accelerator)
         (found,) = seen_by(accelerator, come)
     backend.close_mesh(mesh)
     return found
@@ -295,3 +295,42 @@ def test_over_one_rank_and_three_the_curve_is_the_same(three, single, settings, 
     ):
         assert outcome.norms == pytest.approx(whole.norms, rel=1e-4)
         assert outcome.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+class Model(nn.Module):
+    """What a model has: parts that are read outside of its layers, and shared weights."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.embed = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    @property
+    def causal(self):
+        return SimpleNamespace(get_output_embeddings=lambda: self.head)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_have_their_place_in_a_forward_pass(tied):
+    model = Model(tied=tied)
+    order = forward_places(model)
+    assert [order[layer.weight] for layer in model.layers] == [1, 2, 3]
+    assert [order[layer.bias] for layer in model.layers] == [1, 2, 3]
+    # The norm may be read at any time; a tied weight when its first reader comes.
+    assert order[model.embed.weight] == order[model.norm.weight] == 0
+    assert order[model.head.weight] == (0 if tied else 4)
+
+
+def test_neighbours_that_one_rank_updates_are_summed_as_one():
+    # Two parameters of 6 and 4 elements in one group; rank 0 owns the first 2 elements.
+    optimizer = SimpleNamespace(
+        grad_start_offset=[{0: {0: 0}, 1: {0: 2, 1: 0}}],
+        param_to_partition_ids=[{0: [0, 1], 1: [1]}],
+        bit16_groups=[[torch.zeros(6), torch.zeros(4)]],
+    )
+    spans = owned_spans(optimizer, [(0, 0, 0), (0, 1, 1)])
+    assert spans == [(0, 0, 2), (1, 2, 10)]

@@ -4,22 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_plugin_deepspeed.reductions import (
-    Ordered,
-    _keep_shards,
-    count_as_zeros,
-    deepspeed_reduce_scatter,
-    lighten_reductions,
-    reduce_scatter,
-)
 from streams import Stream, Streams, seen_by
 from torch import nn
 
 from rlhf.testing.problem import configure
-from rlhf_plugin_deepspeed import reductions
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.engine import _some_empty
+from rlhf_plugin_deepspeed.patches import shards
+from rlhf_plugin_deepspeed.patches.install import restore_modules
+from rlhf_plugin_deepspeed.patches.shards import (
+    MissingGradients,
+    Ordered,
+    deepspeed_reduce_scatter,
+    keep_shards,
+    reduce_at_once,
+    reduce_scatter,
+)
+from rlhf_plugin_deepspeed.prepare import _some_empty
 
 
 def shards_of_means(sizes):
@@ -46,9 +47,7 @@ def test_shards_of_means_are_deepspeeds(pair, sizes):
 
 def test_shards_add_up_over_micro_batches():
     held = {0: torch.zeros(4), 1: torch.zeros(3), 2: torch.zeros(2)}
-    optimizer = SimpleNamespace(
-        _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition=held, micro_step_id=0
-    )
+    optimizer = SimpleNamespace(micro_step_id=0)
     parameters = [nn.Parameter(torch.zeros(8)) for _ in held]
     for number, parameter in enumerate(parameters):
         parameter.ds_id = number
@@ -58,7 +57,7 @@ def test_shards_add_up_over_micro_batches():
         optimizer.micro_step_id = micro_step
         for parameter in parameters:
             parameter.grad = torch.ones(8)
-        _keep_shards(optimizer, parameters, first)
+        keep_shards(optimizer, held, parameters, first)
         assert all(parameter.grad is None for parameter in parameters)
     assert torch.equal(held[0], 2 * torch.arange(4.0))
     assert held[1].tolist() == [2, 2, 0]
@@ -78,7 +77,8 @@ def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
 )
 def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way(apart):
     optimizer = SimpleNamespace(**{"offload_optimizer": False} | apart)
-    lighten_reductions(optimizer)
+    reduce_at_once(optimizer)
+    restore_modules()
     assert not hasattr(optimizer, "partition_grads")
 
 
@@ -106,13 +106,13 @@ def test_zeros_wait_for_the_update_and_are_waited_for(monkeypatch):
     stream.synchronize = lambda: accelerator.seen.append("compute waits for reduction")
     optimizer = SimpleNamespace(
         micro_step_id=0, offload_optimizer=False, reduce_and_partition_stream=stream,
-        partition_grads=lambda parameters, shards: accelerator.seen.append(
-            f"{[shard.tolist() for shard in shards]} on {accelerator.current.name}"
+        partition_grads=lambda params_to_release, grad_partitions: accelerator.seen.append(
+            f"{[part.tolist() for part in grad_partitions]} on {accelerator.current.name}"
         ),
         independent_gradient_partition_epilogue=lambda: accelerator.seen.append("end"),
     )  # fmt: skip
-    monkeypatch.setattr(reductions, "get_accelerator", lambda: accelerator)
-    count_as_zeros(optimizer)
+    monkeypatch.setattr(shards, "get_accelerator", lambda: accelerator)
+    MissingGradients(optimizer)
     finish = optimizer.independent_gradient_partition_epilogue
 
     shard = Shard()

@@ -1,0 +1,170 @@
+"""Every patch of DeepSpeed: its targets exist with the sources it was tested with, it is refused
+where they do not, and it ends with its run."""
+
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from patch_sources import DIGESTS, TARGETS, find, installed
+from torch.nn import functional
+from uneven import case_of
+
+from rlhf.errors import RLHFError
+from rlhf.testing.problem import follow, start
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.patches.install import fits, parameters, path_of, replace
+from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, names_for
+from rlhf_plugin_deepspeed.versions import installed_version, older
+
+
+@pytest.mark.parametrize("target", [item for item in TARGETS if item.startswith("deepspeed.")])
+def test_a_target_is_what_its_patch_was_written_for(target):
+    found = find(target, installed())
+    assert found is not None, f"{target} is missing"
+    digest, names = found
+    expected = parameters(target)
+    assert expected is None or fits(expected, names or []), f"{target} takes {names}"
+    versions = json.loads(DIGESTS.read_text())[target]
+    assert digest in versions.values(), (
+        f"the source of {target} in deepspeed {installed_version()} is not that of a tested "
+        f"version ({', '.join(versions)}); read what changed, then run patch_sources.py"
+    )
+
+
+def test_both_ends_of_the_tested_range_are_known():
+    for versions in json.loads(DIGESTS.read_text()).values():
+        assert OLDEST in versions
+        assert NEWEST in versions
+
+
+def test_torchs_linear_is_still_in_its_module():
+    assert [target for target in TARGETS if not target.startswith("deepspeed.")] == [
+        "torch.nn.functional:linear"
+    ]
+    assert callable(functional.linear)
+
+
+def renamed(attribute):
+    """What a run says where DeepSpeed's reduction has another name."""
+    function = getattr(DeepSpeedZeroOptimizer, attribute)
+    delattr(DeepSpeedZeroOptimizer, attribute)
+    backend = DeepSpeedBackend()
+    try:
+        start(backend, case_of({"stage": 1}))
+    except RLHFError as error:
+        return str(error)
+    finally:
+        setattr(DeepSpeedZeroOptimizer, attribute, function)
+        backend.close_mesh(None)
+    return ""
+
+
+def test_a_renamed_reduction_is_an_error_and_no_smaller_gradient(pair):
+    remedy = f"install deepspeed {OLDEST} to {NEWEST}"
+    for text in pair.run(renamed, "average_tensor"):
+        assert text == (
+            f"deepspeed {installed_version()} does not fit the patch gradient-order: "
+            "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor is "
+            f"missing; {remedy}"
+        )
+    for text in pair.run(renamed, "copy_grads_in_partition"):
+        assert text.endswith(f"is missing; {remedy} or set deepspeed.patches to correctness")
+
+
+def test_other_parameters_are_an_error():
+    module = ModuleType("module")
+    module.reduce_scatter_coalesced = lambda tensors, group, stream: None
+    with pytest.raises(RLHFError) as error:
+        replace("reduction", module, reduce_scatter_coalesced=lambda tensors, group: None)
+    assert str(error.value) == (
+        f"deepspeed {installed_version()} does not fit the patch reduction: "
+        "deepspeed.runtime.zero.stage3:reduce_scatter_coalesced takes (tensors, group, stream); "
+        f"install deepspeed {OLDEST} to {NEWEST} or set deepspeed.patches to correctness"
+    )
+
+
+def patched(settings):
+    """Names of modules' targets that differ from before a run, during the run and after it."""
+    modules = [
+        path_of(target) for patch in PATCHES.values() for target in patch.targets
+        if patch.lasts == "run" and len(path_of(target)) == 2
+    ]  # fmt: skip
+    before = {(module, name): vars(sys.modules[module])[name] for module, name in modules}
+
+    def changed():
+        return {
+            name for (module, name), value in before.items()
+            if vars(sys.modules[module])[name] is not value
+        }  # fmt: skip
+
+    backend = DeepSpeedBackend()
+    _, _, mesh = follow(backend, case_of(settings, steps=1))
+    during = changed()
+    backend.close_mesh(mesh)
+    return during, changed() - {"cdb", "_WORLD_GROUP"}
+
+
+FOR_SPEED = {
+    *("build_shm_op", "linear", "iter_params", "print_rank_0", "enable_nvtx"),
+    "reduce_scatter_coalesced",
+}
+
+
+def test_patches_of_modules_end_with_their_run(single):
+    ((during, after),) = single.run(patched, {"stage": 3})
+    assert during >= FOR_SPEED
+    assert after == set()
+
+
+def test_without_patches_for_speed_torchs_linear_comes_back_from_deepspeed(single):
+    ((during, after),) = single.run(patched, {"stage": 3, "patches": "correctness"})
+    assert during & FOR_SPEED == {"linear"}
+    assert after == set()
+
+
+def test_an_import_patches_nothing():
+    code = (
+        "import deepspeed, sys; from deepspeed.runtime.zero import stage3; from torch.nn import "
+        "functional; own = [dict(vars(m)) for m in (stage3, functional)]; import "
+        "rlhf_plugin_deepspeed.backend; print([dict(vars(m)) for m in (stage3, functional)] == own)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "True"
+
+
+def names(stage=3, **changes):
+    asked = {"states": "fp32", "offload": False, "setting": "all", "version": NEWEST}
+    return names_for(stage, **asked | changes)
+
+
+def test_a_newer_deepspeed_gets_what_correct_results_need():
+    needed = names(setting="correctness")
+    assert needed == names(version="0.19.9") != names()
+    assert {PATCHES[name].kind for name in needed} == {"correctness"}
+
+
+def test_a_patch_is_for_its_stages_states_and_place():
+    assert "no-norm" in names(states="bf16")
+    assert "norm-at-once" in names()
+    assert "norm-at-once" not in names(offload=True)
+    assert "check-by-norm" in names(1)
+    assert "check-by-norm" not in names(1, version="0.19.7")
+    assert "gradient-order" not in names(3)
+
+
+@pytest.mark.skipif(older(installed_version(), "0.19.8"), reason="before there was no such setting")
+def test_states_in_bf16_turn_deepspeeds_norm_off_by_its_settings(single):
+    assert single.run(norm_settings) == [(False, False, 0.0)]
+
+
+def norm_settings():
+    """Whether DeepSpeed checks the gradient and computes its norm, and how it clips."""
+    backend = DeepSpeedBackend()
+    case = case_of({"stage": 1}, dtype="bf16", states="bf16")
+    mesh, engine, _ = start(backend, case)
+    optimizer = engine.deepspeed.optimizer
+    backend.close_mesh(mesh)
+    return optimizer.check_grad_overflow, optimizer.compute_grad_norm, optimizer.clip_grad

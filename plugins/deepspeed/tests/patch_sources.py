@@ -40,8 +40,9 @@ def find(target: str, root: Path) -> tuple[str, list[str] | None] | None:
         if not found and place == 0:
             for node in (item for item in body if isinstance(item, ast.ImportFrom)):
                 imported = {item.name for item in node.names} & {name, "*"}
-                if imported and str(node.module).startswith("deepspeed."):
-                    return find(f"{node.module}:{name}", root)
+                known = imported and str(node.module).startswith("deepspeed.")
+                if known and (origin := find(f"{node.module}:{name}", root)):
+                    return origin
         if not found:
             pattern = rf"self\.{name}\b" if place else rf"^{name}\b"
             return ("", None) if re.search(pattern, source, re.MULTILINE) else None

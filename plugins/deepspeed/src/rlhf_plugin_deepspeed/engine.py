@@ -7,8 +7,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.data.batch import PackedBatch
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
+from rlhf.trainer import PackedBatch
 from rlhf_plugin_deepspeed.patches.gradient_order import GradientOrder
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from attrs import frozen
 
-from rlhf.config.sections import Config
 from rlhf.engine import ModelShape, Plan, fused_on
+from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000

@@ -13,9 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import distributed
 
-from rlhf.config.sections import Config
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, first_line
+from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 from rlhf_plugin_deepspeed.patches.table import names_for
 from rlhf_plugin_deepspeed.versions import installed_version

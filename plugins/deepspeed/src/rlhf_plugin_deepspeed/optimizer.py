@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch.optim import AdamW, Optimizer
 
-from rlhf.config.sections import OptimConfig
+from rlhf.plugin import OptimConfig
 from rlhf_plugin_deepspeed.building import compiled
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from attrs import evolve
 
-from rlhf.config.sections import Config
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
+from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states

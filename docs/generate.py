@@ -103,7 +103,7 @@ PAGES = {
 
 
 def _capabilities() -> list[tuple[str, ...]]:
-    head = ("feature", "setting", "deepspeed", "stages", "precisions", "not with")
+    head = ("feature", "setting", "stages", "precisions", "not with")
     return [
         head,
         ("---",) * len(head),
@@ -111,7 +111,6 @@ def _capabilities() -> list[tuple[str, ...]]:
             (
                 row.feature,
                 f"`{row.setting}`" if row.setting else "",
-                f">= {row.least}",
                 ", ".join(map(str, row.stages)),
                 ", ".join(row.precisions),
                 ", ".join(f"`{name}`" for name in row.excludes),

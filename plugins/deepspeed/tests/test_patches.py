@@ -12,9 +12,13 @@ from patch_sources import DIGESTS, TARGETS, find, installed
 from torch.nn import functional
 from uneven import case_of
 
+from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import follow, start
+from rlhf.testing.problem import configure, follow, shape, start
+from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.patches import table
 from rlhf_plugin_deepspeed.patches.install import fits, parameters, path_of, replace
 from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
@@ -135,15 +139,26 @@ def test_an_import_patches_nothing():
     assert shown.stdout.splitlines()[-1] == "True"
 
 
-def names(stage=3, **changes):
-    asked = {"states": "fp32", "offload": False, "setting": "all", "version": NEWEST}
-    return names_for(stage, **asked | changes)
+def names(stage=3, *, version=NEWEST, **changes):
+    asked = {"states": "fp32", "offload": False, "setting": "all"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "installed_version", lambda: version)
+        return names_for(stage, **asked | changes)
 
 
-def test_a_newer_deepspeed_gets_what_correct_results_need():
+def test_a_newer_deepspeed_gets_what_correct_results_need(monkeypatch):
     needed = names(setting="correctness")
     assert needed == names(version="0.19.9") != names()
     assert {PATCHES[name].kind for name in needed} == {"correctness"}
+    for module in (table, zero):
+        monkeypatch.setattr(module, "installed_version", lambda: "0.19.9")
+    run = configure(DeepSpeedConfig(stage=3))
+    plan = zero.plan(run, Mesh(), shape(), optimizer="AdamW", reason="")
+    assert plan.patches == needed
+    assert plan.summary.endswith(
+        ", correctness patches only (deepspeed 0.19.9 is newer than 0.19.8)"
+    )
+    assert "memory_efficient_linear" not in plan.settings["zero_optimization"]
 
 
 def test_a_patch_is_for_its_stages_states_and_place():

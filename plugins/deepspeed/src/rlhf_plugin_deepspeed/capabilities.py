@@ -23,8 +23,6 @@ class Capability:
     feature: str
     setting: str
     """The key that turns it on, or "" where it is always on."""
-    least: str = LEAST
-    """Least DeepSpeed version."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
     """Values of `model.dtype` that core's configuration allows with it."""
@@ -122,17 +120,11 @@ def check_version(version: str) -> None:
         )
 
 
-def check_capabilities(settings: Collection[str], *, stage: int | str, version: str) -> None:
-    """Raise RLHFError for the first of `settings` that does not work at `stage` or with
-    `version`."""
+def check_capabilities(settings: Collection[str], *, stage: int | str) -> None:
+    """Raise RLHFError for the first of `settings` that does not work at `stage`."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
-        if older(version, row.least):
-            raise RLHFError(
-                f"{row.setting} needs deepspeed {row.least} or newer but {version} is installed; "
-                "run pip install -U deepspeed"
-            )
         for other in row.excludes:
             if other in settings:
                 raise RLHFError(

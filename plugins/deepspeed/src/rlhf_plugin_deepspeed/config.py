@@ -11,28 +11,27 @@ from rlhf_plugin_deepspeed.versions import installed_version
 optional = validators.optional
 
 
-@frozen
-class Offload:
-    """What a preset sets."""
+@frozen(kw_only=True)
+class Resolved:
+    """What a preset sets, and the section with its preset filled in; `stage` is "auto" until the
+    model's size is known."""
 
-    stage: int
-    optimizer: bool = False
-    parameters: bool = False
+    stage: int | str
+    offload_optimizer: bool = False
+    offload_param: bool = False
 
 
-PRESETS: dict[str, Offload] = {
-    "ddp": Offload(0),
-    "zero": Offload(0),
-    "zero0": Offload(0),
-    "zero1": Offload(1),
-    "zero2": Offload(2),
-    "zero3": Offload(3),
-    "zero1_offload": Offload(1, optimizer=True),
-    "zero1_cpuoffload": Offload(1, optimizer=True),
-    "zero2_offload": Offload(2, optimizer=True),
-    "zero2_cpuoffload": Offload(2, optimizer=True),
-    "zero3_offload": Offload(3, optimizer=True, parameters=True),
-    "zero3_cpuoffload": Offload(3, optimizer=True, parameters=True),
+PRESETS = {
+    "ddp": Resolved(stage=0),
+    "zero": Resolved(stage=0),
+    **{f"zero{stage}": Resolved(stage=stage) for stage in range(4)},
+    **{
+        f"zero{stage}_{spelling}": Resolved(
+            stage=stage, offload_optimizer=True, offload_param=stage == 3
+        )
+        for stage in (1, 2, 3)
+        for spelling in ("offload", "cpuoffload")
+    },
 }
 
 
@@ -69,44 +68,29 @@ class DeepSpeedConfig:
     results need. A DeepSpeed newer than the tested ones gets only those."""
 
 
-@frozen(kw_only=True)
-class Resolved:
-    """The section with its preset filled in; `stage` is "auto" until the model's size is known."""
-
-    stage: int | str
-    offload_optimizer: bool
-    offload_param: bool
-
-
 def resolve(section: DeepSpeedConfig) -> Resolved:
     """Return the section with the preset's values where it sets none. Raises RLHFError where it
     contradicts the preset."""
     preset = PRESETS.get(section.preset)
     if preset is None:
-        stage = 3 if section.offload_param and section.stage == "auto" else section.stage
-        return Resolved(
-            stage=stage,
-            offload_optimizer=bool(section.offload_optimizer),
-            offload_param=bool(section.offload_param),
+        preset = Resolved(
+            stage=3 if section.offload_param and section.stage == "auto" else section.stage
         )
-    if section.stage not in ("auto", preset.stage):
+    elif section.stage not in ("auto", preset.stage):
         raise RLHFError(
             f"deepspeed.stage is {section.stage} but the preset {section.preset} is stage "
             f"{preset.stage}; set only one of the two"
         )
-    for setting, offloaded in (
-        ("offload_optimizer", preset.optimizer),
-        ("offload_param", preset.parameters),
-    ):
-        if offloaded and getattr(section, setting) is False:
+    for setting in ("offload_optimizer", "offload_param"):
+        if getattr(preset, setting) and getattr(section, setting) is False:
             raise RLHFError(
                 f"deepspeed.{setting} is false but the preset {section.preset} turns it on; use "
                 f"the preset zero{preset.stage}"
             )
     return Resolved(
         stage=preset.stage,
-        offload_optimizer=preset.optimizer or bool(section.offload_optimizer),
-        offload_param=preset.parameters or bool(section.offload_param),
+        offload_optimizer=preset.offload_optimizer or bool(section.offload_optimizer),
+        offload_param=preset.offload_param or bool(section.offload_param),
     )
 
 
@@ -117,7 +101,7 @@ def check(config: Any) -> None:
     check_version(installed_version())
     resolved = resolve(section)
     settings = settings_of(config, resolved)
-    check_capabilities(settings, stage=resolved.stage, version=installed_version())
+    check_capabilities(settings, stage=resolved.stage)
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:

@@ -60,6 +60,7 @@ class TrainingEngine(InferenceEngine):
         masters: list[list[str]],
         clip: float,
         order: GradientOrder | None,
+        fence: Callable[[], None],
         take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]",
         role: str,
         plan: Plan,
@@ -75,6 +76,8 @@ class TrainingEngine(InferenceEngine):
         """Largest norm of the gradient, or 0; for the steps that clip here and not in DeepSpeed."""
         self.order = order
         """What reduces gradients at stages 1 and 2; None where DeepSpeed does."""
+        self.fence = fence
+        """Keeps gatherings of stage 3 behind an update that was launched."""
         self._take_step = take_step
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

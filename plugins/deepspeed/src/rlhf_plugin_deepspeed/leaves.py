@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
-from rlhf_plugin_deepspeed.patches.install import replaced
+from rlhf_plugin_deepspeed.patches.install import replace
 
 MARK = "ds_z3_leaf_module"
 """The attribute by which DeepSpeed knows that a parameter belongs to a leaf."""
@@ -58,12 +58,15 @@ def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
                 vars(parameter).pop(MARK, None)
         register(self)
 
-    with replaced(
+    restore = replace(
         "leaf-layers",
         DeepSpeedZeroOptimizer_Stage3,
         create_reduce_and_remove_grad_hooks=create_reduce_and_remove_grad_hooks,
-    ):
+    )
+    try:
         yield
+    finally:
+        restore()
 
 
 def _size(module: nn.Module) -> int:

@@ -17,8 +17,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
-from rlhf_plugin_deepspeed.patches.table import names_for
-from rlhf_plugin_deepspeed.versions import installed_version
+from rlhf_plugin_deepspeed.patches.table import in_force
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -41,7 +40,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         distributed.init_process_group(
             backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=timeout
         )
-    if "no-shm-build" in _patches(config):
+    if in_force("no-shm-build", setting=config.backend_section.patches):
         # `comm.torch` is torch itself.
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     try:
@@ -112,12 +111,6 @@ def _launcher_variables() -> list[str]:
                 f"the launcher set {name} to {os.environ[name]!r}, which is not a number"
             )
     return given
-
-
-def _patches(config: Config) -> tuple[str, ...]:
-    """Return the patches that are needed before the stage is known."""
-    setting = config.backend_section.patches
-    return names_for(0, states="fp32", offload=False, setting=setting, version=installed_version())
 
 
 def _check_precision(precision: str) -> None:

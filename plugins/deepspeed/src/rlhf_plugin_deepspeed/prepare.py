@@ -26,6 +26,7 @@ from rlhf_plugin_deepspeed.patches.masters import update_weights_themselves
 from rlhf_plugin_deepspeed.patches.shards import MissingGradients, reduce_at_once
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.stepping import (
+    CHECKS_BY_NORM,
     mastered_step,
     plain_step,
     rounded_step,
@@ -35,9 +36,6 @@ from rlhf_plugin_deepspeed.stepping import (
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CHECKS_BY_NORM = "0.19.8"
-"""The first DeepSpeed that checks the gradient's norm before a sharded step in every precision, and
-that can leave out the norm."""
 
 
 def prepare_training(
@@ -69,7 +67,8 @@ def prepare_training(
         masters=masters,
         clip=plan.settings["gradient_clipping"],
         order=order,
-        take_step=_choose_step(runner, plan, fence),
+        fence=fence,
+        take_step=_choose_step(runner, plan),
         role=role,
         plan=plan,
         mesh=mesh,
@@ -168,19 +167,14 @@ def _patch_passes(offload: Any, model: nn.Module, plan: Plan) -> None:
         run_ahead(offload, layer=max(sizes, default=0))
 
 
-def _choose_step(
-    runner: Any, plan: Plan, fence: Callable[[], None]
-) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
+def _choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
     if isinstance(runner.basic_optimizer, RoundedAdamW):
-        return rounded_step(fence)
+        return rounded_step
     if _is_plain(plan):
         return plain_step
     if plan.stage == 0:
         return mastered_step
-    if plan.stage < 3:
-        return sharded_step
-    unchecked = older(installed_version(), CHECKS_BY_NORM) and plan.precision != "fp16"
-    return stage_3_step(fence, check_first=unchecked)
+    return sharded_step if plan.stage < 3 else stage_3_step
 
 
 def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:

@@ -1,14 +1,17 @@
 """The ways in which an engine takes an optimizer step; `prepare.py` chooses one for each engine."""
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from rlhf.engine import Deferred, LaterOutcome, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.norms import gradients, sharded_norm, whole_norm
+from rlhf_plugin_deepspeed.versions import installed_version, older
 
+CHECKS_BY_NORM = "0.19.8"
+"""The first DeepSpeed that checks the gradient's norm before a sharded step in every precision, and
+that can leave out the norm."""
 CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
 
@@ -40,43 +43,34 @@ def sharded_step(engine: TrainingEngine) -> StepOutcome:
     )
 
 
-def stage_3_step(
-    fence: Callable[[], None], *, check_first: bool
-) -> Callable[[TrainingEngine], StepOutcome]:
-    """Return the step over shards of the weights; `fence` keeps gatherings behind the update."""
-
-    def step(engine: TrainingEngine) -> StepOutcome:
-        scale = engine.loss_scale()
-        if check_first:
-            # DeepSpeed skips the step if this finds a gradient that is not finite.
-            engine.deepspeed.optimizer.check_overflow()
-        moved, skipped = _update(engine)
-        fence()
-        norm = _deepspeeds_norm(engine, moved=moved)
-        if moved:
-            # DeepSpeed divides by the scale after it has grown for the next step.
-            norm *= engine.loss_scale() / scale
-        return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
-
-    return step
+def stage_3_step(engine: TrainingEngine) -> StepOutcome:
+    """Step over shards of the weights."""
+    scale = engine.loss_scale()
+    if engine.precision != "fp16" and older(installed_version(), CHECKS_BY_NORM):
+        # DeepSpeed skips the step if this finds a gradient that is not finite.
+        engine.deepspeed.optimizer.check_overflow()
+    moved, skipped = _update(engine)
+    norm = _deepspeeds_norm(engine, moved=moved)
+    if moved:
+        # DeepSpeed divides by the scale after it has grown for the next step.
+        norm *= engine.loss_scale() / scale
+    return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
 
 
-def rounded_step(fence: Callable[[], None]) -> Callable[[TrainingEngine], LaterOutcome]:
-    """Return the step of `RoundedAdamW`, which clips and skips on the device: the host does not
-    wait for the norm."""
-
-    def step(engine: TrainingEngine) -> LaterOutcome:
-        at_stage_0 = engine.stage == 0
-        norm = whole_norm(engine.module) if at_stage_0 else sharded_norm(engine.deepspeed.optimizer)
-        factor = ((engine.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
-        engine.deepspeed.basic_optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
-        engine.deepspeed.step()
-        fence()
-        if engine.schedule is not None:
-            engine.schedule.step()
-        return LaterOutcome(Deferred(norm[None]))
-
-    return step
+def rounded_step(engine: TrainingEngine) -> LaterOutcome:
+    """Step with `RoundedAdamW`, which clips and skips on the device: the host does not wait for the
+    norm."""
+    if engine.stage == 0:
+        norm = whole_norm(engine.module)
+    else:
+        norm = sharded_norm(engine.deepspeed.optimizer)
+    factor = ((engine.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
+    engine.deepspeed.basic_optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
+    engine.deepspeed.step()
+    engine.fence()
+    if engine.schedule is not None:
+        engine.schedule.step()
+    return LaterOutcome(Deferred(norm[None]))
 
 
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:
@@ -84,6 +78,7 @@ def _update(engine: TrainingEngine) -> tuple[bool, bool]:
     whether the loss scaler skipped the step."""
     scale = engine.loss_scale()
     engine.deepspeed.step()
+    engine.fence()
     moved = engine.deepspeed.was_step_applied()
     # A scale that can fall is to blame; at its floor the gradient itself is bad.
     skipped = not moved and engine.loss_scale() < scale

@@ -37,7 +37,6 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         states=config.optim.states,
         offload=resolved.offload_optimizer,
         setting=section.patches,
-        version=installed_version(),
     )
     settings = {
         # The loop owns micro-batches and accumulation; DeepSpeed only multiplies these.

@@ -2,8 +2,7 @@
 had comes back."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rlhf.errors import RLHFError
@@ -32,16 +31,6 @@ def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
     if inspect.ismodule(owner):
         _restorers.append(restore)
     return restore
-
-
-@contextmanager
-def replaced(name: str, owner: Any, **replacements: Any) -> Iterator[None]:
-    """Replace attributes of `owner` in this context only."""
-    restore = replace(name, owner, **replacements)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def restore_modules() -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from rlhf_plugin_deepspeed.versions import older
+from rlhf_plugin_deepspeed.versions import installed_version, older
 
 OLDEST, NEWEST = "0.19.0", "0.19.8"
 """The tested range of DeepSpeed versions."""
@@ -201,17 +201,22 @@ PATCHES = {
 }  # fmt: skip
 
 
-def names_for(
-    stage: int, *, states: str, offload: bool, setting: str, version: str
-) -> tuple[str, ...]:
-    """Return the patches of a plan. With `setting` "correctness", and with a DeepSpeed newer than a
-    patch was tested with, those that correct results need."""
+def names_for(stage: int, *, states: str, offload: bool, setting: str) -> tuple[str, ...]:
+    """Return the patches of a plan."""
     return tuple(
         name
         for name, patch in PATCHES.items()
         if stage in patch.stages
         and patch.states in ("any", states)
         and (patch.offload or not offload)
-        and not older(version, patch.oldest)
-        and (patch.kind == "correctness" or (setting == "all" and not older(patch.newest, version)))
+        and in_force(name, setting=setting)
     )
+
+
+def in_force(name: str, *, setting: str) -> bool:
+    """Return whether a patch is for the installed DeepSpeed. With `setting` "correctness", and with
+    a version newer than the tested ones, only those are that correct results need."""
+    patch, version = PATCHES[name], installed_version()
+    if older(version, patch.oldest):
+        return False
+    return patch.kind == "correctness" or (setting == "all" and not older(patch.newest, version))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from rlhf_plugin_deepspeed.rounding import RoundedAdamW, numbers, rounded_
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW, coefficients, rounded_
 
 ULP = 2.0**-7
 """Distance of 1 to the next bf16 above it."""
@@ -126,7 +126,7 @@ def test_the_kernel_rounds_the_same_update_stochastically(kernel):
     parts = [[torch.randn(size).bfloat16() for _ in range(4)] for size in sizes]
     parts = [(w, g, 0.1 * m, v.abs()) for w, g, m, v in parts]
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-    factor, values = torch.tensor(0.5), numbers(group, 3)
+    factor, values = torch.tensor(0.5), coefficients(group, 3)
     seeds = range(100)
     sums = [[torch.zeros_like(t, dtype=torch.float64) for t in (w, m, v)] for w, _, m, v in parts]
     for seed in seeds:

@@ -1,8 +1,8 @@
-"""AdamW whose weights and moments are all bf16: every result is rounded stochastically.
+"""AdamW whose weights and moments are all bf16, with every result rounded stochastically.
 
 Rounded to the nearest, an update below 1/512 of a weight is lost, and a second moment at beta 0.999
-never falls. Up with the probability of the rest, the mean is right whatever the size of the change
-(Zamirai et al., arXiv 2010.06192, section 4).
+never falls. Rounded up with the probability of the remainder, the mean is right for a change of any
+size (Zamirai et al., arXiv 2010.06192, section 4).
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from rlhf.engine import fused_on
 
 CHUNK = 1 << 24
-"""Elements that are in float32 at the same time where there is no fused kernel."""
+"""Elements that are in float32 at the same time without the fused kernel."""
 
 
 class RoundedAdamW(Optimizer):
     """AdamW (arXiv 1711.05101, algorithm 2) in float32 arithmetic over bf16 states.
 
-    What is drawn depends on `seed`, the step and the place alone: ranks that hold the same weights
-    round them alike, and a resumed run goes on as it would have.
+    The random numbers depend only on `seed`, the step and the place: ranks that hold the same
+    weights round them alike, and a resumed run continues as if it had not stopped.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class RoundedAdamW(Optimizer):
         super().__init__([dict(group) for group in params], defaults)
         self.seed = seed
         self.factor: Tensor | None = None
-        """Multiplies all gradients of the next step: a float32 scalar on their device. Where it is
-        not a number the step moves nothing."""
+        """Multiplies all gradients of the next step, a float32 scalar on their device; with NaN the
+        step moves nothing."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        assert closure is None, "the gradients are there already"
+        """Update every parameter that has a gradient."""
+        assert closure is None
         for index, group in enumerate(self.param_groups):
             by_step: dict[int, list[tuple[Tensor, ...]]] = {}
             for parameter in group["params"]:
@@ -60,7 +60,7 @@ class RoundedAdamW(Optimizer):
             for step, tensors_of_step in by_step.items():
                 update(
                     tensors_of_step, factor=self.factor, seed=mixed(self.seed, step, index),
-                    numbers=numbers(group, step),
+                    coefficients=coefficients(group, step),
                 )  # fmt: skip
 
     def _advanced(self, parameter: Tensor) -> dict[str, Any]:
@@ -74,14 +74,14 @@ class RoundedAdamW(Optimizer):
 
 
 def mixed(*parts: int) -> int:
-    """A number of 31 bits that depends on all of `parts` without a pattern."""
+    """Return a number of 31 bits that depends on all of `parts` without a pattern."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def numbers(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    """What an update multiplies by: the share of the new in both moments, epsilon, what weight
-    decay leaves, the rate with the first moment's bias corrected, the second's correction."""
+def coefficients(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    """Return 1 - beta1, 1 - beta2, epsilon, the share of a weight that decay keeps, the rate with
+    the bias of the first moment corrected, and the correction of the second moment."""
     rate, (beta1, beta2) = group["lr"], group["betas"]
     kept = 1 - rate * group["weight_decay"]
     return 1 - beta1, 1 - beta2, group["eps"], kept, rate / (1 - beta1**step), 1 / (1 - beta2**step)
@@ -92,23 +92,23 @@ def update(
     *,
     factor: Tensor | None,
     seed: int,
-    numbers: Sequence[float],
+    coefficients: Sequence[float],
 ) -> None:
-    """One update in place of `(weight, gradient, mean, square)`, each flat and bf16."""
+    """Update `(weight, gradient, mean, square)` in place, each flat and bf16."""
     device = tensors[0][0].device
     if fused_on(device.type):
         from rlhf_plugin_deepspeed import rounding_triton
 
         pieces = list(_pieces(tensors, rounding_triton.PIECE))
         factor = torch.ones((), device=device) if factor is None else factor
-        rounding_triton.update(pieces, factor=factor, seed=seed, numbers=numbers)
+        rounding_triton.update(pieces, factor=factor, seed=seed, coefficients=coefficients)
         return
     by = 1.0 if factor is None else float(factor)
     if math.isnan(by):
         return
     generator = torch.Generator(device).manual_seed(seed)
     for piece in _pieces(tensors, CHUNK):
-        _update_piece(*piece, factor=by, generator=generator, numbers=numbers)
+        _update_piece(*piece, factor=by, generator=generator, coefficients=coefficients)
 
 
 def _pieces(tensors: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[tuple[Tensor, ...]]:
@@ -124,12 +124,12 @@ def _update_piece(
     *,
     factor: float,
     generator: torch.Generator,
-    numbers: Sequence[float],
+    coefficients: Sequence[float],
 ) -> None:
-    rise1, rise2, eps, kept, rate, scale = numbers
-    slope = gradient.float() * factor
-    first = mean.float().lerp_(slope, rise1)
-    second = square.float().lerp_(slope.square_(), rise2)
+    one_minus_beta1, one_minus_beta2, eps, kept, rate, scale = coefficients
+    gradient = gradient.float() * factor
+    first = mean.float().lerp_(gradient, one_minus_beta1)
+    second = square.float().lerp_(gradient.square_(), one_minus_beta2)
     divisor = (second * scale).sqrt_().add_(eps)
     new = weight.float().mul_(kept).addcdiv_(first, divisor, value=-rate)
     for target, value in ((mean, first), (square, second), (weight, new)):
@@ -137,13 +137,12 @@ def _update_piece(
 
 
 def rounded_(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Finite float32 values in bf16's range, in place: each becomes one of its two neighbours in
-    bf16, still held as float32, the nearer one with the greater probability. A value of bf16 stays
-    what it is."""
+    """Round finite float32 values in bf16's range in place, to one of their two neighbours in bf16,
+    the nearer one with the greater probability; they stay float32. A bf16 value is unchanged."""
     bits = values.view(torch.int32)
     noise = torch.randint(
         1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
     )
-    # bf16 is the upper half of float32: a carry from the lower half is the step to its neighbour.
+    # bf16 is the upper half of float32: a carry from the lower half gives the neighbour.
     bits.add_(noise).bitwise_and_(-(1 << 16))
     return values

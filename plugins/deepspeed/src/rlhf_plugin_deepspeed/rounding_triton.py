@@ -1,5 +1,5 @@
-"""The Triton kernel of `RoundedAdamW`: all tensors of a group in one launch and one pass, 14 bytes
-read and written per parameter."""
+"""The Triton kernel of `RoundedAdamW`: one launch for all tensors of a group, which reads and writes
+14 bytes per parameter."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,19 +13,23 @@ from torch import Tensor
 from rlhf.engine import on_device
 
 PIECE = 1 << 28
-"""Elements of a piece: places in it are 32-bit counters of the random numbers."""
+"""Elements of a piece, in which 32-bit counters of the random numbers are places."""
 BLOCK = 2048
 ROUNDS = tl.constexpr(7)
-"""Of Philox (Salmon et al., SC 2011): the fewest that pass their tests of randomness."""
+"""Of Philox (Salmon et al., SC 2011): the smallest number that passes their tests of randomness."""
 ALIGNED = 16
-"""Bytes that are read and written at a time where all tensors begin at a multiple of them."""
+"""Bytes that are read and written at once if all tensors begin at a multiple of them."""
 
 
 def update(
-    pieces: Sequence[tuple[Tensor, ...]], *, factor: Tensor, seed: int, numbers: Sequence[float]
+    pieces: Sequence[tuple[Tensor, ...]],
+    *,
+    factor: Tensor,
+    seed: int,
+    coefficients: Sequence[float],
 ) -> None:
-    """One update in place of `(weight, gradient, mean, square)`, each flat, bf16, and of at most
-    PIECE elements; see `rounding.update`."""
+    """Update `(weight, gradient, mean, square)` in place, each flat, bf16, and of at most PIECE
+    elements; see `rounding.update`."""
     device = pieces[0][0].device
     sizes = [part[0].numel() for part in pieces]
     blocks = [triton.cdiv(size, BLOCK) for size in sizes]
@@ -40,13 +44,13 @@ def update(
     )
     aligned = all(place % ALIGNED == 0 for row in places for place in row)
     _update[(sum(blocks),)](
-        table, piece_of, factor, seed, *numbers, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8
+        table, piece_of, factor, seed, *coefficients, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8
     )
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _update(  # type: ignore[no-untyped-def]
-    table, piece_of, factor, seed, rise1, rise2, eps, kept, rate, scale,
+    table, piece_of, factor, seed, one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -59,51 +63,51 @@ def _update(  # type: ignore[no-untyped-def]
     start = (block - tl.load(row + 5).to(tl.int32)) * BLOCK
     rest = tl.load(row + 4).to(tl.int32) - start
     multiplier = tl.load(factor)
-    # A whole block needs no mask, so that 16 bytes are read and written at a time.
+    # A whole block needs no mask, so 16 bytes are read and written at once.
     if multiplier == multiplier:
         if rest >= BLOCK:
             _move(
                 weight, gradient, mean, square, start, rest, multiplier, seed + piece,
-                rise1, rise2, eps, kept, rate, scale, MASKED=False, BLOCK=BLOCK,
+                one_minus_beta1, one_minus_beta2, eps, kept, rate, scale, MASKED=False, BLOCK=BLOCK,
             )  # fmt: skip
         else:
             _move(
                 weight, gradient, mean, square, start, rest, multiplier, seed + piece,
-                rise1, rise2, eps, kept, rate, scale, MASKED=True, BLOCK=BLOCK,
+                one_minus_beta1, one_minus_beta2, eps, kept, rate, scale, MASKED=True, BLOCK=BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
 def _move(  # type: ignore[no-untyped-def]
     weight, gradient, mean, square, start, rest, factor, seed,
-    rise1, rise2, eps, kept, rate, scale,
+    one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # A draw of 128 bits serves two elements, half a block apart: 16 bits for each of three results.
+    # One draw of 128 bits is for two elements, half a block apart: 16 bits for each of 3 results.
     offset = tl.arange(0, BLOCK // 2)
     one, two, three, _ = tl.randint4x(seed, start + offset, ROUNDS)
     _move_half(
         weight, gradient, mean, square, start + offset, offset < rest if MASKED else None, factor,
-        one, one >> 16, two, rise1, rise2, eps, kept, rate, scale,
+        one, one >> 16, two, one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
     )  # fmt: skip
     offset += BLOCK // 2
     _move_half(
         weight, gradient, mean, square, start + offset, offset < rest if MASKED else None, factor,
-        two >> 16, three, three >> 16, rise1, rise2, eps, kept, rate, scale,
+        two >> 16, three, three >> 16, one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
     )  # fmt: skip
 
 
 @triton.jit
 def _move_half(  # type: ignore[no-untyped-def]
     weight, gradient, mean, square, place, inside, factor, one, two, three,
-    rise1, rise2, eps, kept, rate, scale,
+    one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
 ):  # fmt: skip
-    slope = tl.load(gradient + place, mask=inside).to(tl.float32) * factor
+    grad = tl.load(gradient + place, mask=inside).to(tl.float32) * factor
     first = tl.load(mean + place, mask=inside).to(tl.float32)
     second = tl.load(square + place, mask=inside).to(tl.float32)
     value = tl.load(weight + place, mask=inside).to(tl.float32)
-    first += rise1 * (slope - first)
-    second += rise2 * (slope * slope - second)
+    first += one_minus_beta1 * (grad - first)
+    second += one_minus_beta2 * (grad * grad - second)
     value = value * kept - rate * first / (tl.sqrt(second * scale) + eps)
     tl.store(mean + place, _rounded(first, one), mask=inside)
     tl.store(square + place, _rounded(second, two), mask=inside)
@@ -120,7 +124,7 @@ def _pointer(address, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-
 
 @triton.jit
 def _rounded(value, noise) -> Any:  # type: ignore[no-untyped-def]
-    """float32 to one of its two neighbours in bf16, the nearer one with the greater probability."""
-    # bf16 is the upper half of float32: a carry from the lower half is the step to its neighbour.
+    """Round float32 to a neighbour in bf16, the nearer one with the greater probability."""
+    # bf16 is the upper half of float32: a carry from the lower half gives the neighbour.
     bits = value.to(tl.int32, bitcast=True) + (noise.to(tl.int32, bitcast=True) & 0xFFFF)
     return (bits & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)

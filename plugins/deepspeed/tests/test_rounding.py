@@ -131,7 +131,7 @@ def test_the_kernel_rounds_the_same_update_stochastically(kernel):
     sums = [[torch.zeros_like(t, dtype=torch.float64) for t in (w, m, v)] for w, _, m, v in parts]
     for seed in seeds:
         pieces = [(w.clone(), g, m.clone(), v.clone()) for w, g, m, v in parts]
-        kernel.update(pieces, factor=factor, seed=seed * 7919, numbers=values)
+        kernel.update(pieces, factor=factor, seed=seed * 7919, coefficients=values)
         for total, (w, _, m, v) in zip(sums, pieces, strict=True):
             for one, found in zip(total, (w, m, v), strict=True):
                 one += found.double() / len(seeds)
@@ -152,5 +152,5 @@ def test_the_kernel_moves_nothing_by_a_factor_that_is_no_number(kernel):
     piece = tuple(torch.randn(300).bfloat16() for _ in range(4))
     kept = [tensor.clone() for tensor in piece]
     values = (0.1, 0.001, 1e-8, 1.0, 1e-3, 1.0)
-    kernel.update([piece], factor=torch.tensor(float("nan")), seed=1, numbers=values)
+    kernel.update([piece], factor=torch.tensor(float("nan")), seed=1, coefficients=values)
     assert all(torch.equal(one, other) for one, other in zip(piece, kept, strict=True))

@@ -1,5 +1,5 @@
-"""The Triton kernel of `RoundedAdamW`: one launch for all tensors of a group, which reads and writes
-14 bytes per parameter."""
+"""The Triton kernel of `RoundedAdamW`: one launch for all tensors of a group, 14 bytes read and
+written per parameter."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.engine import on_device
 
 PIECE = 1 << 28
-"""Elements of a piece, in which 32-bit counters of the random numbers are places."""
+"""Elements of a piece; the place in it is a 32-bit counter of the random numbers."""
 BLOCK = 2048
 ROUNDS = tl.constexpr(7)
 """Of Philox (Salmon et al., SC 2011): the smallest number that passes their tests of randomness."""

@@ -120,6 +120,12 @@ def _capabilities() -> list[tuple[str, ...]]:
     ]
 
 
+def _short(target: str) -> str:
+    """Return a patch's target without packages, and without the module of a class."""
+    module, *names = path_of(target)
+    return ".".join(names if len(names) > 1 else [module.rpartition(".")[2], *names])
+
+
 def _patches() -> list[tuple[str, ...]]:
     head = ("patch", "stages", "kind", "reason", "gain", "targets")
     return [
@@ -132,7 +138,7 @@ def _patches() -> list[tuple[str, ...]]:
                 patch.kind,
                 patch.reason,
                 patch.gain,
-                ", ".join(f"`{'.'.join(path_of(target)[1:])}`" for target in patch.targets),
+                ", ".join(f"`{_short(target)}`" for target in patch.targets),
             )
             for name, patch in PATCHES.items()
         ),

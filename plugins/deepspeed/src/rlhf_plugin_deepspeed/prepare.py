@@ -56,7 +56,7 @@ def prepare_training(
     if plan.stage == 0:
         _finish_stage_0(runner, plan, mesh)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
-    if hasattr(scaler, "raise_error_at_min_scale") or plan.precision == "fp16":
+    if scaler is not None and plan.precision == "fp16":
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
     order = _patch_stages_1_and_2(runner.optimizer, model, plan, mesh)
     fence = _patch_stage_3(runner.optimizer, model, plan)

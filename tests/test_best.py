@@ -180,7 +180,7 @@ def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
         ),
         (
             ["--train.patience", "2", "--train.eval_every", "1"],
-            "train.patience needs checkpoint.best, the metric that has to improve",
+            "train.patience needs checkpoint.best",
         ),
         (
             ["--train.patience", "2", "--checkpoint.best", "eval/loss"],

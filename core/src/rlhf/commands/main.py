@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(words)
-        code: int = options.act(options, words)
+        code = _act(options, words)
         sys.stdout.flush()
         return code
     except RLHFError as error:
@@ -91,12 +91,9 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="rlhf", description="Post-training with pluggable workflows and backends."
-    )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="print the version of rlhf-core"
-    )
+    text = "Post-training with pluggable workflows and backends."
+    parser = _Parser(prog="rlhf", description=text)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print rlhf-core's version")
     # DeepSpeed's launcher passes it to every rank; LOCAL_RANK in the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -112,55 +109,44 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("name", metavar="NAME", help="the trainer")
         words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         words.required = False
-        command.set_defaults(act=_trainer_command)
     command = commands.add_parser("plugins", help="list installed plugins without importing them")
-    command.add_argument(
-        "check", nargs="?", choices=["check"], help="load each plugin; exit 2 if one is broken"
-    )
+    text = "load each plugin; exit 2 if one is broken"
+    command.add_argument("check", nargs="?", choices=["check"], help=text)
     command.add_argument("--json", action="store_true", help="print the list as JSON")
-    command.set_defaults(act=_plugins)
     for name, (source, text) in FOLDER_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("output", metavar="OUTPUT", help="a new folder")
-        command.set_defaults(act=_folder_command)
     return parser
 
 
-# Each command imports only what it needs: start-up time.
+def _act(options: argparse.Namespace, argv: list[str]) -> int:
+    """Carry out a command; each imports only what it needs, for start-up time."""
+    match options.command:
+        case "plugins":
+            from rlhf.commands.plugins import check_plugins, list_plugins
 
+            return check_plugins() if options.check else list_plugins(as_json=options.json)
+        case "export":
+            from rlhf.commands.export import export_command
 
-def _trainer_command(options: argparse.Namespace, argv: list[str]) -> int:
+            return export_command(options.source, options.output)
+        case "merge":
+            from rlhf.commands.merge import merge_command
+
+            return merge_command(options.source, options.output)
     from rlhf.request.reader import read_config
 
     if {"-h", "--help"} & set(options.words):
-        from rlhf.commands.config import describe
-
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
-        print(describe(read_config(options.name, inputs=False)), end="")
-        return 0
+        options.command, options.words = "config", []
     inputs = options.command != "config"
     request = read_config(options.name, overrides=options.words, inputs=inputs, argv=argv)
-    if options.command == "config":
-        from rlhf.commands.config import config_command as command
-    elif options.command == "inspect":
-        from rlhf.commands.inspect import inspect_command as command
-    else:
-        from rlhf.commands.run import run_command as command
+    match options.command:
+        case "config":
+            from rlhf.commands.config import config_command as command
+        case "inspect":
+            from rlhf.commands.inspect import inspect_command as command
+        case _:
+            from rlhf.commands.run import run_command as command
     return command(request)
-
-
-def _plugins(options: argparse.Namespace, argv: list[str]) -> int:
-    from rlhf.commands.plugins import check_plugins, list_plugins
-
-    return check_plugins() if options.check else list_plugins(as_json=options.json)
-
-
-def _folder_command(options: argparse.Namespace, argv: list[str]) -> int:
-    if options.command == "export":
-        from rlhf.commands.export import export_command
-
-        return export_command(options.source, options.output)
-    from rlhf.commands.merge import merge_command
-
-    return merge_command(options.source, options.output)

@@ -47,22 +47,17 @@ def check_plugins() -> int:
 
 
 def _check(plugin: Installed) -> None:
-    from rlhf.registry.gateway import (  # late: start-up time
-        CORE,
-        check_backend,
-        check_hooks,
-        load_plugin,
-    )
-    from rlhf.registry.load import load_object
+    from rlhf.registry import gateway, load  # late: start-up time
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
     if plugin.kind == "trainer":
         _check_trainer(plugin)
     elif plugin.kind == "backend":
-        check_backend(load_plugin(plugin), defaults=load_object(CORE)())
+        core = load.load_object(gateway.CORE)()
+        gateway.check_backend(gateway.load_plugin(plugin), defaults=core)
     else:
-        list(check_hooks(plugin.kind, load_plugin(plugin)))
+        list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
 
 
 def _check_trainer(plugin: Installed) -> None:

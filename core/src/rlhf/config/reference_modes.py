@@ -15,16 +15,13 @@ def check_reference(
 ) -> None:
     """Raise RLHFError if this configuration cannot have this mode of a reference.
 
-    For a trainer's `check`. `auto` chooses a possible mode, so it fails only for a reference that
-    moves `every` so many steps, which has to be an engine. `live` says that the trainer needs
-    log-probabilities of other answers than those in the rows.
+    `auto` chooses a possible mode, so it fails only for a reference that moves `every` so many
+    steps, which has to be an engine. `live` says that the trainer needs log-probabilities of other
+    answers than those in the rows.
     """
-    if mode != "auto" or every is not None:
-        check_mode(config, "engine" if mode == "auto" else mode, every=every, live=live)
-
-
-def check_mode(config: Config, mode: str, *, every: int | None, live: bool) -> None:
-    """Raise RLHFError if this configuration cannot have this mode."""
+    if mode == "auto" and every is None:
+        return
+    mode = "engine" if mode == "auto" else mode
     name, setting = config.trainer_name, f"{config.trainer_name}.reference {mode}"
     has_adapter = config.lora is not None or config.model.adapter is not None
     if mode == "adapter" and config.model.adapter is not None:

@@ -180,15 +180,14 @@ def _message(path: Path, text: str, root: type) -> str:
     anywhere = {
         inner.name: f"{item.name}.{inner.name}"
         for item in attrs.fields(root)
-        for inner in attrs.fields(section_class(item.type) or root)
-        if section_class(item.type)
+        if (section := section_class(item.type))
+        for inner in attrs.fields(section)
     }
-    ours = anywhere.get(key) or FOREIGN.get(key)
-    if ours:
+    if ours := anywhere.get(key) or FOREIGN.get(key):
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
-    if not above and "." in key:
-        section, _, rest = key.partition(".")
-        return f"{dotted}: unknown setting; in a file, write `{section}: {{{rest}: ...}}`"
+    section_name, _, rest = key.partition(".")
+    if rest and not above:
+        return f"{dotted}: unknown setting; in a file, write `{section_name}: {{{rest}: ...}}`"
     for names in (here, anywhere):
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
             return f"{dotted}: unknown setting; did you mean {names[near]}?"

@@ -1,5 +1,6 @@
 """The run folder: the files that other tools read, locked while a run writes to it."""
 
+import itertools
 import json
 import platform
 import shutil
@@ -11,7 +12,6 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from rlhf.config.sections import Config
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
@@ -88,11 +88,12 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     free = [*MAY_CHANGE, request.config.backend_name]
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
+    # Read anew, for the defaults of settings that an older release did not have.
+    config, _ = structure(before, type(request.config))
+    before = before if config is None else to_tree(config)
     changes = {
         key: values
-        for key, values in changed_keys(
-            _completed(before, type(request.config)), to_tree(request.config)
-        ).items()
+        for key, values in changed_keys(before, to_tree(request.config)).items()
         if not any(key == name or key.startswith(f"{name}.") for name in free)
     }
     if changes:
@@ -108,12 +109,6 @@ def _wanted(checkpoints: Path, name: str, *, contents: bool) -> Path | None:
     if name:
         return checkpoint.named(checkpoints, name, contents=contents)
     return checkpoint.newest(checkpoints, contents=contents)
-
-
-def _completed(tree: dict[str, Any], cls: type[Config]) -> dict[str, Any]:
-    """Return the tree of a run, with defaults for settings that its older release did not have."""
-    config, _ = structure(tree, cls)
-    return tree if config is None else to_tree(config)
 
 
 def logged(folder: Path, *, until: int) -> list[str]:
@@ -132,8 +127,11 @@ class RunFolder:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
-        if fresh:
-            _clear(path)
+        if fresh:  # Remove the files of an earlier run and no others.
+            for name in FOLDERS:
+                shutil.rmtree(path / name, ignore_errors=True)
+            for name in FILES:
+                (path / name).unlink(missing_ok=True)
 
     def write_config(self, tree: Mapping[str, Any]) -> None:
         write_whole(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False))
@@ -167,10 +165,8 @@ class RunFolder:
 
 
 def _first_free(parent: Path, name: str) -> Path:
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
+    folders = (parent / f"{name}-{number}" for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def _lock(path: Path) -> FileLock:
@@ -183,14 +179,6 @@ def _lock(path: Path) -> FileLock:
             f"another run is writing to {path}; wait for it or choose another --output"
         ) from None
     return lock
-
-
-def _clear(path: Path) -> None:
-    """Remove the files of an earlier run and no others."""
-    for name in FOLDERS:
-        shutil.rmtree(path / name, ignore_errors=True)
-    for name in FILES:
-        (path / name).unlink(missing_ok=True)
 
 
 def _logged_step(line: str, *, default: int) -> int:

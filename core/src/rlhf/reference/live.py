@@ -15,7 +15,7 @@ from attrs import frozen
 from peft import PeftModel
 from torch import Tensor
 
-from rlhf.config.reference_modes import ReferenceMode, check_mode
+from rlhf.config.reference_modes import ReferenceMode, check_reference
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Mesh, Plan, Readout
@@ -140,7 +140,7 @@ def choose_mode(
         if mode != "auto"
         else _cheapest(config, num_rows=num_rows, steps=steps, every=every, live=live)
     )
-    check_mode(config, chosen, every=every, live=live)
+    check_reference(config, chosen, every=every, live=live)
     return chosen, reason
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import traceback
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from rlhf.errors import first_line
 from rlhf.hookspecs import ObserverHooks, RunRecord
 
 
-class ObserverGateway:
-    """The observers' hooks; only rank 0 calls them.
+class ObserverGateway(ObserverHooks):
+    """The observers' hooks with their arguments as keywords; only rank 0 calls them.
 
     What an observer raises does not end the run: it is reported once, with its traceback in
     `errors/observer-NAME.txt` of the run folder, and this observer is not called again.
@@ -24,23 +25,10 @@ class ObserverGateway:
 
     def __init__(self, observers: Mapping[str, object]) -> None:
         self._hooks = {name: _hooks_of(observer) for name, observer in observers.items()}
+        for hook in (name for name in vars(ObserverHooks) if not name.startswith("_")):
+            setattr(self, hook, functools.partial(self._call, hook))
 
-    def on_start(self, *, run: RunRecord) -> None:
-        self._call("on_start", run)
-
-    def on_step(self, *, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_step", run, step=step, metrics=metrics)
-
-    def on_eval(self, *, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_eval", run, step=step, metrics=metrics)
-
-    def on_checkpoint(self, *, run: RunRecord, step: int, directory: Path) -> None:
-        self._call("on_checkpoint", run, step=step, directory=directory)
-
-    def on_finish(self, *, run: RunRecord, error: BaseException | None) -> None:
-        self._call("on_finish", run, error=error)
-
-    def _call(self, hook: str, run: RunRecord, **arguments: Any) -> None:
+    def _call(self, hook: str, *, run: RunRecord, **arguments: Any) -> None:
         metrics = arguments.get("metrics")
         for name, hooks in list(self._hooks.items()):
             if metrics is not None:

@@ -89,9 +89,6 @@ def read_config(
     )
 
 
-Check = Callable[[Any], None]
-
-
 def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> dict[str, Any]:
     """Return the trainer's defaults as a tree. Raises RLHFError for an unknown setting or a wrong
     value, which is the plugin's mistake and not the user's."""
@@ -147,13 +144,17 @@ def _scale_rate_for_lora(
 
 
 def _checked(
-    cls: type, tree: dict[str, Any], checks: Sequence[Check | None], *, inputs: bool
+    cls: type, tree: dict[str, Any], checks: Sequence[Callable[[Any], None] | None], *, inputs: bool
 ) -> Config:
     """Return the configuration in `tree`. Raises RLHFError with everything that is wrong in it."""
     config, problems = structure(tree, cls)
     if config is not None:
         problems = contradictions(config) + (missing_inputs(config) if inputs else [])
-        problems += [text for check in checks if check for text in _problems_of(check, config)]
+        for check in filter(None, checks):
+            try:
+                check(config)
+            except RLHFError as error:
+                problems.append(str(error))
     if problems:
         head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
         raise RLHFError(head + "\n  ".join(problems))
@@ -161,12 +162,3 @@ def _checked(
         for name in getattr(config, f"{kind}s"):
             find(kind, name)
     return config
-
-
-def _problems_of(check: Check, config: Config) -> list[str]:
-    """Return the message of a plugin's own check, if it raises one."""
-    try:
-        check(config)
-    except RLHFError as error:
-        return [str(error)]
-    return []

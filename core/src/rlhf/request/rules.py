@@ -9,40 +9,32 @@ from rlhf.plugin import broken_rules
 def contradictions(config: Config) -> list[str]:
     """Return a message for each combination of settings that is impossible or has no effect."""
     model, optim, train = config.model, config.optim, config.train
-    has_adapter = config.lora is not None or model.adapter is not None
-    steps, constant = train.steps, optim.schedule == "constant"
+    adapter, held_out = model.adapter, config.data.eval
+    has_adapter = config.lora is not None or adapter is not None
+    steps, constant, local = train.steps, optim.schedule == "constant", Path(model.path).is_dir()
     random, quantized = model.init == "random", model.quantize is not None
     best, rounded = config.checkpoint.best, optim.states == "bf16"
-    compiled = model.kernels == "compile" or model.fp8
+    compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
     compiler = "model.fp8" if model.fp8 else "model.kernels compile"
     past = f"is past train.steps {steps}"
     exclusive = "cannot be combined with"
     return broken_rules(
         ("model.quantize needs lora or model.adapter", quantized and not has_adapter),
         ("model.quantize needs model.dtype bf16 or fp32", quantized and model.dtype == "fp16"),
-        (
-            "model.adapter continues an existing adapter; remove lora",
-            model.adapter and config.lora,
-        ),
-        (f"model.adapter {exclusive} model.init random", model.adapter and random),
+        ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
+        (f"model.adapter {exclusive} model.init random", adapter and random),
         (f"model.quantize {exclusive} model.init random", quantized and random),
-        (
-            "model.revision has no effect on a local folder; remove it",
-            model.revision and Path(model.path).is_dir(),
-        ),
+        ("model.revision has no effect on a local folder; remove it", model.revision and local),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"train.trace {train.trace} {past}", steps and (train.trace or 0) >= steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
-        (
-            "optim.warmup must be a share below 1 or a whole number of steps",
-            max(optim.warmup, 1) % 1,
-        ),
+        ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),
         ("optim.states bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),
         ("model.fp8 needs model.dtype bf16", model.fp8 and model.dtype != "bf16"),
         ("model.fp8 trains all weights; remove the adapter", model.fp8 and has_adapter),
         (
             "model.fp8 needs compiled layers; set model.kernels to auto",
-            model.fp8 and model.kernels in ("liger", "none"),
+            model.fp8 and model.kernels in not_compiled,
         ),
         (f"model.quantize {exclusive} {compiler}", quantized and compiled),
         (
@@ -51,13 +43,10 @@ def contradictions(config: Config) -> list[str]:
             compiled and model.recompute in ("selective", "offload"),
         ),
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
-        ("train.eval_every needs data.eval", train.eval_every and not config.data.eval),
-        ("train.eval_at_start needs data.eval", train.eval_at_start and not config.data.eval),
-        ("checkpoint.best needs data.eval", best and not config.data.eval),
-        (
-            "train.patience needs checkpoint.best, the metric that has to improve",
-            train.patience and not best,
-        ),
+        ("train.eval_every needs data.eval", train.eval_every and not held_out),
+        ("train.eval_at_start needs data.eval", train.eval_at_start and not held_out),
+        ("checkpoint.best needs data.eval", best and not held_out),
+        ("train.patience needs checkpoint.best", train.patience and not best),
         ("train.patience needs train.eval_every", train.patience and not train.eval_every),
     )
 

@@ -47,12 +47,16 @@ def parse_words(words: Sequence[str]) -> Words:
             parsed[name] = read(value or "")
         elif name:
             overrides.append((name, _parse(name, value)))
+        elif not str(value).endswith((".yaml", ".yml")):
+            raise RLHFError(
+                f"'{value}' is not a YAML file; pass data with --data, a model with --model"
+            )
         elif "source" in parsed:
             raise RLHFError(
                 f"unexpected argument '{value}': the config file is already {parsed['source']}"
             )
         else:
-            parsed["source"] = _source(str(value))
+            parsed["source"] = Path(str(value))
     if {"resume", "overwrite"} <= parsed.keys():
         raise RLHFError("--resume continues a run and --overwrite replaces it; pass only one")
     return Words(overrides=tuple(overrides), **parsed)
@@ -89,9 +93,3 @@ def _parse(name: str, value: str | None) -> Any:
             return value
         problem = getattr(error, "problem", None) or "bad YAML"
         raise RLHFError(f"--{name} {value}: the value is not valid YAML ({problem})") from error
-
-
-def _source(word: str) -> Path:
-    if not word.endswith((".yaml", ".yml")):
-        raise RLHFError(f"'{word}' is not a YAML file; pass data with --data, a model with --model")
-    return Path(word)

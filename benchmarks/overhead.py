@@ -22,7 +22,7 @@ import torch
 from torch.optim import AdamW
 
 from rlhf.data.loader import batches_from
-from rlhf.loop.steps import take_step
+from rlhf.loop.stepper import Stepper
 from rlhf.model.architecture import read_architecture
 from rlhf.model.load import load_whole
 from rlhf.model.packed import PackedModel
@@ -70,23 +70,24 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, float]:
         data = prepare_data(request)
         session = set_up(request, data, mesh, hooks, observers, Path(folder), None)
         session.engine.train()
-        bare = bare_step(request.config, session)
+        bare, stepper = bare_step(request.config, session), Stepper(session)
         order, source = session.train_order, batches_from(session.train_order)
         times: dict[str, list[float]] = {"bare": [], "step": []}
         for number in range(options.steps):
             plan = order.step(number)
             batches = list(itertools.islice(source, plan.num_batches))
             times["bare"].append(timed(bare, batches, plan.totals["tokens"]))
-            times["step"].append(timed(whole_step, session, plan, batches, number))
+            times["step"].append(timed(whole_step, session, stepper, plan, batches))
         hooks.close_mesh(mesh=mesh)
     medians = {name: 1e3 * statistics.median(values[4:]) for name, values in times.items()}
     ratios = [s / b for b, s in zip(times["bare"][4:], times["step"][4:], strict=True)]
     return {"stage": stage, **medians, "ratio": statistics.median(ratios)}
 
 
-def whole_step(session: Any, plan: Any, batches: Any, number: int) -> None:
-    """What the loop does for one step, its numbers read as the journal reads them."""
-    report = take_step(session, plan, batches, number)
+def whole_step(session: Any, stepper: Stepper, plan: Any, batches: Any) -> None:
+    """Take one step as the loop does, and read its numbers as the journal does."""
+    report = stepper.take(plan, batches).report
+    assert report is not None
     report.read(session.trainer.derive)
 
 

@@ -1,6 +1,7 @@
 """Trainers for tests of the loop: one with a survey, one whose loss is not finite for one row."""
 
 import gc
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -107,3 +108,28 @@ class GreedyTrainer(Trainer):
         if not batch.tokens.is_meta:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))
+
+
+class UnevenTrainer(Trainer):
+    """Gives a metric on the second rank only, in training."""
+
+    row_format = "demonstration"
+    in_training = True
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers)
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        uneven = self.in_training == torch.is_grad_enabled() and int(os.environ["RANK"]) == 1
+        metrics = {"extra": (logprobs.detach().sum(), "tokens")} if uneven else {}
+        return Loss((Term(-logprobs.sum(), per="tokens"),), metrics)
+
+
+class UnevenEvaluationTrainer(UnevenTrainer):
+    """Gives a metric on the second rank only, in an evaluation."""
+
+    in_training = False

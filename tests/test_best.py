@@ -162,8 +162,8 @@ def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
     with pytest.raises(RankFailure) as error:
         one.run(tiny.run, words, str(inputs.cache))
     assert (
-        "checkpoint.best is +eval/bleu but an evaluation of this run has eval/entropy, eval/loss, "
-        "eval/mean_token_accuracy" in str(error.value)
+        "checkpoint.best: eval/bleu is not a metric of this run's evaluations; available: "
+        "eval/entropy, eval/loss, eval/mean_token_accuracy" in str(error.value)
     )
 
 

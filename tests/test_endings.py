@@ -46,9 +46,11 @@ hookimpl = pluggy.HookimplMarker("rlhf")
 
 
 class Observer:
-    """Writes down what it is told, and takes its time over steps when asked."""
+    """Writes down its calls; takes STEP_SECONDS for a step, and fails in the hook FAIL_IN."""
 
     def _tell(self, *what):
+        if what[0] == os.environ.get("FAIL_IN"):
+            raise ConnectionError("webhook is down")
         with open(os.environ["TOLD"], "a") as file:
             file.write(json.dumps(what) + "\\n")
 
@@ -140,6 +142,26 @@ def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # t
         '["step", 3]', '["step", 4]', '["checkpoint", 4, "step-000004"]', '["eval", 4]',
         '["finish", null]',
     ]  # fmt: skip
+
+
+def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # type: ignore[no-untyped-def]
+    start, tmp_path: Path
+) -> None:
+    words = ("--train.steps", "4", "--checkpoint.every", "2", "--train.eval_at_start", "true")
+    code, _, errors = finish(start(*words, "--observers", "[witness]", FAIL_IN="checkpoint"))
+    assert code == 0, errors
+    file = tmp_path / "run" / "errors" / "observer-witness.txt"
+    assert errors.count("warning: observer") == 1
+    assert (
+        "warning: observer 'witness' failed in on_checkpoint and is not called again: "
+        f"ConnectionError: webhook is down; see {file}" in errors
+    )
+    assert "ConnectionError: webhook is down" in file.read_text()
+    assert (tmp_path / "told").read_text().splitlines() == [
+        '["start", "sft", 4]', '["eval", 0]', '["step", 1]', '["step", 2]',
+    ]  # fmt: skip
+    assert (tmp_path / "run" / "checkpoints" / "step-000004" / "manifest.json").exists()
+    assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
 def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

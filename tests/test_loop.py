@@ -114,6 +114,23 @@ def test_a_poisoned_row_is_named_whichever_rank_has_it_and_no_weight_is_changed(
     assert "no weight was changed; look at these rows, or lower optim.lr" in str(error.value)
 
 
+@pytest.mark.parametrize("trainer", ["UnevenTrainer", "UnevenEvaluationTrainer"])
+def test_metrics_that_differ_between_ranks_end_the_run_in_one_sentence(
+    trainer: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.eval_every", "2")
+    with pytest.raises(RankFailure) as error:
+        two.run(run_odd, trainer, words, str(inputs.cache))
+    assert (
+        "trainer 'sft': loss() must name the same terms and metrics on all ranks, but metric "
+        "'extra' is missing on rank 0 and per 'tokens' on rank 1; return it for every micro-batch, "
+        "also for one without rows" in str(error.value)
+    )
+    lines = 0 if trainer == "UnevenTrainer" else 2
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert len(metrics.read_text().splitlines() if metrics.exists() else []) == lines
+
+
 def test_the_demo_report_is_not_asked_for_with_data_of_ones_own(
     inputs: tiny.Inputs, tmp_path: Path
 ) -> None:

@@ -128,8 +128,8 @@ def test_other_rows_under_the_old_name_are_refused(
     one.run(tiny.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
     told = (
-        r"step-000002 was written in training on 22 examples of 1,168 tokens and data.train has 21 "
-        r"of 1,1\d\d now: bring the old rows back, or start again with --overwrite"
+        r"step-000002 was written in training on 22 examples of 1,168 tokens but data.train "
+        r"now has 21 of 1,1\d\d; bring the old rows back, or start again with --overwrite"
     )
     with pytest.raises(RankFailure, match=told):
         one.run(tiny.run, [*words, "--resume"], str(inputs.cache))

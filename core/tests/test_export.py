@@ -30,8 +30,8 @@ def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -
     if text is not None:
         (run / "versions.json").write_text(text)
     assert told(run, tmp_path / "out") == (
-        f"{run}/versions.json does not say trainer: a run writes this file at its start, so put it "
-        "back or resume the run once"
+        f"{run}/versions.json lacks trainer; a run writes this file at its start, so restore it or "
+        "resume the run once"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -1,16 +1,20 @@
-"""What a run tells of its steps: how fast they were, and how many the loss scaler skipped."""
+"""What a run reports of its steps: how fast they were, and how many the loss scaler skipped."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf.engine import Mesh, StepOutcome
+from rlhf.data.order import RunOrder
+from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.journal import journal
-from rlhf.journal.sums import Sums
+from rlhf.journal.journal import StepResult
+from rlhf.journal.sums import RESERVED, Report, Sums
 from rlhf.loop.session import Session
 from rlhf.testing import tiny
 from rlhf.trainer import Loss
+
+MOVED = StepOutcome(moved=True, grad_norm=1.0)
 
 
 @pytest.fixture
@@ -19,32 +23,48 @@ def session(tmp_path: Path) -> Session:
     return tiny.in_plain_torch("sft", words, str(tmp_path / "cache"))[1]
 
 
+def result(
+    order: RunOrder, number: int, outcome: StepOutcome | LaterOutcome, report: Report | None = None
+) -> StepResult:
+    plan = order.step(number)
+    return StepResult(
+        plan=plan, batches=[order.packed(plan.micro[0])], outcome=outcome, learning_rate=0.1,
+        report=report,
+    )  # fmt: skip
+
+
+def report() -> Report:
+    sums = Sums(Mesh())
+    sums.add(Loss(()), torch.tensor(1.0))
+    return sums.reduce({})
+
+
 def test_the_time_of_an_evaluation_is_not_that_of_steps(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(journal.time, "perf_counter", lambda: now)
     diary, order = session.journal, session.train_order
-    sums = Sums(Mesh())
-    sums.add(Loss(()), torch.tensor(1.0))
-    report = sums.reduce({})
-    diary.start(0)
+    diary.start_steps(0)
     now += 2
-    diary.step(1, order.step(0), [order.packed(order.step(0).micro[0])], None)
-    diary.evaluating()
+    diary.step(result(order, 0, MOVED))
+    diary.start_evaluation()
     now += 1000
-    diary.evaluated(1, report)
+    diary.evaluation(1, report())
     now += 3
-    diary.outcome(StepOutcome(moved=True, grad_norm=1.0), 0.1)
-    diary.step(2, order.step(1), [order.packed(order.step(1).micro[0])], report)
+    diary.step(result(order, 1, MOVED, report()))
     tokens = sum(int(order.step(number).lengths.sum()) for number in range(2))
     assert diary._pending is not None
     assert diary._pending.host["tokens_per_s"] == pytest.approx(tokens / 5)
+    assert diary._pending.host.keys() <= RESERVED
 
 
 def test_steps_that_the_loss_scaler_skipped_are_counted_over_a_resume(session: Session) -> None:
     skipped = StepOutcome(moved=False, grad_norm=float("inf"), skipped_by_scaler=True)
-    for outcome in (skipped, StepOutcome(moved=True, grad_norm=1.0), skipped):
-        session.journal.outcome(outcome, 0.1)
+    for number, outcome in enumerate((skipped, MOVED, skipped)):
+        session.journal.step(result(session.train_order, number, outcome))
     assert session.journal.skipped == 2
-    assert session._state(3)["skipped"] == 2
+    state = session.journal.state()
+    session.journal.skipped = 0
+    session.journal.load_state(state)
+    assert session.journal.skipped == 2

@@ -80,7 +80,7 @@ def test_an_answer_beyond_the_budget_is_told_with_its_row() -> None:
     with pytest.raises(RLHFError) as error:
         rolled(0, tokens=8)
     assert str(error.value) == (
-        "step 6: with its new answer rows.jsonl line 4 has 9 tokens but batch.tokens is 8: set "
+        "step 6: with its new answer rows.jsonl line 4 has 9 tokens but batch.tokens is 8; set "
         "batch.tokens to at least 9, or generate fewer tokens"
     )
 

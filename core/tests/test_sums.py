@@ -39,7 +39,8 @@ def test_a_term_per_something_unknown_is_an_error() -> None:
     with pytest.raises(RLHFError) as error:
         weighted_loss(Loss((Term(scalar(1.0), "pears"),)), {"tokens": 1, "answers": 1})
     assert str(error.value) == (
-        "a loss or metric is per 'pears', which nobody counts: known are answers, tokens"
+        "a loss term or metric is per 'pears', which is not a known count; "
+        "use one of answers, tokens"
     )
 
 

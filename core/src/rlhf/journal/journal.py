@@ -1,24 +1,46 @@
-"""What a run tells: metrics.jsonl, the observers and the terminal; each number once, a step late,
-without waiting."""
+"""What a run reports: metrics.jsonl, the observers and the terminal. Each number is written one
+step late, so that nobody waits for the device."""
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+import torch
+from attrs import define, field, frozen
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import LaterOutcome, StepOutcome
+from rlhf.folder.run_folder import RunFolder
+from rlhf.hookspecs import RunRecord
 from rlhf.journal.progress import Progress, evaluation_line
-from rlhf.journal.speed import peak_memory_gib
-from rlhf.journal.sums import Report
-from rlhf.loop.session import Session
+from rlhf.journal.speed import Interval, Speed, peak_memory_gib
+from rlhf.journal.sums import Derive, Report
+from rlhf.registry.observers import ObserverGateway
 
 
-@define
+@frozen(kw_only=True)
+class StepResult:
+    """One optimizer step, as the loop reports it."""
+
+    plan: StepPlan
+    batches: Sequence[PackedBatch]
+    """What this rank's loader packed for it."""
+    outcome: StepOutcome | LaterOutcome
+    learning_rate: float
+    report: Report | None
+    """Its metrics, or None if it is not logged."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run so far."""
+        return self.plan.step + 1
+
+
+@frozen
 class Pending:
-    """A logged step whose sums are still on their way to the host."""
+    """A logged step whose sums are still being copied to the host."""
 
     step: int
     report: Report
@@ -26,130 +48,116 @@ class Pending:
     host: dict[str, Any]
 
 
-@define
+@define(kw_only=True)
 class Journal:
-    """Kept on every rank; only rank 0's writes, shows and calls observers."""
+    """The run's reports. Every rank has one; only rank 0's writes, prints and calls observers."""
 
-    session: Session
+    folder: RunFolder | None
+    """The run folder on rank 0, None on the other ranks."""
+    observers: ObserverGateway
+    record: RunRecord
+    speed: Speed
+    device: torch.device
+    derive: Derive
+    precision: str
+    one_row: bool
+    """Whether a micro-batch runs as one row, whose padding is then reported."""
     tokens_seen: int = 0
     """Tokens of all steps so far, over all ranks (`num_tokens`)."""
     skipped: int = 0
     """Steps that fp16's loss scaler skipped."""
     last: dict[str, float] = field(factory=dict)
-    """The newest metrics, evaluations too."""
-    _pending: Pending | None = None
-    _progress: Progress | None = None
-    _outcome: StepOutcome | LaterOutcome | None = None
-    _rate: float = 0.0
-    _since: float = field(factory=time.perf_counter)
-    _paused: float = 0.0
-    _plans: list[StepPlan] = field(factory=list)
-    _in_one_row: bool = False
-    _useful: int = 0
-    _computed: int = 0
-    """Tokens of this rank's rows since the last logged step, without and with padding."""
+    """The newest value of every metric, of evaluations too."""
+    _pending: Pending | None = field(default=None, init=False)
+    _progress: Progress | None = field(default=None, init=False)
+    _interval: Interval = field(factory=Interval, init=False)
+    _evaluating_since: float = field(default=0.0, init=False)
 
-    def start(self, first_step: int) -> None:
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint must hold (plain data)."""
+        return {"tokens_seen": self.tokens_seen, "skipped": self.skipped}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.tokens_seen, self.skipped = state["tokens_seen"], state["skipped"]
+
+    def start(self) -> None:
+        """The models are ready."""
+        if self.folder is not None:
+            self.observers.on_start(run=self.record)
+
+    def start_steps(self, first_step: int) -> None:
         """The first step is next."""
-        # Other paths lay the tokens out in rows of their own.
-        self._in_one_row = self.session.engine.module.path == "tree"
-        if self._leads:
-            self._progress = Progress(first_step, self.session.num_steps)
-            self.session.observers.on_start(run=self.session.record)
-        self._since = time.perf_counter()
+        if self.folder is not None:
+            self._progress = Progress(first_step, self.record.steps)
+        self._interval = Interval()
 
-    def outcome(self, outcome: StepOutcome | LaterOutcome, rate: float) -> None:
-        """What the optimizer did in this step, and at which learning rate."""
-        self._outcome, self._rate = outcome, rate
-        self.skipped += outcome.skipped_by_scaler
-
-    def step(
-        self, step: int, plan: StepPlan, batches: Sequence[PackedBatch], report: Report | None
-    ) -> None:
-        """A step on `batches` has ended; `report` is None where it is not logged."""
-        self._plans.append(plan)
-        self._useful += sum(batch.num_tokens for batch in batches)
-        self._computed += sum(len(batch.tokens) for batch in batches)
-        self.tokens_seen += int(plan.lengths.sum())
-        self._write_pending()
-        if report is not None:
-            assert self._outcome is not None
-            self._pending = Pending(step, report, self._outcome, self._host_metrics(plan))
-            self._plans.clear()
-        if self._progress is not None:
-            self._progress.step(step)
-
-    def evaluating(self) -> None:
-        """An evaluation begins, whose time is not that of steps."""
+    def step(self, result: StepResult) -> None:
+        """A step has ended."""
+        self._interval.add(result.plan, result.batches)
+        self.tokens_seen += int(result.plan.lengths.sum())
+        self.skipped += result.outcome.skipped_by_scaler
         self.flush()
-        self._paused = time.perf_counter()
+        if result.report is not None:
+            host = self._host_metrics(result)
+            self._pending = Pending(result.step, result.report, result.outcome, host)
+        if self._progress is not None:
+            self._progress.step(result.step)
 
-    def evaluated(self, step: int, report: Report) -> None:
+    def start_evaluation(self) -> None:
+        """An evaluation begins; its time does not count as that of steps."""
+        self.flush()
+        self._evaluating_since = time.perf_counter()
+
+    def evaluation(self, step: int, report: Report) -> None:
         """An evaluation has ended."""
-        metrics = {f"eval/{name}": value for name, value in report.read(self._derive).items()}
+        metrics = {f"eval/{name}": value for name, value in report.read(self.derive).items()}
         self.last |= metrics
-        if self._leads:
-            self._write(step, metrics)
-            self.session.observers.on_eval(run=self.session.record, step=step, metrics=metrics)
+        if self.folder is not None:
+            self.folder.append_metrics({"step": step, **metrics})
+            self.observers.on_eval(run=self.record, step=step, metrics=metrics)
             if self._progress is not None:
                 self._progress.evaluated(step, metrics)
             else:
                 print(evaluation_line(step, metrics), flush=True)
-        self._since += time.perf_counter() - self._paused
+        self._interval.since += time.perf_counter() - self._evaluating_since
+
+    def checkpoint(self, step: int, directory: Path) -> None:
+        """A checkpoint is complete."""
+        self.observers.on_checkpoint(run=self.record, step=step, directory=directory)
 
     def flush(self) -> None:
-        """Write what is still on its way."""
-        self._write_pending()
+        """Write the last logged step; waits for the copy of its sums."""
+        pending, self._pending = self._pending, None
+        if pending is None or self.folder is None:
+            return
+        norm = {"grad_norm": pending.outcome.read().grad_norm}
+        metrics = pending.report.read(self.derive) | norm | pending.host
+        self.last |= metrics
+        self.folder.append_metrics({"step": pending.step, **metrics})
+        self.observers.on_step(run=self.record, step=pending.step, metrics=metrics)
+        if self._progress is not None:
+            self._progress.logged(pending.step, metrics)
 
     def close(self) -> None:
         """End the progress bar."""
         if self._progress is not None:
             self._progress.close()
 
-    @property
-    def _leads(self) -> bool:
-        return self.session.folder is not None
-
-    def _derive(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        return self.session.trainer.derive(sums)
-
-    def _host_metrics(self, plan: StepPlan) -> dict[str, Any]:
-        """What is known without the device's sums."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        tokens = sum(float(done.lengths.sum()) for done in self._plans)
-        speed = {"tokens_per_s": tokens / seconds}
-        if self.session.speed.peak is not None:
-            flops = sum(self.session.speed.flops(done) for done in self._plans)
-            speed["mfu"] = flops / seconds / self.session.speed.peak
-        memory = peak_memory_gib(self.session.mesh.device)
+    def _host_metrics(self, result: StepResult) -> dict[str, Any]:
+        """Return what is known without the device's sums, and begin a new interval."""
+        interval, self._interval = self._interval, Interval()
         host: dict[str, Any] = {
-            "learning_rate": self._rate,
-            "epoch": plan.epoch_done,
+            "learning_rate": result.learning_rate,
+            "epoch": result.plan.epoch_done,
             "num_tokens": self.tokens_seen,
-            **speed,
+            **interval.speed(self.speed, until=self._interval.since),
         }
+        memory = peak_memory_gib(self.device)
         if memory is not None:
             host["peak_memory_gib"] = memory
-        if self._in_one_row:
-            host["padding"] = 1 - self._useful / self._computed
-        self._useful = self._computed = 0
-        if self.session.engine.precision == "fp16":
+        if self.one_row:
+            host["padding"] = interval.padding
+        if self.precision == "fp16":
             host["skipped_steps"] = self.skipped
         return host
-
-    def _write_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None or not self._leads:
-            return
-        norm = {"grad_norm": pending.outcome.read().grad_norm}
-        metrics = pending.report.read(self._derive) | norm | pending.host
-        self.last |= metrics
-        self._write(pending.step, metrics)
-        self.session.observers.on_step(run=self.session.record, step=pending.step, metrics=metrics)
-        if self._progress is not None:
-            self._progress.logged(pending.step, metrics)
-
-    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        assert self.session.folder is not None
-        self.session.folder.append_metrics({"step": step, **metrics})

@@ -1,5 +1,4 @@
-"""The terminal's view of a run: a bar where somebody watches, a line now and then where a file
-does."""
+"""A run on the terminal: a progress bar, or a line now and then if the output is not a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
 
 
 class Progress:
-    """Steps done of all, the newest metrics, time left."""
+    """Steps done and left, the newest metrics, and the time left."""
 
     def __init__(self, done: int, steps: int) -> None:
         self._steps, self._first = steps, done
         self._start = time.monotonic()
-        self._told: float | None = None
+        self._printed: float | None = None
         self._console = Console()
         self._bar: RichProgress | None = None
         if self._console.is_terminal:
@@ -42,12 +41,12 @@ class Progress:
             self._bar.update(self._task, metrics=f"loss {_number(metrics['loss'])}  {speed}")
             return
         now = time.monotonic()
-        since = SECONDS_BETWEEN_LINES if self._told is None else now - self._told
+        since = SECONDS_BETWEEN_LINES if self._printed is None else now - self._printed
         if step == self._steps or since >= SECONDS_BETWEEN_LINES:
-            self._told = now
+            self._printed = now
             left = (now - self._start) / (step - self._first) * (self._steps - step)
-            told = f"step {step}/{self._steps}  {shown(metrics)}  {_clock(left)} left"
-            print(told, flush=True)
+            line = f"step {step}/{self._steps}  {shown(metrics)}  {_clock(left)} left"
+            print(line, flush=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation has ended."""
@@ -57,20 +56,20 @@ class Progress:
             print(evaluation_line(step, metrics), flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """End the bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """The metrics of a step in one short line."""
+    """Return the main metrics of a step in one short line."""
     return "  ".join(f"{name} {_number(metrics[name])}" for name in SHOWN if name in metrics)
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """All metrics of an evaluation in one line."""
-    told = "  ".join(f"{name.removeprefix('eval/')} {_number(v)}" for name, v in metrics.items())
-    return f"evaluation at step {step}: {told}"
+    """Return all metrics of an evaluation in one line."""
+    values = "  ".join(f"{name.removeprefix('eval/')} {_number(v)}" for name, v in metrics.items())
+    return f"evaluation at step {step}: {values}"
 
 
 def _number(value: float) -> str:

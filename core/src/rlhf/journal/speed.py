@@ -1,11 +1,12 @@
-"""How fast a step was: useful tokens per second, and their operations over what the device can
-do."""
+"""The speed of steps: useful tokens per second, and model FLOPS utilization (MFU)."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
+from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import ModelShape
 
@@ -14,21 +15,22 @@ PEAK_FLOPS: Mapping[str, float] = {
     "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
     "RTX 4090": 165e12, "MI300X": 1307e12,
 }  # fmt: skip
-"""Dense bf16 operations per second by a part of the device's name, from the vendors' data
-sheets."""
+"""Dense bf16 operations per second by a part of the device's name, from the vendors' data sheets.
+"""
 
 
 @frozen(kw_only=True)
 class Speed:
-    """Operations of a model on packed rows, forward and backward, recomputation not counted."""
+    """Operations of a model on packed rows, forward and backward, without recomputation."""
 
     shape: ModelShape
     peak: float | None
     """Operations per second that all ranks' devices together can do in bf16, or None if unknown."""
 
     def flops(self, plan: StepPlan) -> float:
-        """Operations of a step over all ranks. Two per weight and token forward, four backward (two
-        for a frozen weight), the head on predicted tokens alone; causal attention counts half."""
+        """Return the operations of a step over all ranks: two per weight and token forward, four
+        backward (two for a frozen weight), the head only on predicted tokens, and half of full
+        attention, since it is causal."""
         shape = self.shape
         frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
         per_weight = 6 - 2 * frozen_share
@@ -41,9 +43,40 @@ class Speed:
         )
 
 
+@define
+class Interval:
+    """The steps since the last logged one."""
+
+    since: float = field(factory=lambda: time.perf_counter())
+    """When they began, in seconds; time of evaluations is added."""
+    _plans: list[StepPlan] = field(factory=list, init=False)
+    _used: int = field(default=0, init=False)
+    _computed: int = field(default=0, init=False)
+
+    def add(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> None:
+        """Add a step and this rank's micro-batches."""
+        self._plans.append(plan)
+        self._used += sum(batch.num_tokens for batch in batches)
+        self._computed += sum(len(batch.tokens) for batch in batches)
+
+    def speed(self, speed: Speed, *, until: float) -> dict[str, float]:
+        """Return `tokens_per_s`, and `mfu` if the device's peak is known."""
+        seconds = until - self.since
+        tokens = sum(float(plan.lengths.sum()) for plan in self._plans)
+        metrics = {"tokens_per_s": tokens / seconds}
+        if speed.peak is not None:
+            flops = sum(speed.flops(plan) for plan in self._plans)
+            metrics["mfu"] = flops / seconds / speed.peak
+        return metrics
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in the tokens that this rank computed."""
+        return 1 - self._used / self._computed
+
+
 def peak_of(device: torch.device, world: int) -> float | None:
-    """The operations per second of `world` devices like this one, or None for one that is not
-    known."""
+    """Return the operations per second of `world` devices like this one, or None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -51,8 +84,8 @@ def peak_of(device: torch.device, world: int) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Highest memory the tensors of this process took on its accelerator, in GiB; None on the
-    CPU."""
+    """Return the most memory that this process's tensors took on its accelerator, in GiB; None on
+    the CPU."""
     if device.type == "cpu":
         return None
     return float(torch.accelerator.max_memory_allocated(device) / 2**30)

@@ -1,6 +1,6 @@
-"""Sums and what they are per: the only way in which a mean is formed in this system."""
+"""Sums and what they are divided by: the only way in which a mean is formed in this system."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,24 @@ from rlhf.trainer import Loss
 Totals = Mapping[str, float]
 Derive = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
-LEAST, MOST = "min", "max"
-"""What a metric is per that is the least or the greatest value of the whole step or evaluation."""
+EXTREMES = {"min": -1.0, "max": 1.0}
+"""What a metric is `per` if it is an extreme, and the sign under which it is a maximum."""
 
 TERM = "term "
-"""Prefix of the sums of an evaluation's loss terms; no metric's name has a space in it."""
+"""Prefix of the sums of an evaluation's loss terms."""
+
+RESERVED = frozenset({
+    "step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "tokens_per_s", "mfu",
+    "peak_memory_gib", "padding", "skipped_steps",
+})  # fmt: skip
+"""Names in `metrics.jsonl` that core writes itself."""
 
 
 def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
-    """This micro-batch's addend of the step's loss: the sum of `weight * sum / total(per)`, a
-    scalar.
+    """Return this micro-batch's addend of the step's loss, a scalar: the sum of
+    `weight * sum / total(per)`.
 
-    A total of zero (no such thing in the whole step) gives an addend of zero that still has a
-    graph.
+    A total of zero gives an addend of zero that still has a graph.
     """
     addends = [
         term.sum * (term.weight / (total_of(term.per, totals) or 1.0)) for term in loss.terms
@@ -34,19 +39,19 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
 
 
 def total_of(per: str, totals: Totals) -> float:
-    """The count `per` over the whole step and all ranks."""
+    """Return the count `per` over the whole step and all ranks."""
     try:
         return totals[per]
     except KeyError:
         known = ", ".join(sorted(totals))
         raise RLHFError(
-            f"a loss or metric is per {per!r}, which nobody counts: known are {known}"
+            f"a loss term or metric is per {per!r}, which is not a known count; use one of {known}"
         ) from None
 
 
 def poison_unless_finite(loss: Tensor) -> Tensor:
-    """The loss unchanged, with a gradient of nan if it is not finite: the backend's own check of
-    the gradient then sees it, and no extra look at the host is needed."""
+    """Return the loss unchanged, with a gradient of nan if it is not finite: the backend's check of
+    the gradient then sees it, and the host need not read the loss."""
     factor = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
     return loss * factor
 
@@ -61,48 +66,61 @@ class Sums:
         self._per: dict[str, str] = {}
         self.losses: list[Tensor] = []
         """The weighted loss of every micro-batch of this rank, detached scalars."""
+        self.terms: dict[str, str] = {}
+        """What each term of the loss is per."""
+        self.metrics: dict[str, tuple[str, torch.Size]] = {}
+        """What each metric is per, and the shape of its sum."""
 
     def add(self, loss: Loss, weighted: Tensor) -> None:
-        """Count one micro-batch."""
+        """Add one micro-batch."""
         self.losses.append(weighted.detach())
         self._add("loss", "", weighted.detach())
-        for name, (value, per) in loss.metrics.items():
-            self._add(name, per, value.detach())
+        self.terms |= {f"{TERM}{number}": term.per for number, term in enumerate(loss.terms)}
+        self._add_metrics(loss)
 
     def add_terms(self, loss: Loss) -> None:
-        """Count one micro-batch of an evaluation, whose totals are known only at its end."""
+        """Add one micro-batch of an evaluation, whose totals are known only at its end."""
         for number, term in enumerate(loss.terms):
             self._add(f"{TERM}{number}", term.per, term.sum * term.weight)
-        for name, (value, per) in loss.metrics.items():
-            self._add(name, per, value.detach())
+            self.terms[f"{TERM}{number}"] = term.per
+        self._add_metrics(loss)
 
-    def _add(self, name: str, per: str, value: Tensor) -> None:
-        value = value.double() if value.device.type != "mps" else value.float()
-        if name not in self._sums:
-            self._sums[name] = value
-        elif per in (LEAST, MOST):
-            smaller = torch.minimum if per == LEAST else torch.maximum
-            self._sums[name] = smaller(self._sums[name], value)
-        else:
-            self._sums[name] = self._sums[name] + value
-        self._per[name] = per
+    def order_metrics(self, names: Iterable[str]) -> None:
+        """Move the metrics into this order: ranks are added up by position."""
+        for name in names:
+            self._sums[name] = self._sums.pop(name)
 
     def reduce(self, totals: Totals) -> "Report":
         """Reduce over all ranks and start the copy to the host. Collective: one sum, and one
-        maximum where there are extremes."""
-        extremes = {LEAST: -1.0, MOST: 1.0}
-        names = sorted(self._sums, key=lambda name: self._per[name] in extremes)
-        parts = [self._sums[name] * extremes.get(self._per[name], 1.0) for name in names]
-        num_sums = sum(self._per[name] not in extremes for name in names)
+        maximum if there are extremes."""
+        names = sorted(self._sums, key=lambda name: self._per[name] in EXTREMES)
+        parts = [self._sums[name] * EXTREMES.get(self._per[name], 1.0) for name in names]
+        num_sums = sum(self._per[name] not in EXTREMES for name in names)
         values = self._mesh.sum(_flat(parts[:num_sums]))
         if num_sums < len(names):
             values = torch.cat([values, self._mesh.max(_flat(parts[num_sums:]))])
         shapes = {name: part.shape for name, part in zip(names, parts, strict=True)}
         return Report(Deferred(values), shapes, dict(self._per), totals)
 
+    def _add_metrics(self, loss: Loss) -> None:
+        for name, (value, per) in loss.metrics.items():
+            self._add(name, per, value.detach())
+            self.metrics[name] = (per, value.shape)
+
+    def _add(self, name: str, per: str, value: Tensor) -> None:
+        value = value.double()
+        if name not in self._sums:
+            self._sums[name] = value
+        elif per in EXTREMES:
+            extreme = torch.minimum if per == "min" else torch.maximum
+            self._sums[name] = extreme(self._sums[name], value)
+        else:
+            self._sums[name] = self._sums[name] + value
+        self._per[name] = per
+
 
 class Report:
-    """The reduced sums of one step or evaluation, on their way to the host."""
+    """The reduced sums of one step or evaluation, while they are copied to the host."""
 
     def __init__(
         self,
@@ -114,13 +132,13 @@ class Report:
         self._values, self._shapes, self._per, self._totals = values, shapes, per, totals
 
     def read(self, derive: Derive) -> dict[str, float]:
-        """Metrics by name: the loss, every `sum / total(per)`, the extremes, and what `derive`
-        makes of the plain sums (a list for a sum with a dimension)."""
+        """Return metrics by name: the loss, every `sum / total(per)`, the extremes, and what
+        `derive` returns for the plain sums (a list for a sum with a dimension)."""
         sums = self._read()
         metrics = {"loss": 0.0}
         for name, value in sums.items():
             per = self._per[name]
-            if per in (LEAST, MOST):
+            if per in EXTREMES:
                 metrics[name] = value
                 continue
             mean = value / (total_of(per, self._totals) or 1.0) if per else value
@@ -128,10 +146,10 @@ class Report:
                 metrics["loss"] += mean
             elif per:
                 metrics[name] = mean
-        return metrics | dict(derive(sums))
+        return metrics | _derived(derive, sums)
 
     def _read(self) -> dict[str, Any]:
-        """Each sum by its name; a maximum of the negative is a minimum."""
+        """Return each sum by its name; the maximum of negated values is turned back."""
         flat = self._values.read()
         sums: dict[str, Any] = {}
         start = 0
@@ -139,7 +157,14 @@ class Report:
             part = flat[start : start + shape.numel()]
             start += shape.numel()
             sums[name] = part if len(shape) else part[0]
-        return {name: -value if self._per[name] == LEAST else value for name, value in sums.items()}
+        return {name: -value if self._per[name] == "min" else value for name, value in sums.items()}
+
+
+def _derived(derive: Derive, sums: Mapping[str, Any]) -> dict[str, float]:
+    metrics = dict(derive(sums))
+    for name in sorted(RESERVED & metrics.keys()):
+        raise RLHFError(f"derive() returns {name!r}, a name that core uses itself; rename it")
+    return metrics
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The best evaluation so far: which checkpoint is kept for it, and when patience is at an end."""
+"""The best evaluation so far: its checkpoint is kept, and patience counts from it."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from attrs import define
 from rlhf.config.objective import objective
 from rlhf.errors import SameOnAllRanks
 
-REMEMBERED = ("step", "value", "waited", "seen")
+STATE = ("step", "value", "waited", "seen")
 
 
 @define
 class Best:
-    """Fed with every evaluation that counts; the same on every rank, since metrics are."""
+    """The best of the evaluations that count; the same on every rank, since metrics are."""
 
     metric: str | None = None
-    """What `checkpoint.best` says; None asks for nothing."""
+    """`checkpoint.best`, or None to keep no best."""
     patience: int | None = None
     step: int | None = None
     """The step of the best evaluation, None before the first."""
@@ -27,16 +27,17 @@ class Best:
     seen: int | None = None
     """The step of the newest evaluation."""
 
-    def take(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether this evaluation is better than all before; a number that is not finite never is.
-        Raises RLHFError when there is no such metric."""
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Add an evaluation; return whether it is better than all before, which a number that is
+        not finite never is. Raises RLHFError if it lacks the metric."""
         if self.metric is None:
             return False
         name, sign = objective(self.metric)
         if name not in metrics:
-            known = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
+            available = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
             raise SameOnAllRanks(
-                f"checkpoint.best is {self.metric} but an evaluation of this run has {known}"
+                f"checkpoint.best: {name} is not a metric of this run's evaluations; available: "
+                f"{available}"
             )
         self.seen = step
         value = metrics[name]
@@ -49,23 +50,23 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether patience is at an end."""
+        """Whether `patience` evaluations in a row were not better."""
         return self.patience is not None and self.waited >= self.patience
 
     def forget(self) -> None:
-        """The next evaluation counts as the first."""
+        """Count the next evaluation as the first."""
         self.step, self.value, self.waited = None, math.nan, 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must remember (plain data)."""
-        return {name: getattr(self, name) for name in ("metric", *REMEMBERED)}
+        """Return what a checkpoint must hold (plain data)."""
+        return {name: getattr(self, name) for name in ("metric", *STATE)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave; of another metric it means nothing."""
+        """Restore what `state` returned; ignored if it is of another metric."""
         if state.get("metric") == self.metric:
-            for name in REMEMBERED:
+            for name in STATE:
                 setattr(self, name, state[name])
 
     def __str__(self) -> str:
-        """What was best, for the run's last lines."""
+        """The metric, its best value and step."""
         return f"{self.metric} {self.value:.4g} at step {self.step}"

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate of step k of N is lr * f(k / N), whatever stops the run
+"""Learning-rate schedules: the rate of step k of N is lr * f(k / N), also in a run that stops
 early."""
 
 import math
@@ -11,23 +11,22 @@ from rlhf.hookspecs import hookimpl
 
 
 def rate(step: int, *, steps: int, optim: OptimConfig) -> float:
-    """The factor on `optim.lr` at `step` (0-based) of `steps`.
+    """Return the factor on `optim.lr` at `step` (0-based) of `steps`.
 
-    Warm-up is linear and already above zero at step 0; past the last step the factor stays at the
-    floor, it never rises again.
+    Warm-up is linear and above zero from step 0; after the last step the factor stays at the floor.
     """
     warmup = round(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if optim.schedule == "constant":
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    falling = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return optim.min_lr + (1 - optim.min_lr) * falling
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    decay = 1 - progress if optim.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return optim.min_lr + (1 - optim.min_lr) * decay
 
 
 class DefaultSchedule:
-    """Core's own answer to `build_schedule`; a backend or an extension may give another."""
+    """Core's default for the hook `build_schedule`."""
 
     @hookimpl(trylast=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:

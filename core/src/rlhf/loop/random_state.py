@@ -8,12 +8,12 @@ import torch
 
 
 def spread(seed: int, rank: int) -> None:
-    """Give each rank dropout of its own, once the models that all ranks must draw alike are
-    there."""
-    own = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
+    """Give each rank its own dropout. Called once the models exist, which all ranks must draw
+    alike."""
+    seed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def save(path: Path, device: torch.device) -> None:
@@ -31,8 +31,7 @@ def save(path: Path, device: torch.device) -> None:
 
 
 def load(path: Path, device: torch.device) -> None:
-    """Take back what `save` wrote; where the rank is new and there is no file, the seeds of the
-    start stay."""
+    """Restore what `save` wrote. Without a file, the rank keeps the seeds of the start."""
     if not path.exists():
         return
     state = torch.load(path, weights_only=True)

@@ -1,5 +1,5 @@
-"""The door for on-policy methods: what the trainer makes of a step's examples is laid out, packed
-and trained on in their place."""
+"""On-policy methods: the examples that a trainer's `rollout` returns for a step are laid out,
+packed and trained on."""
 
 from collections.abc import Sequence
 
@@ -20,51 +20,50 @@ from rlhf.trainer import Trainer
 def roll_out(
     trainer: Trainer, order: RunOrder, plan: StepPlan, mesh: Mesh
 ) -> tuple[StepPlan, list[PackedBatch]]:
-    """The step with the examples that `trainer.rollout` gives for its rows: their plan and this
-    rank's micro-batches. Raises RLHFError where one is larger than the budget. Collective."""
-    given = [order.examples[int(row)] for row in plan.rows]
-    made = trainer.rollout(given, plan.step)
-    assert len(made) == len(given), f"{len(made)} examples for {len(given)} rows"
-    lengths = np.array([len(item.prompt) + sum(_answers(item)) for item in made])
-    paths = np.array([len(item.prompt) + max(_answers(item)) for item in made])
+    """Return the plan of the step with the examples of `trainer.rollout` in place of its rows, and
+    this rank's micro-batches. Raises RLHFError for an example larger than the budget. Collective.
+    """
+    rows = [order.examples[int(row)] for row in plan.rows]
+    examples = trainer.rollout(rows, plan.step)
+    assert len(examples) == len(rows), f"{len(examples)} examples for {len(rows)} rows"
+    lengths = np.array([len(item.prompt) + sum(_answer_lengths(item)) for item in examples])
+    paths = np.array([len(item.prompt) + max(_answer_lengths(item)) for item in examples])
     check_budget(order, plan, lengths)
-    laid = layout(lengths, order.ranks, order.tokens, costs(lengths, paths))
-    batches = [
-        attrs.evolve(
-            pack(made, places[order.rank].tolist(), round_to=order.round_to, at_most=order.tokens),
-            rows=tuple(plan.rows[places[order.rank]].tolist()),
-        )
-        for places in laid
-    ]
-    numbers = [[plan.rows[places] for places in micro] for micro in laid]
+    by_micro = layout(lengths, order.ranks, order.tokens, costs(lengths, paths))
+    batches = []
+    for by_rank in by_micro:
+        places = by_rank[order.rank]
+        batch = pack(examples, places.tolist(), round_to=order.round_to, at_most=order.tokens)
+        batches.append(attrs.evolve(batch, rows=tuple(plan.rows[places].tolist())))
+    numbers = [[plan.rows[places] for places in by_rank] for by_rank in by_micro]
     replaced = attrs.evolve(
         plan,
         lengths=lengths,
         paths=paths,
-        answers=np.array([len(item.answers) for item in made]),
-        totals=counted(batches, made, mesh),
+        answers=np.array([len(item.answers) for item in examples]),
+        totals=count(batches, examples, mesh),
         layout=numbers,
-        micro=[micro[order.rank] for micro in numbers],
+        micro=[by_rank[order.rank] for by_rank in numbers],
     )
     return replaced, batches
 
 
 def check_budget(order: RunOrder, plan: StepPlan, lengths: np.ndarray) -> None:
-    """Raise for an example that no micro-batch can hold; the same on every rank."""
+    """Raise RLHFError for an example that no micro-batch can hold; the same on every rank."""
     largest = int(lengths.argmax())
     if lengths[largest] > order.tokens:
         raise RLHFError(
             f"step {plan.step + 1}: with its new answer {order.examples.name(plan.rows[largest])} "
-            f"has {lengths[largest]} tokens but batch.tokens is {order.tokens}: set batch.tokens "
+            f"has {lengths[largest]} tokens but batch.tokens is {order.tokens}; set batch.tokens "
             f"to at least {lengths[largest]}, or generate fewer tokens"
         )
 
 
-def counted(
-    batches: Sequence[PackedBatch], made: Sequence[Example], mesh: Mesh
+def count(
+    batches: Sequence[PackedBatch], examples: Sequence[Example], mesh: Mesh
 ) -> dict[str, float]:
-    """What the terms of a loss are per, over all ranks. Collective."""
-    per_token = [name for name, kind in value_kinds(made).items() if kind == PER_TOKEN]
+    """Return what the terms of a loss are per, over all ranks. Collective."""
+    per_token = [name for name, kind in value_kinds(examples).items() if kind == PER_TOKEN]
     counts = [
         (
             batch.num_examples,
@@ -79,5 +78,5 @@ def counted(
     return dict(zip(names, mesh.sum(own).tolist(), strict=True))
 
 
-def _answers(example: Example) -> list[int]:
+def _answer_lengths(example: Example) -> list[int]:
     return [len(answer.tokens) for answer in example.answers]

@@ -1,5 +1,5 @@
-"""When a run ends before its schedule: a signal, the wall clock or `train.stop_at`, agreed by all
-ranks."""
+"""When a run ends before its schedule: on a signal, after `train.hours` or at `train.stop_at`; all
+ranks agree."""
 
 import os
 import signal
@@ -12,32 +12,33 @@ from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
 
 
 class StopWatch:
-    """Asks after every step whether to go on. A rank's wish reaches all ranks with the next step's
-    answer, so nobody waits for it and all of them stop after the same step."""
+    """Decides after every step whether to stop. A signal on one rank reaches all ranks with the
+    next step, so nobody waits for it and all of them stop after the same step."""
 
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
         self._mesh = mesh
         self._stop_at = train.stop_at
         self._until = time.monotonic() + train.hours * 3600 if train.hours else None
-        # Nothing with a lock: a second signal may come while the first is being handled.
+        # A plain bool: a lock would deadlock when a second signal interrupts the handler.
         self._signalled = False
-        self._asked: Deferred | None = None
+        self._votes: Deferred | None = None
+        """How many ranks want to stop after the previous step, by reason."""
         self._previous = catch(self._on_signal)
 
     def reason(self, steps_done: int) -> str | None:
-        """Why to stop now: "signal", "hours" or "stop_at"; None to go on. The same on every rank.
-        Collective."""
+        """Return why to stop now, "signal", "hours" or "stop_at", or None to continue; the same on
+        every rank. Collective."""
         if self._stop_at is not None and steps_done >= self._stop_at:
             return "stop_at"
         late = self._until is not None and time.monotonic() > self._until
         if self._mesh.world == 1:
-            return _said(self._signalled, late)
-        wishes = on_device([float(self._signalled), float(late)], self._mesh.device)
-        asked, self._asked = self._asked, Deferred(self._mesh.sum(wishes))
-        return None if asked is None else _said(*asked.read())
+            return _reason(self._signalled, late)
+        own = on_device([float(self._signalled), float(late)], self._mesh.device)
+        votes, self._votes = self._votes, Deferred(self._mesh.sum(own))
+        return None if votes is None else _reason(*votes.read())
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Restore the signal handlers from before."""
         restore(self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -46,5 +47,5 @@ class StopWatch:
         self._signalled = True
 
 
-def _said(signals: float, clocks: float) -> str | None:
+def _reason(signals: float, clocks: float) -> str | None:
     return "signal" if signals else "hours" if clocks else None

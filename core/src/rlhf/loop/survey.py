@@ -1,4 +1,4 @@
-"""The survey: values of the whole optimizer step that a loss needs and that are no sums over
+"""The survey: values of the whole optimizer step that a loss needs and that are not sums over
 micro-batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,108 +15,134 @@ from rlhf.engine import Mesh
 from rlhf.trainer import Trainer
 
 EXAMPLE, ANSWER = "example", "answer"
-PLACES = ("examples", "answers")
-"""Names in `batch.step` of where this batch's own are in the values of the step."""
+INDICES = ("examples", "answers")
+"""Names in `batch.step` of the positions of this batch's own values in those of the step."""
 
 
 @define
 class Survey:
-    """What a trainer asks about whole steps. Nothing waits for the device, but for one agreement at
-    the first step whose answers are not one per example."""
+    """Runs a trainer's survey and gathers its values over micro-batches and ranks.
+
+    Never synchronises with the device, except one gather at the first step whose examples have
+    several answers.
+    """
 
     trainer: Trainer
     mesh: Mesh
     _kinds: dict[str, str] = field(factory=dict)
-    """What each surveyed value is per."""
+    """What each surveyed value is per, by name."""
+
+    def batches(
+        self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
+    ) -> tuple[list[PackedBatch], Mapping[str, float]]:
+        """Return the loss's micro-batches on `device`, with the surveyed values, and the step's
+        totals. `packed` are the survey's own micro-batches, if any, then the loss's. Collective."""
+        batches = [batch.to(device) for batch in packed]
+        if not self.trainer.needs_survey():
+            return batches, plan.totals
+        num_seen = len(plan.survey)
+        batches = self.take(batches[num_seen:], plan, seen=batches[:num_seen])
+        return batches, StepTotals(plan.totals, batches[0].step)
 
     def take(
         self, batches: Sequence[PackedBatch], plan: StepPlan, *, seen: Sequence[PackedBatch] = ()
     ) -> list[PackedBatch]:
-        """The step's micro-batches with every surveyed value in `batch.step`, in the order of
-        `plan.rows`.
+        """Return the step's micro-batches with every surveyed value in `batch.step`, in the order
+        of `plan.rows`.
 
-        `seen` are the micro-batches that the survey sees instead of the loss's own. Beside the
-        trainer's own names stand `examples` [E] and `answers` [A]: where this batch's own are in
-        these values (the answers if the survey's examples begin with the same ones). Collective.
+        `seen` are the micro-batches that the survey runs on, if not the loss's own. Beside the
+        trainer's names, `batch.step` has `examples` [E] and `answers` [A]: the positions of this
+        batch's own in those values (of the answers only if the survey's examples begin with the
+        same ones). Collective.
         """
         seen = seen or batches
         with torch.no_grad():
-            found = [dict(self.trainer.survey(batch)) for batch in seen]
-        own = {name: torch.cat([values[name] for values in found]) for name in found[0]}
-        places = Places(plan)
-        kinds = self._agreed(own, places, [places.of(batch) for batch in seen])
-        where = places.of(*seen)
+            by_batch = [dict(self.trainer.survey(batch)) for batch in seen]
+        own = {name: torch.cat([values[name] for values in by_batch]) for name in by_batch[0]}
+        index = StepIndex(plan)
+        kinds = self._agreed_kinds(own, index, [index.positions(batch) for batch in seen])
+        positions = index.positions(*seen)
         whole = {
-            name: self.mesh.sum(spread(values, where[kinds[name]], places.size[kinds[name]]))
+            name: self.mesh.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
             for name, values in own.items()
         }
         return [
-            attrs.evolve(batch, step=whole | _indices(places.of(batch), batch)) for batch in batches
+            attrs.evolve(batch, step=whole | _indices(index.positions(batch), batch))
+            for batch in batches
         ]
 
-    def _agreed(
-        self, own: Mapping[str, Tensor], places: "Places", where: Sequence[Mapping[str, list[int]]]
+    def _agreed_kinds(
+        self,
+        own: Mapping[str, Tensor],
+        index: "StepIndex",
+        positions: Sequence[Mapping[str, list[int]]],
     ) -> Mapping[str, str]:
-        """What each value is per. With one answer for every example it is the same; otherwise a
-        rank may have nothing but such examples, and asks the others, once. Collective."""
-        if places.single:
+        """Return what each value is per. With one answer per example both are the same. Otherwise
+        the lengths tell, but a rank may have only examples with one answer: the ranks share what
+        they know, once. Collective then."""
+        if index.one_answer:
             return dict.fromkeys(own, EXAMPLE)
         if own.keys() - self._kinds.keys():
-            counts = {kind: sum(len(batch[kind]) for batch in where) for kind in (EXAMPLE, ANSWER)}
-            told = {
+            counts = {
+                kind: sum(len(each[kind]) for each in positions) for kind in (EXAMPLE, ANSWER)
+            }
+            known = {
                 name: EXAMPLE if len(values) == counts[EXAMPLE] else ANSWER
                 for name, values in own.items()
                 if counts[EXAMPLE] != counts[ANSWER]
             }
-            for others in self.mesh.gather(told):
-                self._kinds |= others
+            for kinds in self.mesh.gather(known):
+                self._kinds |= kinds
         return self._kinds
 
 
-class Places:
-    """Where the examples and answers of a step stand in its order, known on the host."""
+class StepIndex:
+    """Positions of examples and answers in the order of a step, computed on the host."""
 
     def __init__(self, plan: StepPlan) -> None:
-        self._place = {int(row): place for place, row in enumerate(plan.rows)}
+        self._position = {int(row): position for position, row in enumerate(plan.rows)}
         self._counts = plan.answers
         self._first = np.cumsum(plan.answers) - plan.answers
-        self.single = bool((plan.answers == 1).all())
+        self.one_answer = bool((plan.answers == 1).all())
         """Whether every example has one answer."""
-        self.size = {EXAMPLE: len(plan.rows), ANSWER: int(plan.answers.sum())}
-        """How many there are in the whole step."""
+        self.sizes = {EXAMPLE: len(plan.rows), ANSWER: int(plan.answers.sum())}
+        """Examples and answers of the whole step."""
 
-    def of(self, *batches: PackedBatch) -> dict[str, list[int]]:
-        """Of the batches' examples and answers, in their order."""
-        examples = [self._place[row] for batch in batches for row in batch.rows]
+    def positions(self, *batches: PackedBatch) -> dict[str, list[int]]:
+        """Return the positions of the batches' examples and of their answers, in their order."""
+        examples = [self._position[row] for batch in batches for row in batch.rows]
         answers = [
-            int(self._first[place]) + number
-            for place in examples
-            for number in range(int(self._counts[place]))
+            int(self._first[position]) + number
+            for position in examples
+            for number in range(int(self._counts[position]))
         ]
         return {EXAMPLE: examples, ANSWER: answers}
 
 
-def spread(values: Tensor, places: Sequence[int], size: int) -> Tensor:
-    """values [n, ...] -> [size, ...], zero but at `places` [n]: such tensors of all ranks add up to
-    the whole step's."""
+def spread(values: Tensor, positions: Sequence[int], size: int) -> Tensor:
+    """Scatter values [n, ...] -> [size, ...], zero except at `positions` [n]. The sum of such
+    tensors over all ranks is the whole step's."""
     whole = values.new_zeros(size, *values.shape[1:])
-    return whole.index_copy_(0, _on(places, values.device), values.detach())
+    return whole.index_copy_(0, _index_on(positions, values.device), values.detach())
 
 
-def _indices(places: Mapping[str, list[int]], batch: PackedBatch) -> dict[str, Tensor]:
-    found = (places[EXAMPLE], places[ANSWER])
-    return {name: _on(of, batch.tokens.device) for name, of in zip(PLACES, found, strict=True)}
+def _indices(positions: Mapping[str, list[int]], batch: PackedBatch) -> dict[str, Tensor]:
+    by_kind = (positions[EXAMPLE], positions[ANSWER])
+    return {
+        name: _index_on(own, batch.tokens.device)
+        for name, own in zip(INDICES, by_kind, strict=True)
+    }
 
 
-def _on(places: Sequence[int], device: torch.device) -> Tensor:
-    """An index on the device; `torch.tensor` with a device would wait for it."""
-    return torch.tensor(places, dtype=torch.long).to(device, non_blocking=True)
+def _index_on(positions: Sequence[int], device: torch.device) -> Tensor:
+    """Return an index on the device; `torch.tensor(..., device=)` would synchronise."""
+    return torch.tensor(positions, dtype=torch.long).to(device, non_blocking=True)
 
 
 @define
 class StepTotals(Mapping[str, float]):
-    """What a term of the loss may be per: the plan's counts, and the total of a surveyed value,
-    which is read from the device where a term asks for it alone."""
+    """What a term of the loss may be per: the plan's counts, or the total of a surveyed value,
+    which is read from the device only if a term needs it."""
 
     known: Mapping[str, float]
     surveyed: Mapping[str, Tensor]
@@ -125,7 +151,7 @@ class StepTotals(Mapping[str, float]):
         return self.known[name] if name in self.known else float(self.surveyed[name].sum())
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.known, *(name for name in self.surveyed if name not in PLACES))
+        yield from (*self.known, *(name for name in self.surveyed if name not in INDICES))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -1,5 +1,4 @@
-"""What the device and the host did in a few steps, recorded for a viewer such as
-https://ui.perfetto.dev."""
+"""Traces of the device and the host for a viewer such as https://ui.perfetto.dev."""
 
 from pathlib import Path
 
@@ -11,8 +10,8 @@ STEPS = 3
 
 
 class StepTrace:
-    """The trace of the `STEPS` steps after step `after` (of a run that is resumed beyond it, of its
-    first ones but one), or of none with None.
+    """The trace of the `STEPS` steps after step `after`, or no trace if `after` is None. A run
+    resumed after that step traces its second step and those that follow.
 
     Each rank writes `rank-RRRRR.json.gz` into `folder`.
     """
@@ -24,7 +23,7 @@ class StepTrace:
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """`step` steps are done and the next one is about to begin."""
+        """Step number `step` (0-based) is about to begin."""
         if self._profile is not None:
             self._profile.step()
         elif step == self._first:
@@ -40,7 +39,7 @@ class StepTrace:
             self._profile.start()
 
     def close(self) -> None:
-        """The training has ended; what a trace has so far is written."""
+        """Write what the trace has so far."""
         if self._profile is not None:
             self._profile.stop()
 

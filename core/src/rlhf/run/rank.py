@@ -17,6 +17,7 @@ from rlhf.folder import run_folder as run_folder
 from rlhf.folder.disk import writing
 from rlhf.folder.run_folder import RunFolder
 from rlhf.loop.export import export_checkpoint, export_model
+from rlhf.loop.save import restore
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.registry.gateway import build_gateways, load_hooks
@@ -139,7 +140,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     leads = session.folder is not None
     step = 0
     if resumed is not None:
-        step = session.restore(resumed)
+        step = restore(session, resumed)
         later = on_first(
             session.mesh, lambda: checkpoint.set_aside(session.checkpoints, after=step)
         )

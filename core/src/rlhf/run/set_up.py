@@ -7,16 +7,18 @@ from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
+from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
-from rlhf.loop.session import RunRecord, Session
+from rlhf.loop.session import Session
 from rlhf.loop.survey import Survey
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
-from rlhf.registry.gateway import BackendGateway, ObserverGateway
+from rlhf.registry.gateway import BackendGateway
+from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
 from rlhf.run.context import RunContext
 from rlhf.run.dataset import Dataset
@@ -54,17 +56,21 @@ def set_up(
         )
         for number, part in enumerate(run.examples)
     )  # fmt: skip
+    record = RunRecord(name=request.name, folder=path, config=config, steps=run.steps)
+    journal = Journal(
+        folder=folder, observers=observers, record=record, device=mesh.device,
+        speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
+        derive=trainer.derive, precision=policy.engine.precision,
+        one_row=policy.engine.module.path == "tree",
+    )  # fmt: skip
     session = Session(
-        record=RunRecord(name=request.name, folder=path, config=config, steps=run.steps),
-        config=config, mesh=mesh, hooks=hooks, observers=observers, trainer=trainer,
-        survey=Survey(trainer, mesh), engine=policy.engine,
+        record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
+        survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
         followers=run.followers, schedule=policy.schedule,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         num_steps=run.steps, path=path, folder=folder,
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
-        speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
     )  # fmt: skip
-    session.journal = Journal(session)
     if folder is not None:
         introduce_models(request, run, folder)
     return session

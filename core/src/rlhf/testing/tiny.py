@@ -23,7 +23,7 @@ from rlhf.engine import StepOutcome
 from rlhf.hookspecs import hookimpl
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
-from rlhf.loop.steps import take_step
+from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import step_bytes
@@ -141,7 +141,8 @@ def first_steps(
     for engine in backend.engines:
         engine.module.path = path or engine.module.path  # type: ignore[assignment]
     session.engine.train()
-    return [_moment(session, number, alone=alone) for number in range(num_steps)]
+    stepper = Stepper(session)
+    return [_moment(session, stepper, number, alone=alone) for number in range(num_steps)]
 
 
 def step_memory(
@@ -175,14 +176,14 @@ def in_plain_torch(
     return backend, session, step_fit(request.config, data, mesh, hooks)
 
 
-def _moment(session: Session, number: int, *, alone: bool) -> Moment:
+def _moment(session: Session, stepper: Stepper, number: int, *, alone: bool) -> Moment:
     order = session.train_order
     plan = order.step(number)
     if session.trainer.needs_rollout():
         plan, batches = roll_out(session.trainer, order, plan, session.mesh)
     else:
         plan, batches = _batches(order, plan, alone=alone)
-    report = take_step(session, plan, batches, number)
+    report = stepper.take(plan, batches).report
     assert report is not None
     engine: Any = session.engine
     trees = [prompt + sum(answers) for batch in batches for prompt, answers in batch.spans]

@@ -1,0 +1,78 @@
+"""Evaluation on the held-out rows, when it is due, and what follows from it."""
+
+import itertools
+
+import torch
+
+from rlhf.data.loader import batches_from
+from rlhf.journal.names import NameCheck
+from rlhf.journal.sums import Sums
+from rlhf.loop.export import export_model
+from rlhf.loop.save import save
+from rlhf.loop.session import Session
+
+
+def evaluate(session: Session, *, step: int) -> None:
+    """Run every held-out row once; the numbers are the same on any number of ranks. Does nothing
+    without eval data. Collective."""
+    order, engine = session.eval_order, session.engine
+    if order is None:
+        return
+    session.journal.start_evaluation()
+    engine.eval()
+    # Packed in this process: a fork beside live threads of the training's loader may never return.
+    source = batches_from(order)
+    sums, totals = Sums(session.mesh), dict[str, float]()
+    for number in range(order.steps_per_epoch):
+        plan = order.step(number)
+        packed = list(itertools.islice(source, plan.num_batches))
+        batches, step_totals = session.survey.batches(plan, packed, engine.device)
+        for name, value in step_totals.items():
+            totals[name] = totals.get(name, 0.0) + value
+        with torch.no_grad():
+            for batch in batches:
+                sums.add_terms(session.trainer.loss(batch))
+    NameCheck(session.record.name, session.mesh).check(sums)
+    session.journal.evaluation(step, sums.reduce(totals))
+    engine.train()
+
+
+def evaluate_at_end(session: Session, *, step: int) -> None:
+    """Evaluate weights that are saved already, so that a failure loses no step. The result counts
+    for the best where a run without a stop would evaluate too. Collective."""
+    counts = step == session.num_steps or is_due(session.config.train.eval_every, step)
+    if session.best.metric is None or not counts:
+        evaluate(session, step=step)
+    else:
+        is_best(session, step=step)
+        save(session, step)
+
+
+def evaluate_late(session: Session, *, step: int) -> str | None:
+    """Run the evaluation that a signal left out. Returns "patience" if it ends the run.
+    Collective."""
+    session.evaluation_owed = False
+    is_best(session, step=step)
+    session.journal.flush()
+    save(session, step)
+    return out_of_patience(session)
+
+
+def is_best(session: Session, *, step: int) -> bool:
+    """Evaluate; return whether this is the best evaluation so far. Its model is exported before a
+    checkpoint can name it. Collective."""
+    evaluate(session, step=step)
+    if not session.best.update(step, session.journal.last):
+        return False
+    export_model(session)
+    return True
+
+
+def out_of_patience(session: Session) -> str | None:
+    """Return the reason to stop after an evaluation, or None."""
+    return "patience" if session.best.exhausted else None
+
+
+def is_due(every: int | None, step: int) -> bool:
+    """Return whether something that happens `every` so many steps is due after `step` of them."""
+    return every is not None and step % every == 0

@@ -1,0 +1,92 @@
+"""One optimizer step: survey, losses, update; and the error of a step that was not finite."""
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.order import StepPlan
+from rlhf.engine import LaterOutcome, StepOutcome
+from rlhf.errors import SameOnAllRanks
+from rlhf.journal.journal import StepResult
+from rlhf.journal.names import NameCheck
+from rlhf.journal.sums import Sums, poison_unless_finite, weighted_loss
+from rlhf.loop.session import Session
+
+
+@frozen
+class PendingStep:
+    """A step whose outcome may still be on the device."""
+
+    plan: StepPlan
+    batches: Sequence[PackedBatch]
+    losses: Sequence[Tensor]
+    """The weighted loss of each batch."""
+    outcome: StepOutcome | LaterOutcome
+
+
+class Stepper:
+    """Takes optimizer steps, and keeps the last one until its outcome is known: a backend may
+    report it only once the next step has begun."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names = NameCheck(session.record.name, session.mesh)
+        self._pending: PendingStep | None = None
+
+    def take(self, plan: StepPlan, packed: Sequence[PackedBatch]) -> StepResult:
+        """Take the step of `plan` on `packed`: the survey's batches, if it has its own, then the
+        loss's. Collective."""
+        session, engine = self._session, self._session.engine
+        batches, totals = session.survey.batches(plan, packed, engine.device)
+        sums = Sums(session.mesh)
+        for number, batch in enumerate(batches, start=1):
+            loss = session.trainer.loss(batch)
+            weighted = weighted_loss(loss, totals)
+            sums.add(loss, weighted)
+            engine.backward(poison_unless_finite(weighted), last=number == len(batches))
+        self._names.check(sums)
+        self.raise_if_not_finite()
+        rate = float(session.schedule.get_last_lr()[0])
+        outcome = engine.step()
+        self._pending = PendingStep(plan, batches, sums.losses, outcome)
+        if isinstance(outcome, StepOutcome):
+            self.raise_if_not_finite()
+        for follower in session.followers:
+            follower.after_step(plan.step + 1)
+        logged = (plan.step + 1) % session.config.train.log_every == 0
+        report = sums.reduce(totals) if logged else None
+        return StepResult(
+            plan=plan, batches=packed, outcome=outcome, learning_rate=rate, report=report
+        )
+
+    def raise_if_not_finite(self) -> None:
+        """Raise the error of the last step if its loss or gradient was not finite. Collective only
+        then."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        outcome = pending.outcome.read()
+        if not outcome.moved and not outcome.skipped_by_scaler:
+            raise _not_finite(self._session, pending, outcome.grad_norm)
+
+
+def _not_finite(session: Session, pending: PendingStep, grad_norm: float) -> SameOnAllRanks:
+    """Return the error of a step that was not finite. It names the rows of the micro-batches whose
+    loss was not, or all rows of the step. Collective."""
+    own = [
+        (float(loss), batch.rows)
+        for loss, batch in zip(pending.losses, pending.batches, strict=True)
+        if not torch.isfinite(loss)
+    ]
+    parts = [part for share in session.mesh.gather(own) for part in share]
+    names = session.train_order.row_names
+    if parts:
+        problem = f"the loss is {parts[0][0]} in {names(row for _, rows in parts for row in rows)}"
+    else:
+        rows = names(pending.plan.rows)
+        problem = f"the loss is finite but the norm of its gradient is {grad_norm}, in {rows}"
+    advice = "no weight was changed; look at these rows, or lower optim.lr"
+    return SameOnAllRanks(f"step {pending.plan.step + 1}: {problem}: {advice}")

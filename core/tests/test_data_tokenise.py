@@ -27,6 +27,7 @@ from rlhf.data.files import Source
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.data.tokens import encode
 from rlhf.errors import RLHFError
+from rlhf.run.dataset import Dataset
 from rlhf.trainer import Trainer
 
 WORDS = ["<unk>", "</s>", *(f"w{n}" for n in range(40))]
@@ -587,6 +588,18 @@ def test_a_warning_says_what_to_do_if_many_rows_are_lost(tmp_path: Path) -> None
         "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
         "are too long; check 1 rows with nothing to train on with `rlhf inspect`"
     )
+
+
+def test_the_first_lines_of_a_run_warn_of_lost_rows(tmp_path: Path) -> None:
+    long = {"prompt": "w0", "completion": "w1 " * 20}
+    train = made(lines(tmp_path / "train.jsonl"))
+    held_out = made(lines(tmp_path / "eval.jsonl", [*ROWS, long, long]), data={"max_tokens": 10})
+    trainer = Demonstrations(Section(), None)
+    assert Dataset(trainer=trainer, train=train, eval=None).warnings() == []
+    assert Dataset(trainer=trainer, train=train, eval=held_out).warnings() == [
+        "warning    data.eval: 16.7 % of the rows are dropped or cut; raise data.max_tokens for 2 "
+        "rows that are too long, or set data.too_long to cut"
+    ]
 
 
 def build_slowly(folder: Path, log: Path) -> None:

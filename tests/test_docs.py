@@ -25,30 +25,43 @@ from rlhf.testing.ranks import Ranks
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/**/README.md"))]
 PAGES = [page for page in PAGES if not {".venv", "build"} & set(page.parts)]
-SLOW = re.compile(r"rlhf run \w+")
-"""The demos, which have tests of their own."""
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SHELL = re.compile(r"(rlhf|torchrun|pip|make|srun|git) ")
+DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")
+"""The demos, which have tests of their own: here they end after two steps."""
 ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
 """Files that the docs name, and the format of their rows."""
-NEEDS = {"srun": "a cluster", "pip": "a package index", "git": "a network", "make": "a checkout"}
-"""First words of commands that a test cannot run."""
 
 
 def blocks(kind: str) -> list[Any]:
     """The fenced blocks of that kind, with their page."""
-    found = []
+    return [
+        pytest.param(block, id=f"{page.relative_to(ROOT)} {block.split()[0]}")
+        for page in PAGES
+        for name, block in FENCED.findall(page.read_text())
+        if name == kind
+    ]
+
+
+def shell_blocks() -> list[Any]:
+    """The commands of each shell block with its page and line; a command counts once."""
+    found, seen = [], set()
     for page in PAGES:
-        for block in re.findall(
-            rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
-        ):
-            found.append(pytest.param(block, id=f"{page.relative_to(ROOT)} {block.split()[0]}"))
+        text = page.read_text()
+        for match in FENCED.finditer(text):
+            if match[1] != "bash" and not (match[1] == "" and SHELL.match(match[2])):
+                continue
+            lines = (line.split("#")[0].strip() for line in match[2].splitlines())
+            new = [line for line in lines if line and line not in seen]
+            seen.update(new)
+            number = text.count("\n", 0, match.start()) + 1
+            # Under these a block starts several processes, most of a minute each.
+            slow = any("torchrun" in line or "--nproc" in line for line in new)
+            marks = [pytest.mark.matrix] if slow else []
+            if new:
+                name = f"{page.relative_to(ROOT)}:{number}"
+                found.append(pytest.param(new, id=name, marks=marks))
     return found
-
-
-def commands() -> list[str]:
-    """Every different command of the bash blocks."""
-    lines = (line for block in blocks("bash") for line in block.values[0].splitlines())
-    lines = (line.replace("step-000400", "step-000004") for line in lines)
-    return list(dict.fromkeys(line.split("#")[0].strip() for line in lines if line.strip()))
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +92,6 @@ def place(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_a_command_is_known_by_its_first_word() -> None:
-    first = {shlex.split(command)[0] for command in commands()}
-    assert first <= {"rlhf", "torchrun", *NEEDS}
-
-
 def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
     """`rlhf WORDS` in that folder, in a rank of the pool: exit code and complaint."""
     os.chdir(folder)
@@ -94,16 +102,26 @@ def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
     return code, "" if code == 0 else errors.getvalue()
 
 
-def test_every_command_of_the_docs_works(place: Path, inputs: tiny.Inputs, one: Ranks) -> None:
-    for command in commands():
-        words = shlex.split(command)
-        if SLOW.fullmatch(command) or words[0] in NEEDS:
-            continue
-        if words[0] == "torchrun" or "--nproc" in words or words[:2] == ["rlhf", "plugins"]:
-            run_apart(words, place, inputs)
-        else:
-            found = one.run(in_place, words[1:], str(place), str(inputs.cache))
-            assert found == [(0, "")], command
+@pytest.mark.parametrize("block", shell_blocks())
+def test_the_commands_of_the_docs_work(
+    block: list[str], place: Path, inputs: tiny.Inputs, one: Ranks
+) -> None:
+    for command in block:
+        words = shlex.split(command.replace("step-000400", "step-000004"))
+        words += ["--train.stop_at", "2"] if DEMO.match(command) else []
+        match words:
+            case ["pip", "install", package]:
+                assert (ROOT / "plugins" / package.removeprefix("rlhf-plugin-")).is_dir()
+            case ["make", target]:
+                assert f"\n{target}: " in (ROOT / "Makefile").read_text()
+            case ["srun" | "git", *_]:
+                pass  # Needs a cluster or a network.
+            case ["rlhf", *rest] if rest[0] != "plugins" and "--nproc" not in rest:
+                assert one.run(in_place, rest, str(place), str(inputs.cache)) == [(0, "")], command
+            case ["rlhf" | "torchrun", *_]:
+                run_apart(words, place, inputs)
+            case _:
+                pytest.fail(f"nobody knows how to test {command}")
 
 
 def run_apart(words: list[str], place: Path, inputs: tiny.Inputs) -> None:

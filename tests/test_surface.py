@@ -19,7 +19,7 @@ PUBLIC = tuple(
 )
 FOR_US = ("rlhf.testing", "rlhf.demo")
 """Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
-OPEN = ("deepspeed/src", "kd/src")
+OPEN = ("deepspeed/src",)
 FILES = [
     path
     for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))

@@ -76,12 +76,8 @@ def check_backend(backend: object, *, defaults: object) -> None:
                 f"backend {_label(backend)} implements '{hook}' twice; remove one implementation"
             )
         if hook not in covered:
-            unmarked = (
-                "; its method of that name has no @hookimpl" if hasattr(backend, hook) else ""
-            )
-            raise RLHFError(
-                f"backend {_label(backend)} does not implement the hook '{hook}'{unmarked}"
-            )
+            hint = "; its method of that name has no @hookimpl" * hasattr(backend, hook)
+            raise RLHFError(f"backend {_label(backend)} does not implement the hook '{hook}'{hint}")
 
 
 def check_hooks(kind: str, plugin: object) -> Iterator[str]:

@@ -20,10 +20,8 @@ def load_record(plugin: Installed) -> Any:
     record = load_object(plugin.value, plugin)
     expected = RECORDS[plugin.kind]
     if not isinstance(record, expected):
-        kind = type(record).__name__
-        raise RLHFError(
-            f"{plugin}: {plugin.value} is a {kind}, not a rlhf.plugin.{expected.__name__}"
-        )
+        kinds = f"is a {type(record).__name__}, not a rlhf.plugin.{expected.__name__}"
+        raise RLHFError(f"{plugin}: {plugin.value} {kinds}")
     if not attrs.has(record.config):
         raise RLHFError(f"{plugin}: its config {record.config!r} is not an attrs class")
     for requirement in getattr(record, "requires", ()):

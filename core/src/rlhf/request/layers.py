@@ -26,10 +26,8 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RLHFError(f"{path} is not valid YAML: {first_line(error)}") from error
     if not isinstance(tree or {}, dict):
-        raise RLHFError(
-            f"{path} contains a {type(tree).__name__}; "
-            "expected sections such as `optim: {lr: 1e-5}`"
-        )
+        expected = "expected sections such as `optim: {lr: 1e-5}`"
+        raise RLHFError(f"{path} contains a {type(tree).__name__}; {expected}")
     return tree or {}
 
 

@@ -48,13 +48,11 @@ def parse_words(words: Sequence[str]) -> Words:
         elif name:
             overrides.append((name, _parse(name, value)))
         elif not str(value).endswith((".yaml", ".yml")):
-            raise RLHFError(
-                f"'{value}' is not a YAML file; pass data with --data, a model with --model"
-            )
+            advice = "pass data with --data, a model with --model"
+            raise RLHFError(f"'{value}' is not a YAML file; {advice}")
         elif "source" in parsed:
-            raise RLHFError(
-                f"unexpected argument '{value}': the config file is already {parsed['source']}"
-            )
+            first = parsed["source"]
+            raise RLHFError(f"unexpected argument '{value}': the config file is already {first}")
         else:
             parsed["source"] = Path(str(value))
     if {"resume", "overwrite"} <= parsed.keys():

@@ -30,7 +30,8 @@ from rlhf.errors import RLHFError
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts import answer_logprobs, hidden_at, token_logprobs
 from rlhf.reference import live as reference
-from rlhf.reference import table as reference_cache
+from rlhf.reference import table
+from rlhf.reference.digest import weights_digest
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.run.context import RunContext
@@ -187,7 +188,7 @@ def test_a_filler_has_nothing(folder: Path) -> None:
 def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_cache, "PART", 5)
+    monkeypatch.setattr(table, "PART", 5)
     whole = make_run(folder)
     expected = whole.reference("cache").token_logprobs(packed(whole))
     parts = sorted(cache.glob("reference/*/*/*.npy"))
@@ -205,19 +206,19 @@ def test_other_weights_another_precision_or_other_tokens_are_another_cache(
     folder: Path, tmp_path: Path
 ) -> None:
     run = make_run(folder)
-    own = reference_cache.weights_digest(run.config)
+    own = weights_digest(run.config)
     half = attrs.evolve(run.config, model=attrs.evolve(run.config.model, dtype="bf16"))
-    assert reference_cache.weights_digest(half) != own
+    assert weights_digest(half) != own
     products = attrs.evolve(run.config, model=attrs.evolve(run.config.model, fp8="rowwise"))
-    assert reference_cache.weights_digest(products) != own
+    assert weights_digest(products) != own
     model = LlamaForCausalLM.from_pretrained(folder / "model")
     model.save_pretrained(tmp_path / "same")
     (tmp_path / "same" / "config.json").write_bytes((folder / "model/config.json").read_bytes())
     same = attrs.evolve(run.config.model, path=str(tmp_path / "same"))
-    assert reference_cache.weights_digest(attrs.evolve(run.config, model=same)) == own
+    assert weights_digest(attrs.evolve(run.config, model=same)) == own
     model.model.norm.weight.data[0] += 1
     model.save_pretrained(tmp_path / "same")
-    assert reference_cache.weights_digest(attrs.evolve(run.config, model=same)) != own
+    assert weights_digest(attrs.evolve(run.config, model=same)) != own
     file = run.examples[0].files[0]
     tokens = file._chunks[0]["tokens"][1].copy()
     digest = file.digest()

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.cache import cache_root
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
-from rlhf.reference.table import weights_digest
+from rlhf.reference.digest import cache_folder
 
 TEACHER = "teacher"
 """The role of a teacher's engine."""
@@ -63,8 +62,8 @@ def teacher_folder(
     """Return where the teacher's most likely tokens are on disk. Collective: rank 0 reads its
     files."""
     teacher = evolve(config, model=model, lora=None)
-    digest = mesh.gather(weights_digest(teacher) if mesh.rank == 0 else "")[0]
-    return cache_root() / "teacher" / f"{digest}-top{top}-temperature{temperature:g}"
+    folder = cache_folder("teacher", teacher, mesh)
+    return folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:

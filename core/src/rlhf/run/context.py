@@ -25,6 +25,8 @@ from rlhf.model.positions import check_positions
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.task import Task
 from rlhf.readouts.teachers import TOP_TOKENS
+from rlhf.reference.compute import own_logprobs, with_logprobs
+from rlhf.reference.digest import cache_folder
 from rlhf.reference.live import (
     REFERENCE,
     CachedReference,
@@ -33,7 +35,6 @@ from rlhf.reference.live import (
     choose_mode,
     evaluating,
 )
-from rlhf.reference.table import cache_folder, own_logprobs, with_logprobs
 from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.generate import sample
@@ -218,7 +219,7 @@ class RunContext:
         """Attach the policy's own log-probabilities: before its first step, and before a resume
         loads other weights, it is its own reference."""
         with evaluating(policy):
-            folder = cache_folder(self.config, self.mesh)
+            folder = cache_folder("reference", self.config, self.mesh)
             return self._attach(REFERENCE, folder, lambda: policy, read=own_logprobs)
 
     def _attach(

@@ -1,0 +1,128 @@
+"""Values per token of all examples: read from tables on disk, the missing ones computed."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
+from rlhf.data.layout import layout
+from rlhf.data.packing import pack
+from rlhf.data.trees import TreeFile
+from rlhf.engine import Engine, Mesh
+from rlhf.readouts import token_logprobs
+from rlhf.reference.table import LogprobTable
+
+NO_GRADIENT_FACTOR = 4
+"""A pass without gradient takes so many times the tokens of a training micro-batch."""
+SILENCE = 60
+"""Seconds after which a long computation prints its progress."""
+
+
+def own_logprobs(engine: Engine, batch: PackedBatch) -> Tensor:
+    """Return the engine's log-probability of each prediction [N]."""
+    return engine(batch, token_logprobs)["logprobs"]
+
+
+def with_logprobs(
+    examples: Sequence[Examples],
+    name: str,
+    folder: Path,
+    mesh: Mesh,
+    *,
+    engine: Callable[[], Engine],
+    tokens: int,
+    read: Callable[[Engine, PackedBatch], Tensor],
+    width: int | None = None,
+) -> tuple[tuple[Examples, ...], str]:
+    """Return the examples with the value `name` per token, and what was done in words. Values that
+    are missing in `folder` are computed with the engine that `engine` loads. Collective."""
+    started = time.monotonic()
+    tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in examples]
+    missing = sum(len(table.open()) for part in tables for table in part)
+    computed = 0
+    if any(mesh.gather(missing)):
+        loaded = engine()
+        computed = sum(fill(part, loaded, mesh, tokens=tokens, read=read) for part in tables)
+    pairs = zip(examples, tables, strict=True)
+    complete = tuple(part.with_values(name, values) for part, values in pairs)
+    took = time.monotonic() - started
+    what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
+    return complete, f"{what} in {folder}"
+
+
+def fill(
+    tables: Sequence[LogprobTable],
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    tokens: int,
+    read: Callable[[Engine, PackedBatch], Tensor] = own_logprobs,
+) -> int:
+    """Compute the missing parts with `engine`, open the tables, and return the number of computed
+    examples. Collective.
+
+    `tokens` is the budget of a micro-batch; `read` returns the values of each prediction [N] or
+    [N, width]. Every host writes into its own cache folder.
+    """
+    started = time.monotonic()
+    count = 0
+    for table in tables:
+        missing = sorted({part for parts in mesh.gather(table.open()) for part in parts})
+        for done, part in enumerate(missing):
+            if mesh.rank == 0 and done and time.monotonic() - started > SILENCE:
+                print(f"cache      {done} of {len(missing)} parts computed", flush=True)
+            values = _computed(table, part, engine, mesh, tokens=tokens, read=read)
+            count += len(table.examples_of(part))
+            if mesh.local_rank == 0:
+                table.write(part, values)
+        mesh.barrier()
+        left = table.open()
+        assert not left, f"parts {left} of {table.folder} are missing"
+    return count
+
+
+def _computed(
+    table: LogprobTable,
+    part: int,
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    tokens: int,
+    read: Callable[[Engine, PackedBatch], Tensor],
+) -> NDArray[np.float32]:
+    """Return the values of one part, in the order of its examples. Collective."""
+    numbers = table.examples_of(part)
+    lengths = table.file.column("length")[numbers.start : numbers.stop]
+    budget = max(NO_GRADIENT_FACTOR * tokens, int(lengths.max()))
+    own: dict[int, NDArray[np.float32]] = {}
+    for micro in layout(lengths, mesh.world, budget):
+        chosen = [numbers[int(place)] for place in micro[mesh.rank]]
+        values = _of_examples(table.file, chosen, engine, read)
+        own |= zip(chosen, values, strict=True)
+    whole = {number: values for share in mesh.gather(own) for number, values in share.items()}
+    return np.concatenate([whole[number] for number in numbers])
+
+
+def _of_examples(
+    file: TreeFile,
+    numbers: Sequence[int],
+    engine: Engine,
+    read: Callable[[Engine, PackedBatch], Tensor],
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the values of each example's answers, from one forward. Collective at stage 3."""
+    batch = pack(file, numbers)  # type: ignore[arg-type]
+    with torch.no_grad():
+        predicted = read(engine, batch.to(engine.device))
+    values = torch.full((len(batch.tokens), *predicted.shape[1:]), torch.nan)
+    values[batch.predict_at] = predicted.cpu()
+    start = 0
+    for prompt, answers in batch.spans:
+        end = start + prompt + sum(answers)
+        yield values[start + prompt : end].numpy().copy()
+        start = end

@@ -202,11 +202,11 @@ def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
     words = [*tiny.words(inputs, tmp_path / "run"), "--model", str(folder)]
     line = told(["run", "sft", *words, "--model.init", "random"], capsys)
-    start = f"{inputs.train} line 1: {folder} has embeddings for 20 tokens and none for '"
+    start = f"{inputs.train} line 1: {folder} has embeddings for 20 tokens but none for '"
     assert line.startswith(start)
     assert line.endswith(
-        "): choose the tokenizer that belongs to it (model.tokenizer), or give the model "
-        "embeddings for all of its tokens"
+        "); set model.tokenizer to the tokenizer of this model, or add embeddings for all of its "
+        "tokens to the model"
     )
 
 

@@ -7,9 +7,9 @@ import torch
 from rlhf.errors import RLHFError
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow
+from rlhf_plugin_deepspeed import checkpoint
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.weights import gathered
 
 LAYOUTS = (
@@ -87,14 +87,15 @@ def test_the_weights_of_a_bf16_checkpoint_are_its_masters(single, tmp_path, sett
 
 
 def run_clipped(case):
-    """As `run`, with clipping in DeepSpeed's own optimizer, as earlier versions saved it."""
-    step = TrainingEngine.step
+    """As `run`, with the clipping in its checkpoint that earlier versions wrote there."""
+    save = checkpoint.save
+
+    def save_clipped(engine, directory, state):
+        engine.deepspeed.optimizer.clip_grad = 0.5
+        save(engine, directory, state)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            TrainingEngine,
-            "step",
-            lambda engine: (step(engine), setattr(engine.deepspeed.optimizer, "clip_grad", 0.5))[0],
-        )
+        patch.setattr(checkpoint, "save", save_clipped)
         return run(case)
 
 

@@ -198,8 +198,8 @@ def refused_precision():
 
 def test_fp16_without_an_accelerator_that_has_it_is_refused(single):
     assert single.run(refused_precision) == [
-        "model.dtype is fp16 but the accelerator here (cpu) does not train in it: set "
-        "model.dtype to bf16 or fp32."
+        "model.dtype is fp16, which the accelerator here (cpu) does not support; set model.dtype "
+        "to bf16 or fp32"
     ]
 
 

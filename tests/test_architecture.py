@@ -1,0 +1,26 @@
+"""ARCHITECTURE.md names what exists, and every room of the core."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core/src/rlhf"
+PAGE = (ROOT / "ARCHITECTURE.md").read_text()
+PATHS = sorted(set(re.findall(r"`([\w./-]+(?:/|\.py|\.md))`", PAGE)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_on_the_page_exists(path: str) -> None:
+    assert any((folder / path).exists() for folder in (ROOT, CORE)), path
+
+
+def test_every_room_of_the_core_is_on_the_page() -> None:
+    rooms = {path.name + "/" for path in CORE.iterdir() if (path / "__init__.py").exists()}
+    files = {path.name for path in CORE.glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert rooms | files <= set(PATHS)
+
+
+def test_the_page_is_short() -> None:
+    assert len(PAGE.splitlines()) <= 120

@@ -1,6 +1,7 @@
 """What holds for every test of the workspace."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ if not torch.cuda.is_available():
 os.environ["RLHF_STRICT_REHEARSAL"] = "1"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OF_KILLED = ("pymp-", "torchelastic_")
+"""Folders of multiprocessing and torchrun, which a process that a test kills cannot remove."""
 TEMPORARY = pytest.StashKey[Path]()
 """The folder in which all processes of the session make their temporary files."""
 
@@ -49,9 +52,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     folder = session.config.stash.get(TEMPORARY, None)
     if folder is None:
         return
-    if left := sorted(path.name for path in folder.iterdir()):
-        print(f"\ntests left temporary files in {folder}: {', '.join(left)}")
+    left = sorted(path.name for path in folder.iterdir() if not path.name.startswith(OF_KILLED))
+    if left:
+        print(f"\ntests left temporary files: {', '.join(left)}")
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    else:
-        folder.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -67,3 +67,8 @@ def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:
     done = check(configuration)
     assert done.returncode == 1
     assert "rooms BROKEN" in done.stdout
+
+
+def test_core_names_no_attribute_of_deepspeed() -> None:
+    sources = (ROOT / "core" / "src").rglob("*.py")
+    assert [path for path in sources if re.search(r"\bds_\w", path.read_text())] == []

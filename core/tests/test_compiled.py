@@ -167,42 +167,42 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         ),
     ],
 )
-def test_what_cannot_go_together_is_told_with_the_configuration(
+def test_what_cannot_go_together_is_reported_with_the_configuration(
     words: list[str], problem: str
 ) -> None:
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         read_config("sft", overrides=words, inputs=False)
-    assert str(told.value) == problem
+    assert str(caught.value) == problem
 
 
-def test_what_a_device_or_a_model_cannot_do_is_told() -> None:
+def test_what_a_device_or_a_model_cannot_do_is_reported() -> None:
     asked = ["--model.kernels", "compile"]
     config = read_config("sft", overrides=asked, inputs=False).config
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         check_compilable(config.model, torch.device("cpu"))
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "model.kernels compile needs a CUDA device with Triton, but this run is on cpu; remove "
         "model.kernels compile"
     )
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         check_packed(config.model, "padded", "packed was off by 0.3")
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "model.kernels compile needs packed rows, but this model runs on the path 'padded' (packed "
         "was off by 0.3); remove model.kernels compile"
     )
     check_packed(config.model, "packed", "")
 
 
-def test_what_no_row_can_be_packed_for_is_told_before_it_loads(tmp_path: Path) -> None:
+def test_what_no_row_can_be_packed_for_is_reported_before_it_loads(tmp_path: Path) -> None:
     config_class, options = FAMILIES["GPT-J"]
     getattr(transformers, config_class)(**options).save_pretrained(tmp_path)
     words = ["--model.path", str(tmp_path), "--model.kernels", "compile", "--model.dtype", "fp32"]
     config = read_config("sft", overrides=words, inputs=False).config
     hooks, _ = build_gateways(PlainBackend())
     # There are no weights in the folder.
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         RunContext(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "model.kernels compile needs packed rows, but this model runs on the path 'padded' (its "
         "attention cannot be replaced); remove model.kernels compile"
     )
@@ -225,7 +225,7 @@ def test_what_no_row_can_be_packed_for_is_told_before_it_loads(tmp_path: Path) -
         ((9, 0), "0.18.0", ""),
     ],
 )
-def test_what_fp8_needs_is_told(
+def test_what_fp8_needs_is_reported(
     chip: tuple[int, int], torchao: str | None, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -241,6 +241,6 @@ def test_what_fp8_needs_is_told(
     if not problem:
         check_compilable(config.model, torch.device("cuda"))
         return
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         check_compilable(config.model, torch.device("cuda"))
-    assert str(told.value) == f"model.fp8 rowwise {problem}"
+    assert str(caught.value) == f"model.fp8 rowwise {problem}"

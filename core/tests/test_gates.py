@@ -96,9 +96,9 @@ def test_what_is_not_known_is_refused_with_the_alternative() -> None:
     with pytest.raises(RLHFError, match=r"^model\.recompute selective does not support "):
         check_gates_known(config, "selective")
     check_gates_known(config, "full")
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         check_fusible(transformers.LlamaConfig(), "liger", torch.device("cpu"))
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "model.kernels liger needs a CUDA device with Triton, but this run is on cpu; set "
         "model.kernels to auto"
     )

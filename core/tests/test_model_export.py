@@ -99,7 +99,7 @@ def test_shards_are_verified_by_the_shapes_they_were_created_with(
     verify_export(tmp_path, module.model)
 
 
-def test_a_damaged_export_is_told(tmp_path: Path) -> None:
+def test_a_damaged_export_is_reported(tmp_path: Path) -> None:
     module = module_of("untied")
     module.save_weights(module.state_dict(), tmp_path)
     file = tmp_path / "model.safetensors"

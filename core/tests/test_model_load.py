@@ -216,7 +216,7 @@ def failing(config: Config, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_path_that_is_no_model_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_model_is_reported(tmp_path: Path) -> None:
     assert failing(of(str(tmp_path / "nothing"))).startswith(
         f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a readable "
         f"model on the hub: "
@@ -232,7 +232,7 @@ def test_a_path_that_is_no_model_is_told(tmp_path: Path) -> None:
         (T5Config(), "t5"),
     ],
 )
-def test_what_is_no_causal_model_is_refused_before_weights_are_read(
+def test_what_is_not_a_causal_model_is_refused_before_weights_are_read(
     config: Any, what: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
@@ -277,7 +277,9 @@ def test_weights_of_another_shape_are_named(llama: str, tmp_path: Path, stage: i
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("left", [0, 1000])
-def test_a_torn_file_of_weights_is_told(llama: str, tmp_path: Path, left: int, stage: int) -> None:
+def test_a_torn_file_of_weights_is_reported(
+    llama: str, tmp_path: Path, left: int, stage: int
+) -> None:
     path = changed(llama, tmp_path / "model")
     with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(left)
@@ -288,7 +290,7 @@ def test_a_torn_file_of_weights_is_told(llama: str, tmp_path: Path, left: int, s
     assert message.endswith("; check model.path, or set model.init to random for new weights")
 
 
-def test_weights_that_the_model_has_no_use_for_are_told(
+def test_weights_that_the_model_has_no_use_for_are_reported(
     llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = changed(llama, tmp_path / "model", num_hidden_layers=1)
@@ -300,7 +302,7 @@ def test_weights_that_the_model_has_no_use_for_are_told(
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": "x"}, {"num_attention_heads": 3}])
-def test_a_config_that_makes_no_model_is_told(
+def test_a_config_that_makes_no_model_is_reported(
     llama: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     path = changed(llama, tmp_path / "model", **settings)
@@ -308,7 +310,7 @@ def test_a_config_that_makes_no_model_is_told(
     assert path in failing(of(path))
 
 
-def test_an_adapter_that_does_not_load_is_told(llama: str, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_load_is_reported(llama: str, tmp_path: Path) -> None:
     module = load(of(llama, lora=LoraConfig(rank=2)))
     module.model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -346,7 +348,7 @@ def test_a_pattern_that_freezes_nothing_names_what_is_near(llama: str) -> None:
     )
 
 
-def test_wrong_targets_of_an_adapter_are_told(llama: str) -> None:
+def test_wrong_targets_of_an_adapter_are_reported(llama: str) -> None:
     assert failing(of(llama, lora=LoraConfig(targets=("q_porj",)))) == (
         "lora.targets q_porj names no module of LlamaForCausalLM; its linear modules: "
         "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
@@ -396,7 +398,7 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
         rendered(str(own))
 
 
-def test_a_model_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_model_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for name in ("gone", "file"):
         with pytest.raises(RLHFError) as caught:
@@ -406,6 +408,6 @@ def test_a_model_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         )
 
 
-def test_a_missing_tokenizer_is_told(llama: str) -> None:
+def test_a_missing_tokenizer_is_reported(llama: str) -> None:
     with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; set model.tokenizer$"):
         load_tokenizer(of(llama))

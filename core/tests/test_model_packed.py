@@ -11,11 +11,11 @@ from rlhf.engine import register_sharding
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import blank_batch
 from rlhf.model.unfold import (
+    branches_of,
     in_whole_blocks,
     padded_groups,
     padded_rows,
     padded_way_back,
-    paths_of,
     unshared,
 )
 from rlhf.testing.ranks import ranks_fixture
@@ -32,7 +32,7 @@ def batch_of(spans: Any) -> Any:
 
 def test_every_answer_gets_its_own_copy_of_the_prompt() -> None:
     batch = batch_of(SPANS)
-    tokens = [batch.tokens[path.places].tolist() for path in paths_of(batch)]
+    tokens = [batch.tokens[path.places].tolist() for path in branches_of(batch)]
     assert tokens == [
         [100, 101, 102, 103, 104],
         [100, 101, 102, 105, 106, 107, 108],

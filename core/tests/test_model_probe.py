@@ -76,7 +76,7 @@ def test_a_model_that_drops_the_tree_is_found_out() -> None:
     assert choice.reason.startswith("packed was off by ")
 
 
-def test_a_model_that_cannot_run_with_the_tree_is_told_by_its_error() -> None:
+def test_a_model_that_cannot_run_with_the_tree_is_reported_by_its_error() -> None:
     choice = choose_path(engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES))), Mesh())
     assert str(choice) == (
         "padded rows with the model's own attention (packed failed with AttributeError: "
@@ -118,9 +118,8 @@ def phi3_with_longrope() -> Any:
 def test_positions_that_depend_on_the_longest_row_run_one_path_at_a_time() -> None:
     causal = seeded(AutoModelForCausalLM.from_config, phi3_with_longrope())
     assert str(choose_path(engine_of(causal), Mesh(), longest=100)) == (
-        "one path at a time with the model's own attention (its longrope positions "
-        "depend "
-        "on the longest row beyond 64 tokens)"
+        "one path at a time with the model's own attention (its longrope positions depend on the "
+        "longest row beyond 64 tokens)"
     )
     assert choose_path(engine_of(causal), Mesh(), longest=60).path == "tree"
 
@@ -133,9 +132,8 @@ def test_a_head_that_is_not_the_models_is_refused() -> None:
         choose_path(engine_of(causal), Mesh())
     assert str(caught.value) == (
         "the logits of LlamaForCausalLM are not its head's weight, bias, scale and soft cap "
-        "applied to "
-        "the last hidden states (off by 1.0e+00): this family cannot be trained; choose another "
-        "model.path"
+        "applied to the last hidden states (off by 1.0e+00), so this family cannot be trained; "
+        "choose another model.path"
     )
 
 

@@ -270,10 +270,10 @@ def test_a_family_without_the_class_is_refused_before_weights_are_read(tmp_path:
     GraniteConfig(**SIZES).save_pretrained(tmp_path)
     assert failing(str(tmp_path), "sequence") == (
         "transformers has no AutoModelForSequenceClassification for granite "
-        f"(model.path {tmp_path}): choose a family that has one, such as llama, qwen3 or mistral"
+        f"(model.path {tmp_path}); choose a family that has one, such as llama, qwen3 or mistral"
     )
     assert failing(str(tmp_path), "token") == (
-        f"transformers has no AutoModelForTokenClassification for granite (model.path {tmp_path}): "
+        f"transformers has no AutoModelForTokenClassification for granite (model.path {tmp_path}); "
         "choose a family that has one, such as llama, qwen3 or mistral, or train on the "
         "language-model head's own tokens"
     )
@@ -282,12 +282,12 @@ def test_a_family_without_the_class_is_refused_before_weights_are_read(tmp_path:
 def test_a_classifier_of_another_kind_is_refused(tmp_path: Path) -> None:
     LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=5)).save_pretrained(tmp_path)
     assert failing(str(tmp_path), "sequence") == (
-        f"model.path {tmp_path} is LlamaForSequenceClassification with 5 labels, and this "
-        "trainer's head has 1 (reward): choose the language model it was made from"
+        f"model.path {tmp_path} is LlamaForSequenceClassification with 5 labels, but this "
+        "trainer's head has 1 (reward); choose the language model it was trained from"
     )
     assert failing(str(tmp_path), "token") == (
-        f"model.path {tmp_path} is LlamaForSequenceClassification, whose head is no "
-        "TokenClassification: choose the language model it was made from"
+        f"model.path {tmp_path} is LlamaForSequenceClassification, whose head is not "
+        "for TokenClassification; choose the language model it was trained from"
     )
 
 
@@ -321,7 +321,7 @@ def test_a_padding_token_ends_no_answer() -> None:
     assert full.pad_token == full.eos_token, "the run's own tokenizer is left alone"
 
 
-def test_a_tokenizer_without_any_other_token_to_pad_with_is_told() -> None:
+def test_a_tokenizer_without_any_other_token_to_pad_with_is_reported() -> None:
     bare = Tokenizer(models.WordLevel({"<e>": 0, "a": 1}, unk_token="<e>"))
     found = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<e>", pad_token="<e>")
     with pytest.raises(RLHFError) as caught:

@@ -124,7 +124,7 @@ def test_a_norm_on_the_meta_device_keeps_its_input_and_a_number_for_each_row() -
         ("GPT-2", ""),
     ],
 )
-def test_what_is_fused_without_liger_is_told(
+def test_what_is_fused_without_liger_is_reported(
     family: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(name: str) -> str:

@@ -116,9 +116,9 @@ def test_a_rehearsal_counts_one_layer_alone() -> None:
 
 def test_offload_on_the_host_is_refused() -> None:
     asked = read_config("sft", overrides=["--model.recompute", "offload"], inputs=False)
-    with pytest.raises(RLHFError) as told:
+    with pytest.raises(RLHFError) as caught:
         check_recomputable(asked.config.model, torch.device("cpu"))
-    assert str(told.value) == (
+    assert str(caught.value) == (
         "model.recompute offload moves layer inputs to host memory, but this run is on the CPU; "
         "set model.recompute to full"
     )

@@ -31,19 +31,19 @@ def model(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_a_table_of_positions_ends_and_that_is_told_before_the_weights_load(name: str) -> None:
+def test_a_table_of_positions_ends_and_that_is_reported_before_the_weights_load(name: str) -> None:
     assert check_positions(model(name), 32, "policy m") == []
     with pytest.raises(RLHFError) as error:
         check_positions(model(name), 33, "policy m")
     assert str(error.value) == (
-        "policy m knows 32 positions but the longest row has 33 tokens: set data.max_tokens to 32 "
-        "(data.too_long says what becomes of the rest)"
+        "policy m has 32 positions but the longest row has 33 tokens; set data.max_tokens to 32 "
+        "(data.too_long drops or cuts longer rows)"
     )
 
 
 def test_positions_that_are_computed_go_on_and_a_line_says_so() -> None:
     assert check_positions(model("llama"), 32, "policy m") == []
     assert check_positions(model("llama"), 33, "policy m") == [
-        "positions  policy m knows 32 positions but the longest row has 33 tokens: what stands "
-        "behind is learnt less well"
+        "positions  policy m has 32 positions but the longest row has 33 tokens: tokens past "
+        "position 32 are outside the model's context and train poorly"
     ]

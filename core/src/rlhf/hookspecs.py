@@ -72,8 +72,10 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
-        """Return the context in which the modules of `role` are created. At stage 3 it shards the
-        parameters."""
+        """Return the context in which the modules of `role` are created.
+
+        At stage 3 it shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
+        before, so that core knows the whole shape of each parameter."""
 
     @hookspec(firstresult=True)
     def load_weights(

@@ -1,7 +1,7 @@
-"""Tree attention over packed rows, registered with transformers as an attention of its own name.
+"""Tree attention over packed rows, registered with transformers under the name `rlhf_tree`.
 
-A model that runs under the name `rlhf_tree` gets a TreeMask per kind of layer where the attention
-mask carries a tree, and transformers' own SDPA where it does not (generation, padded rows).
+If the attention mask carries a tree, each kind of layer gets a TreeMask. If it does not, as in
+generation and with padded rows, the model runs transformers' own SDPA.
 """
 
 from collections.abc import Callable
@@ -17,31 +17,32 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.errors import RLHFError
+from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.masks import BLOCK, TreeMask, TreeTokens, lowest_visible
 
 NAME = "rlhf_tree"
-"""No "sdpa", "flash" or "flex" in it: transformers would run its checks for those kernels."""
+"""Without "sdpa", "flash" or "flex" in it, for which transformers would run its own checks."""
 
 COMPILED_KINDS = 64
-"""Kinds of layers, times modes, that may be compiled before torch falls back to eager."""
+"""Compiled forms of one function (kinds of layers times modes) before torch falls back to eager."""
 
 
 def register() -> None:
-    """Make `attn_implementation="rlhf_tree"` known to transformers; harmless when repeated."""
+    """Register `attn_implementation="rlhf_tree"` with transformers; may be repeated."""
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, tree_mask)
 
 
 def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """transformers' mask function: the TreeMask of one kind of layer, or SDPA's own mask.
+    """Return the TreeMask of one kind of layer, or SDPA's own mask, as transformers' mask function.
 
-    transformers calls it once per forward and kind of layer with the kind's `mask_function` over
-    positions; `local_size` is the window or chunk, if there is one.
+    transformers calls it once per forward and kind of layer, with the kind's `mask_function` over
+    positions. `local_size` is the window or chunk, if there is one.
     """
     tree = getattr(attention_mask, "tree", None)
-    # A model that adds a pattern of its own (images, say) is beyond positions: it gets a
-    # plain mask.
+    # `use_vmap`: the model adds its own pattern (for images, say), which positions do not
+    # describe. It gets a plain mask, and the probe compares its results.
     if tree is None or kwargs.get("use_vmap"):
         if isinstance(attention_mask, TreeTokens):
             attention_mask = attention_mask.as_subclass(torch.Tensor)
@@ -63,9 +64,9 @@ def tree_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, heads, T, D], key and value [1, KV heads, T, D]
-    -> [1, T, heads, D]. `softcap` bounds the scores (Gemma 2), `s_aux` [heads] are sinks
-    (GPT-OSS)."""
+    """Compute attention as transformers' attention function: query [1, heads, T, D], key and value
+    [1, KV heads, T, D] -> [1, T, heads, D]. `softcap` bounds the scores (Gemma 2), `s_aux` [heads]
+    are sinks (GPT-OSS)."""
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if isinstance(attention_mask, TreeMask):
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
@@ -86,7 +87,8 @@ def tree_attention(
 
 
 def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:
-    """On the CPU one product per example: a dense mask over the whole row costs its square."""
+    """Compute one product per example on the CPU: a dense mask of the whole row would take the
+    square of its length."""
     lengths = list(mask.tree.lengths)
     parts = [list(tensor.split(lengths, dim=2)) for tensor in (query, key, value)]
     simple = options["softcap"] is None and options["sinks"] is None
@@ -95,11 +97,11 @@ def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **opti
         attend(*(part[index] for part in parts), dense, **options)
         for index, dense in enumerate(mask.dense)
     ]
-    outputs.append(alone(*(part[-1] for part in parts), **options))
+    outputs.append(attend_self(*(part[-1] for part in parts), **options))
     return torch.cat(outputs, dim=2)
 
 
-def alone(
+def attend_self(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,15 +111,15 @@ def alone(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Tokens that only round the row up see themselves: their own value, less a sink's share.
+    """Return the outputs of tokens that only round the row up and see only themselves: their own
+    value, less a sink's share.
 
-    Scores stay in the graph at zero: a filler must give query and key weights a gradient, or the
-    ranks that sum gradients fall out of step.
+    Scores stay in the graph with the factor 0. A filler batch must give query and key weights a
+    gradient too, since all ranks sum the same gradients.
     """
     score = (query * repeat_heads(key, query)).sum(-1, keepdim=True)
     score = score * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    score = soft_capped(score, softcap)
     share = 1 + 0 * score if sinks is None else torch.sigmoid(score - sinks.view(1, -1, 1, 1))
     return repeat_heads(value, query) * share.to(value.dtype)
 
@@ -133,7 +135,7 @@ def plain(
     softcap: None,
     sinks: None,
 ) -> Tensor:
-    """SDPA of one example [1, heads, L, D]; causal where `mask` [L, L] is None."""
+    """Compute SDPA of one example [1, heads, L, D]; causal if `mask` [L, L] is None."""
     return scaled_dot_product_attention(
         query,
         repeat_heads(key, query),
@@ -156,12 +158,11 @@ def scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores written out, for soft caps and sinks, which SDPA has not. A sink is
-    a score without a value: it takes its share of the softmax."""
+    """Compute attention with explicit scores, for soft caps and sinks, which SDPA does not have. A
+    sink is a score without a value: it only takes a share of the softmax."""
     scores = query @ repeat_heads(key, query).transpose(2, 3)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = soft_capped(scores, softcap)
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
@@ -175,7 +176,7 @@ def scored(
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Key or value [1, KV heads, L, D] -> [1, heads, L, D]."""
+    """Repeat key or value [1, KV heads, L, D] -> [1, heads, L, D]."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
@@ -190,13 +191,15 @@ def flex_tree(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """On CUDA one compiled flex attention over the row. Sinks are folded in afterwards: they scale
-    a token's output by the share that the softmax leaves them not."""
+    """Compute one compiled flex attention over the row on CUDA.
+
+    Sinks are applied to its output: with log-sum-exp L of a token's scores and a sink s, the real
+    tokens keep the share exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
+    """
     if dropout > 0:
         raise RLHFError(
-            f"tree attention on CUDA has no attention dropout, and the model's is {dropout}: set "
-            f"it to 0 "
-            f"in the model's config.json"
+            f"tree attention on CUDA does not support attention dropout, but the model's is "
+            f"{dropout}; set it to 0 in the model's config.json"
         )
     if torch.compiler.is_compiling():
         attend: Callable[..., Any] = partial(flex_blocks, scale=scale, score_mod=capped(softcap))
@@ -210,8 +213,8 @@ def flex_tree(
 
 
 def in_blocks(tensor: Tensor, dim: int) -> Tensor:
-    """A view whose dimension `dim` of T tokens is one of T / BLOCK blocks and one of BLOCK tokens:
-    a compiler that leaves the first one open still knows that T is a multiple of BLOCK."""
+    """Return a view whose dimension `dim` of T tokens is split into T / BLOCK blocks and BLOCK
+    tokens. A compiler for rows of any length then knows that T is a multiple of BLOCK."""
     return tensor.unflatten(dim, (-1, BLOCK))
 
 
@@ -224,7 +227,8 @@ def flex_blocks(
     scale: float | None,
     score_mod: Callable[..., Tensor] | None,
 ) -> Any:
-    """flex_attention over `in_blocks` of query, key and value, [1, heads, T / BLOCK, BLOCK, D]."""
+    """Compute flex attention over `in_blocks` of query, key and value, [1, heads, T / BLOCK, BLOCK,
+    D]."""
     shared = query.shape[1] != key.shape[1]
     query, key, value = (tensor.flatten(2, 3) for tensor in (query, key, value))
     return flex_attention(
@@ -235,27 +239,28 @@ def flex_blocks(
 
 @lru_cache
 def compiled_flex(scale: float | None, softcap: float | None) -> Callable[..., Any]:
-    """`flex_blocks`, compiled for the first row it meets and then once for rows of all lengths.
+    """Return `flex_blocks`, compiled for the first row it meets and then once for rows of all
+    lengths.
 
-    torch leaves open what has changed; told to leave everything open, it would not know the sizes
-    of heads and blocks either.
+    torch makes dynamic only the sizes that have changed. With `dynamic=True` the sizes of heads and
+    blocks would be unknown too.
     """
     let_recompile()
     return torch.compile(partial(flex_blocks, scale=scale, score_mod=capped(softcap)))
 
 
 def let_recompile() -> None:
-    """Allow for as many compiled forms of one function as models have kinds of layers."""
+    """Allow as many compiled forms of one function as models have kinds of layers."""
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
 
 
 def capped(softcap: float | None) -> Callable[..., Tensor] | None:
-    """flex attention's `score_mod` for a soft cap."""
+    """Return flex attention's `score_mod` for a soft cap."""
     if softcap is None:
         return None
 
     def cap(score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        return soft_capped(score, softcap)
 
     return cap

@@ -1,5 +1,5 @@
-"""Dropout of a model: how much there is, and how it is taken out, since preference losses compare
-two passes, which noise would make differ."""
+"""A model's dropout: its size, and its removal. Preference losses compare two passes, between which
+dropout would be noise."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 ENDINGS = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate", "layerdrop")
-"""How attributes of modules and fields of configs end that hold a share to drop."""
+"""Suffixes of module attributes and config fields that hold a dropout probability."""
 
 
 def without_dropout(module: Any) -> None:
-    """Set every dropout of a PackedModel's model to 0, in its modules and in its config, which is
-    exported so. An adapter's own stays, since somebody asked for it (`lora.dropout`)."""
+    """Set every dropout of a PackedModel to 0, in its modules and in its config, which is exported.
+    An adapter's own dropout stays, since the configuration sets it (`lora.dropout`)."""
     for name, part in module.model.named_modules():
         if "lora_dropout" in name.split("."):
             continue
@@ -20,12 +20,12 @@ def without_dropout(module: Any) -> None:
             part.p = 0.0
         _clear(part)
     config = module.causal.config
-    for settings in {id(found): found for found in (config, config.get_text_config())}.values():
+    for settings in {id(each): each for each in (config, config.get_text_config())}.values():
         _clear(settings)
 
 
 def largest_dropout(module: nn.Module) -> float:
-    """The largest share that a module drops while it is trained, adapters' own among them."""
+    """Return the largest dropout probability in a module, adapters included."""
     shares = [part.p for part in module.modules() if isinstance(part, _DropoutNd)]
     shares += [value for part in module.modules() for _, value in _shares(part)]
     return max(shares, default=0.0)
@@ -37,5 +37,4 @@ def _clear(owner: nn.Module | Any) -> None:
 
 
 def _shares(owner: nn.Module | Any) -> list[tuple[str, float]]:
-    found = vars(owner).items()
-    return [(n, v) for n, v in found if isinstance(v, float) and n.endswith(ENDINGS)]
+    return [(n, v) for n, v in vars(owner).items() if isinstance(v, float) and n.endswith(ENDINGS)]

@@ -1,4 +1,5 @@
-"""The last step from hidden states to logits: weight, bias, scale and soft cap, read per family."""
+"""The step from hidden states to logits: weight, bias, scale and soft cap, as each family has
+them."""
 
 from typing import Any
 
@@ -17,7 +18,7 @@ DIVISOR = "logits_scaling"
 """Config field by which logits are divided (Granite), except in the families below."""
 
 MULTIPLY_BY_DIVISOR = ("hyperclovax",)
-"""`model_type`s that multiply by the field of Granite's name."""
+"""`model_type`s that multiply by `logits_scaling`."""
 
 
 @documented
@@ -36,25 +37,30 @@ class Head:
     """Bound of the logits, which are squashed by tanh; None if there is none."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H] -> logits [N, V] in float32. For a few rows: it holds all of them at
-        once."""
+        """Return the logits [N, V] of `hidden` [N, H] in float32. Only for a few rows: all logits
+        exist at once."""
         raw = nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
-        return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+        return soft_capped(raw, self.softcap)
 
     def in_float32(self) -> "Head":
-        """The same head with weight and bias in float32: for a few labels."""
+        """Return the head with weight and bias in float32. Only for a few labels."""
         bias = None if self.bias is None else self.bias.float()
         return evolve(self, weight=self.weight.float(), bias=bias)
 
     def rows(self, tokens: Tensor) -> "Head":
-        """The head that gives the logits of `tokens` [L] alone."""
+        """Return the head that computes only the logits of `tokens` [L]."""
         bias = None if self.bias is None else self.bias.index_select(0, tokens)
         return evolve(self, weight=self.weight.index_select(0, tokens), bias=bias)
 
 
+def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(values / softcap), or `values` without a cap."""
+    return values if softcap is None else softcap * torch.tanh(values / softcap)
+
+
 def read_head(causal: nn.Module) -> Head:
-    """The head of a transformers causal LM or of a classifier on its backbone (weight [labels, H]).
-    Touches the weight, so at ZeRO-3 only inside a forward."""
+    """Return the head of a transformers causal LM, or of a classifier (weight [labels, H]). At
+    ZeRO-3 only inside a forward, where the weight is gathered."""
     labels = label_head(causal)
     if labels is not None:
         linear: Any = labels[1]
@@ -70,7 +76,7 @@ def read_head(causal: nn.Module) -> Head:
 
 
 def logit_scale(config: Any) -> float:
-    """The factor between the head's product and the model's logits."""
+    """Return the factor between the head's product and the model's logits."""
     scale = 1.0
     for name in MULTIPLIERS:
         value = getattr(config, name, None)

@@ -17,6 +17,7 @@ from rlhf.model.parts import decoder
 from rlhf.model.task import Task
 from rlhf.model.trainable import check_recomputable, four_bits, prepare_trainable
 from rlhf.model.weights import pretrained_model, random_model
+from rlhf.registry.gateway import BackendGateway
 
 
 def load_model(
@@ -24,7 +25,7 @@ def load_model(
     *,
     plan: Plan,
     mesh: Mesh,
-    hooks: Any,
+    hooks: BackendGateway,
     role: str = "policy",
     task: Task = "causal",
 ) -> PackedModel:
@@ -67,7 +68,7 @@ def load_sharded(
     dtype: torch.dtype,
     plan: Plan,
     mesh: Mesh,
-    hooks: Any,
+    hooks: BackendGateway,
     role: str,
 ) -> Any:
     """Return the model in shards: an accelerator holds at most its share and one layer, and one
@@ -83,25 +84,29 @@ def load_sharded(
     with hooks.model_context(plan=plan, role=role), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
-    source, problem = None, None
-    if mesh.rank == 0:
-        try:
-            source = (
-                random_model(architecture, config, task, dtype)
-                if config.model.init == "random"
-                else pretrained_model(architecture, config, task, dtype)
-            )
-        except RLHFError as error:
-            problem = str(error)
-    # The other ranks must not wait in a collective for a rank that has raised.
-    problem = mesh.gather(problem)[0]
-    if problem is not None:
-        raise RLHFError(problem)
+    source = read_on_rank_zero(architecture, config, task, dtype, mesh)
     weights = source.state_dict() if source is not None else None
     missing = hooks.load_weights(module=causal, weights=weights, plan=plan, mesh=mesh)
     assert not missing, f"transformers' loader returned no {missing}"
     copy_buffers(causal, source, mesh)
     return causal
+
+
+def read_on_rank_zero(
+    architecture: Any, config: Config, task: Task, dtype: torch.dtype, mesh: Mesh
+) -> Any:
+    """Return the whole model on the host of rank 0, and None on other ranks. Collective: an
+    RLHFError of rank 0 is raised on all ranks, which would else wait for it."""
+    source, problem = None, None
+    if mesh.rank == 0:
+        try:
+            source = load_whole(architecture, config, task, dtype, device=torch.device("cpu"))
+        except RLHFError as error:
+            problem = str(error)
+    problem = mesh.gather(problem)[0]
+    if problem is not None:
+        raise RLHFError(problem)
+    return source
 
 
 def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> None:

@@ -1,4 +1,5 @@
-"""Who sees whom in a packed row: a tree per example, narrowed by a layer's window or chunk."""
+"""Which token sees which in a packed row: a tree per example, narrowed by a layer's window or
+chunk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from rlhf.data.batch import PackedBatch
 
 BLOCK = 128
-"""Tokens on a side of a block of flex attention's sparse mask (its default)."""
+"""Tokens along each side of a block in flex attention's sparse mask (its default)."""
 
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
@@ -19,11 +20,14 @@ Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 class Tree:
     """The trees of one packed row of T tokens, as tensors on its device.
 
-    `owner` [T] is the example of a token; a token that only rounds T up is an example of its own,
-    so that it sees itself alone. `branch` and `position` [T] are those of the batch. `segment` [T]
-    numbers prompts and answers along the row, `prompt_of` [T] is the example whose prompt a token
-    belongs to, -1 on an answer. `lengths` are the tokens of each example on the host and, last, of
-    the rest of the row.
+    - `owner` [T]: the example of a token. A token that only rounds T up is its own example, so
+      that it sees only itself.
+    - `branch`, `position` [T]: those of the batch.
+    - `segment` [T]: number of the prompt or answer, counted along the row.
+    - `prompt_of` [T]: the example whose prompt the token belongs to; -1 on an answer.
+    - `lengths`: on the host, the number of tokens of each example, and last of the rest.
+    - `chains`: whether each example has at most one answer, so that it is plainly causal.
+    - `longest`: tokens of the longest path.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -45,16 +49,16 @@ class Tree:
 class TreeTokens(torch.Tensor):
     """The all-ones attention mask [1, T] of a packed row, which carries its tree through a model.
 
-    A model that looks at the mask sees one row without padding; the mask function registered by
-    `rlhf.model.attention` takes the tree from it. Casts and views keep the tree, all else drops it,
-    and the start-up probe then finds the model out.
+    A model that reads the mask sees one row without padding. The mask function registered by
+    `rlhf.model.attention` takes the tree from it. Casts and views keep the tree, and all other
+    operations drop it, so that the start-up probe detects a model that rebuilds its mask.
     """
 
     tree: Tree
 
     @classmethod
     def of(cls, tree: Tree) -> "TreeTokens":
-        """The argument `attention_mask` of a forward over the row of `tree`."""
+        """Return the argument `attention_mask` of a forward over the row of `tree`."""
         ones = torch.ones(1, len(tree.owner), dtype=torch.bool, device=tree.owner.device)
         mask = ones.as_subclass(cls)
         mask.tree = tree
@@ -81,9 +85,9 @@ KEEPS_TREE = {Tensor.to, Tensor.view, Tensor.reshape, Tensor.bool, Tensor.contig
 class TreeMask:
     """The mask of one kind of layer over one packed row; a layer's attention gets it as its mask.
 
-    Token q sees token k when k is not later in the row, both are of one example, k is on the prompt
-    or on q's branch, and k's position is at least `lowest` [T] of q: the start of q's window or
-    chunk.
+    Token q sees token k if all of these hold: k is not later in the row; both belong to one
+    example; k is in the prompt or on q's branch; the position of k is at least `lowest` [T] of q,
+    the start of q's window or chunk.
     """
 
     def __init__(self, tree: Tree, lowest: Tensor | None) -> None:
@@ -92,15 +96,15 @@ class TreeMask:
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
         self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type
-        # Without values (a rehearsal) nothing looks at a mask.
+        # In a rehearsal on the meta device nothing reads a mask.
         self.dense = () if kind in ("cuda", "meta") else dense_masks(self)
-        # Made here, outside of what may be compiled.
+        # Built here, since layers may be compiled, and this need not be.
         self.blocks = block_mask(self) if kind == "cuda" else None
 
 
 def visible_function(tree: Tree, lowest: Tensor | None) -> Positions:
-    """The mask as flex attention's `mask_mod`. It reads what it needs of a token from tensors, so
-    that a compiled kernel serves all batches, and windows and chunks of any size."""
+    """Return the mask as flex attention's `mask_mod`. It reads everything from tensors, so that one
+    compiled kernel serves all batches, and windows and chunks of any size."""
     owner, segment, prompt_of, position = tree.owner, tree.segment, tree.prompt_of, tree.position
     least = position if lowest is None else lowest
 
@@ -115,11 +119,11 @@ def visible_function(tree: Tree, lowest: Tensor | None) -> Positions:
 
 
 def lowest_visible(tree: Tree, function: Positions) -> Tensor:
-    """The lowest position that each token sees [T], by bisection over transformers' own mask
+    """Return the lowest position that each token sees [T], by bisection over transformers' own mask
     function.
 
-    Causal, sliding and chunked masks all let a token see an interval of positions that ends at
-    itself, so the function need not be taken apart.
+    Under causal, sliding and chunked masks a token sees an interval of positions that ends at
+    itself. So the start of the interval describes the function.
     """
     device = tree.position.device
     query = torch.arange(tree.longest, device=device)
@@ -129,14 +133,14 @@ def lowest_visible(tree: Tree, function: Positions) -> Tensor:
         middle = (low + high) // 2
         seen = function(none, none, query, middle)
         low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
-    # Llama 4's chunks count from the mask's own padding, and would hand its subclass to the
-    # kernels.
+    # Llama 4's mask function computes with the padding mask, so its result is a TreeTokens, which
+    # kernels cannot read.
     high = high.as_subclass(torch.Tensor)
     return high.int()[tree.position.long().clamp(max=tree.longest - 1)]
 
 
 def dense_masks(mask: TreeMask) -> tuple[Tensor | None, ...]:
-    """Of each example its own mask [L, L]; None where it is plainly causal."""
+    """Return the mask [L, L] of each example; None if it is plainly causal."""
     masks: list[Tensor | None] = []
     start = 0
     for length, chain in zip(mask.tree.lengths, mask.tree.chains, strict=False):
@@ -150,11 +154,11 @@ def dense_masks(mask: TreeMask) -> tuple[Tensor | None, ...]:
 
 
 def block_mask(mask: TreeMask) -> BlockMask:
-    """Flex attention's sparse mask, from bounds per block: never a [T, T] tensor.
+    """Return flex attention's sparse mask, from bounds per block and without a [T, T] tensor.
 
-    A block pair is left out when its bounds show that no token sees another, full when they show
-    that all do, and partial (computed under `visible`) in between; the bounds may err towards
-    partial.
+    A pair of blocks is left out if its bounds show that no token sees another, and full if they
+    show that all do. Every other pair is partial: computed under `visible`. A pair may be partial
+    needlessly, which costs time, but never left out or full wrongly.
     """
     length = len(mask.tree.owner)
     partial, full = block_kinds(mask)
@@ -172,42 +176,73 @@ def block_mask(mask: TreeMask) -> BlockMask:
 
 
 def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[Q, K] bool -> the count [1, 1, Q] and the indices [1, 1, Q, K], chosen ones first, as
-    int32."""
+    """Return of [Q, K] booleans the count [1, 1, Q] and the indices [1, 1, Q, K], chosen ones
+    first, as int32."""
     indices = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
     return chosen.sum(-1).int()[None, None].contiguous(), indices[None, None].contiguous()
 
 
 def block_kinds(mask: TreeMask) -> tuple[Tensor, Tensor]:
-    """Which block pairs [Q, K] are partial and which are full."""
+    """Return which pairs of blocks [Q, K] are partial and which are full.
+
+    A token q sees a token k if k <= q, both are on one path (same segment, or k in the prompt of
+    q's example), and position(k) >= lowest(q). From the least (min) and greatest (max) value of
+    each block follows, for a block Q of queries and a block K of keys:
+
+    - Any pair may be visible only if K <= Q, max position(K) >= min lowest(Q), and
+      max segment(K) >= min segment(Q) or max prompt_of(K) >= min owner(Q). Segments and owners
+      grow along the row, so in an earlier block a smaller maximum means another path.
+    - All pairs are visible if moreover K < Q, min position(K) >= max lowest(Q), Q and K have only
+      one owner, and either only one segment or a K that is all prompt.
+
+    Pairs of blocks are partial if they pass only the first rule.
+    """
     tree = mask.tree
-    # Both are sorted along the row.
-    first_owner, last_owner = bounds(tree.owner)
-    first_segment, last_segment = bounds(tree.segment)
-    first_position, last_position = bounds(tree.position)
     first_lowest, last_lowest = bounds(mask.lowest)
+    first_position, last_position = bounds(tree.position)
+    block = torch.arange(len(first_lowest), device=tree.owner.device)
+    any_visible = (
+        (block[None, :] <= block[:, None])
+        & may_share_path(tree)
+        & (last_position[None, :] >= first_lowest[:, None])
+    )
+    all_visible = (
+        any_visible
+        & one_path(tree)
+        & (block[None, :] < block[:, None])
+        & (first_position[None, :] >= last_lowest[:, None])
+    )
+    return any_visible & ~all_visible, all_visible
+
+
+def may_share_path(tree: Tree) -> Tensor:
+    """Return for which pairs of blocks [Q, K] some query and key may be on one path."""
+    first_owner, _ = bounds(tree.owner)
+    first_segment, last_segment = bounds(tree.segment)
     _, last_prompt = bounds(tree.prompt_of)
-    whole_prompt, _ = bounds((tree.branch == 0).int())
-    block = torch.arange(len(first_owner), device=tree.owner.device)
-    earlier = block[None, :] <= block[:, None]
-    shares = last_segment[None, :] >= first_segment[:, None]
-    shares |= last_prompt[None, :] >= first_owner[:, None]
-    some = earlier & shares & (last_position[None, :] >= first_lowest[:, None])
-    one_owner = (first_owner[:, None] == last_owner[:, None]) & (
-        (first_owner[None, :] == first_owner[:, None])
-        & (last_owner[None, :] == first_owner[:, None])
-    )
-    one_segment = (first_segment[:, None] == last_segment[:, None]) & (
-        first_segment[None, :] == first_segment[:, None]
-    )
-    whole = one_owner & (one_segment | (whole_prompt[None, :] == 1))
-    full = some & whole & (block[None, :] < block[:, None])
-    full &= first_position[None, :] >= last_lowest[:, None]
-    return some & ~full, full
+    same_segment = last_segment[None, :] >= first_segment[:, None]
+    # On answers prompt_of is -1, so a block's maximum is its last prompt.
+    in_prompt = last_prompt[None, :] >= first_owner[:, None]
+    return same_segment | in_prompt
+
+
+def one_path(tree: Tree) -> Tensor:
+    """Return for which pairs of blocks [Q, K] all queries and keys are on one path."""
+    all_prompt, _ = bounds((tree.branch == 0).int())
+    return uniform(tree.owner) & (uniform(tree.segment) | (all_prompt[None, :] == 1))
+
+
+def uniform(values: Tensor) -> Tensor:
+    """Return for which pairs of blocks [Q, K] all `values` [T], which grow along the row, are the
+    same."""
+    first, last = bounds(values)
+    single = first == last
+    return single[:, None] & single[None, :] & (first[:, None] == first[None, :])
 
 
 def bounds(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest of each block: [T] -> [T / BLOCK] twice; the last may be short."""
+    """Return the least and the greatest value of each block: [T] -> [T / BLOCK] twice; the last
+    block may be short."""
     missing = -len(values) % BLOCK
     padded = torch.cat((values, values[-1:].expand(missing))).view(-1, BLOCK)
     return padded.amin(-1), padded.amax(-1)

@@ -69,9 +69,9 @@ class PackedModel(nn.Module):
         assert path in get_args(PathName), path
         self._path: PathName = path
         ours = path in ("tree", "packed") and takes_our_attention(self.causal) is None
-        wanted = attention.NAME if ours else self.own_attention
-        if self.causal.config._attn_implementation != wanted:
-            self.causal.set_attn_implementation(wanted)
+        implementation = attention.NAME if ours else self.own_attention
+        if self.causal.config._attn_implementation != implementation:
+            self.causal.set_attn_implementation(implementation)
 
     def forward(self, batch: PackedBatch, readout: Readout) -> dict[str, Tensor]:
         """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""

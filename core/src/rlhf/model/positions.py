@@ -1,4 +1,4 @@
-"""How far a model's positions reach."""
+"""The number of positions that a model supports."""
 
 from typing import Any
 
@@ -8,21 +8,24 @@ from rlhf.errors import RLHFError
 
 
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:
-    """A line where the longest row goes on behind the positions that the model's configuration
-    knows; RLHFError where these are looked up in a table, which ends there."""
+    """Return a line for the start of the run if the longest row exceeds the positions in the
+    model's configuration. Raises RLHFError if positions come from a table, which ends there."""
     known = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if known is None or longest <= known:
         return []
-    what = f"{name} knows {known:,} positions but the longest row has {longest:,} tokens"
+    what = f"{name} has {known:,} positions but the longest row has {longest:,} tokens"
     if _looked_up(causal, known):
         raise RLHFError(
-            f"{what}: set data.max_tokens to {known} (data.too_long says what becomes of the rest)"
+            f"{what}; set data.max_tokens to {known} (data.too_long drops or cuts longer rows)"
         )
-    return [f"positions  {what}: what stands behind is learnt less well"]
+    return [
+        f"positions  {what}: tokens past position {known:,} are outside the model's context and "
+        "train poorly"
+    ]
 
 
 def _looked_up(causal: Any, known: int) -> bool:
-    """Whether a table has one row per position: as many, or two more (OPT)."""
+    """Return whether an embedding has one row per position, or two more (OPT)."""
     tokens = causal.get_input_embeddings()
     tables = [part for part in causal.modules() if isinstance(part, nn.Embedding)]
     return any(part is not tokens and part.num_embeddings - known in (0, 1, 2) for part in tables)

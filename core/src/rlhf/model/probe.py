@@ -1,4 +1,4 @@
-"""The start-up probe: which way of running packed batches is right for this model, by trial."""
+"""The start-up probe: runs a small batch on each path and takes the best path that is correct."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,33 +12,37 @@ from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.head import Head
+from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
 from rlhf.model.task import label_head
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
-"""Largest error of a hidden state as a share of its norm. A wrong mask errs by 0.3 and more,
-rounding over some dozens of layers by about 1e-6, 2e-3 and 2e-2."""
+"""Largest accepted error of a hidden state, as a share of its norm. A wrong mask gives 0.3 and
+more; rounding over some dozens of layers gives about 1e-6, 2e-3 and 2e-2."""
 
 SMALL = 1e-9
-"""Least norm that is divided by."""
+"""Smallest norm to divide by."""
 
 MOST_TOKENS = 8192
-"""Longest path of the probe: a wider window is not reached, and the probe says nothing of it."""
+"""Length of the probe's longest path; windows wider than this are not tested."""
 
 LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
 
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of attention dropout in transformers configs; flex attention has none."""
+
 
 @frozen(kw_only=True)
 class AttentionPath:
-    """How packed batches are run, and why not in the better ways."""
+    """The path on which an engine runs packed batches, and why not a better one."""
 
     path: PathName
     reason: str
-    """Why the paths above it were not taken; empty for tree."""
+    """Why the better paths were not chosen; empty for `tree`."""
 
     def __str__(self) -> str:
-        """One line for the start of the run."""
+        """Return one line for the start of the run."""
         what = {
             "tree": "tree: a prompt is computed once for all its answers, no padding",
             "packed": "packed: no padding, every answer with its own copy of the prompt",
@@ -49,12 +53,12 @@ class AttentionPath:
 
 
 def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> AttentionPath:
-    """Set `engine.module.path` to the best path that gives the model's own hidden states.
+    """Set `engine.module.path` to the best path that gives the model's own hidden states, and
+    return it. Collective; all ranks choose the same.
 
-    Runs a small tree, longer than the attention window where `longest` (the longest path that
-    training will see) allows it, against one path at a time, without gradient. The same on all
-    ranks; collective. Raises RLHFError when the model's logits are not those of a head that core
-    knows.
+    Compares a small batch of trees with one path at a time, without gradient. The trees are longer
+    than the attention window, if `longest` (the longest path in training) is. Raises RLHFError if
+    the model's logits are not those of `read_head`.
     """
     module = engine.module
     assert isinstance(module, PackedModel)
@@ -65,16 +69,16 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
         truth = engine(batch, partial(hidden_and_head_error, module))
         tolerance = TOLERANCE[engine.precision]
         check_head(module, mesh, float(truth["head_error"]), tolerance)
-        found = first_right(engine, batch, truth["hidden"], longest)
-    # All ranks take the most careful path that any of them found.
+        choice = first_correct(engine, batch, truth["hidden"], longest)
+    # Ranks may differ by rounding; all take the most careful choice of any rank.
     ladder = get_args(PathName)
-    found = max(mesh.gather(found), key=lambda item: ladder.index(item.path))
-    module.path = found.path
-    return found
+    choice = max(mesh.gather(choice), key=lambda item: ladder.index(item.path))
+    module.path = choice.path
+    return choice
 
 
-def first_right(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int) -> AttentionPath:
-    """The first path down the ladder whose hidden states are those of one path at a time."""
+def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int) -> AttentionPath:
+    """Return the best path whose hidden states are those of one path at a time."""
     module: Any = engine.module
     candidates, reason = candidates_of(module.causal, longest, engine.device)
     for path in candidates:
@@ -84,7 +88,8 @@ def first_right(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-            # A model may do anything with its mask; that it cannot run this way is the finding.
+            # A model's own code may fail in any way on a mask it does not expect. Then this path
+            # is not for it.
             lines = str(error).splitlines() or [""]
             reason = f"{path} failed with {type(error).__name__}: {lines[0]}"
             continue
@@ -99,7 +104,7 @@ def first_right(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int)
 def candidates_of(
     causal: Any, longest: int, device: torch.device
 ) -> tuple[tuple[PathName, ...], str]:
-    """The paths worth trying above `separate`, and why others are not."""
+    """Return the paths to try before `separate`, and why the others cannot be right."""
     config = causal.config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
@@ -118,68 +123,65 @@ def candidates_of(
     return ("tree", "packed", "padded"), ""
 
 
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of attention dropout in transformers configs; flex attention has none."""
-
-
 def only_hidden(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
-    """A readout: the hidden states themselves [T, H]."""
+    """Read the hidden states themselves [T, H]."""
     return {"hidden": hidden}
 
 
 def hidden_and_head_error(
     module: PackedModel, hidden: Tensor, head: Head, batch: PackedBatch
 ) -> dict[str, Tensor]:
-    """A readout: the hidden states, and how far the head's logits at the first prompt are from the
-    model's own, as a share of their spread (of a classifier, whose few scores may be near zero: of
-    what they could be at most)."""
+    """Read the hidden states, and the error of the head's logits at the first prompt.
+
+    The error is a share of the norm of the model's own logits; for a classifier, whose few scores
+    may be near zero, of the largest norm that they could have.
+    """
     prompt = slice(0, batch.spans[0][0])
     tokens = batch.tokens[None, prompt]
-    # First the head: under ZeRO-3 the model's own forward gives its weight back when it ends.
+    # The head comes first: at ZeRO-3 the model's own forward releases its weight when it ends.
     logits = head.logits(hidden[prompt])
     most = head.weight.float().norm() * hidden[prompt].float().norm(dim=-1)
     own = module.causal(input_ids=tokens, use_cache=False).logits.float()
     if label_head(module.causal) is None:
         error = (logits - own[0]).norm(dim=-1) / own[0].norm(dim=-1).clamp_min(SMALL)
     else:
-        # A sequence classifier gives the scores [1, 1] of the last token that is not padding.
+        # A sequence classifier returns only the scores [1, 1] of the last token but padding.
         place = last_token(module.causal, tokens[0]) if own.dim() == 2 else slice(None)
         error = (logits[place] - own[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
     return {"hidden": hidden, "head_error": error.max()}
 
 
 def last_token(classifier: Any, tokens: Tensor) -> int:
-    """The place in `tokens` [L] whose score transformers' sequence classifier gives: the last that
-    is not its padding token."""
+    """Return the index in `tokens` [L] whose score transformers' sequence classifier returns: the
+    last token that is not padding."""
     pad = classifier.config.get_text_config().pad_token_id
     real = [place for place, token in enumerate(tokens.tolist()) if token != pad]
     return real[-1] if real else len(tokens) - 1
 
 
 def check_head(module: PackedModel, mesh: Mesh, error: float, tolerance: float) -> None:
-    """Raise where weight, bias, scale and soft cap are not all of the model's head."""
+    """Raise RLHFError if the head is more than weight, bias, scale and soft cap."""
     worst = max(mesh.gather(error))
     if not worst <= tolerance:
         raise RLHFError(
             f"the logits of {type(module.causal).__name__} are not its head's weight, bias, scale "
-            f"and "
-            f"soft cap applied to the last hidden states (off by {worst:.1e}): this family cannot "
-            f"be "
-            f"trained; choose another model.path"
+            f"and soft cap applied to the last hidden states (off by {worst:.1e}), so this family "
+            "cannot be trained; choose another model.path"
         )
 
 
 def largest_error(
     hidden: Tensor, truth: Tensor, spans: Sequence[tuple[int, tuple[int, ...]]], *, exact: bool
 ) -> float:
-    """The largest error over prompts and answers [T, H] -> share of the norm.
+    """Return the largest error of hidden states [T, H] over prompts and answers, as a share of the
+    norm.
 
-    `exact` takes the worst token of each. Else the median one: in 16 bits a router may send a token
-    to another expert by rounding alone, while a wrong mask changes most tokens of a prompt or
-    answer.
+    `exact` takes the worst token of each prompt and answer, else the median one. In 16 bits
+    rounding may send a token to another expert, which changes one token; a wrong mask changes most
+    tokens of a prompt or answer.
     """
     lengths = [length for prompt, answers in spans for length in (prompt, *answers)]
-    # A padding token that begins a path may have no hidden state at all.
+    # A path that begins with the padding token may have a hidden state of zeros there.
     error = (hidden - truth).float().norm(dim=-1) / truth.float().norm(dim=-1).clamp_min(SMALL)
     parts = error[: sum(lengths)].split(lengths)
     worst = [part.max() if exact else part.median() for part in parts]
@@ -188,8 +190,8 @@ def largest_error(
 
 
 def probe_batch(engine: Engine, longest: int) -> PackedBatch:
-    """Two trees, with two answers and one, whose answers lie beyond the window: the same on every
-    rank."""
+    """Return two trees, with two answers and one, the same on every rank. The first tree's answers
+    are beyond the attention window."""
     module: Any = engine.module
     config = module.causal.config.get_text_config()
     window = max(
@@ -199,13 +201,13 @@ def probe_batch(engine: Engine, longest: int) -> PackedBatch:
     spans = ((prompt, (24, 17)), (9, (21,)))
     generator = torch.Generator().manual_seed(0)
     total = sum(length for prompt, answers in spans for length in (prompt, *answers))
-    total = -(-total // 128) * 128
+    total = -(-total // BLOCK) * BLOCK
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
     return blank_batch(tokens, spans).to(engine.device)
 
 
 def blank_batch(tokens: Tensor, spans: tuple[tuple[int, tuple[int, ...]], ...]) -> PackedBatch:
-    """A packed batch over `tokens` [T] laid out by `spans`, with nothing to predict."""
+    """Return a packed batch of `tokens` [T] laid out by `spans`, with nothing to predict."""
     example, branch, positions = (torch.zeros_like(tokens) for _ in range(3))
     example.fill_(-1)
     place = 0

@@ -1,4 +1,4 @@
-"""What stands on a backbone: the language-model head, a score per sequence, or scores per token."""
+"""The heads on a backbone: a language model's, a score per sequence, or scores per token."""
 
 from typing import Any, Literal
 
@@ -19,27 +19,27 @@ from transformers.models.auto.modeling_auto import (
 from rlhf.errors import RLHFError
 
 Task = Literal["causal", "sequence", "token"]
-"""What stands on the backbone: the language-model head, one score per sequence, or scores per token
-(the transformers classes ForCausalLM, ForSequenceClassification, ForTokenClassification)."""
+"""The head on the backbone: a language model's, one score per sequence, or scores per token (the
+transformers classes ForCausalLM, ForSequenceClassification, ForTokenClassification)."""
 
 HEAD_NAMES = ("score", "classifier")
-"""What transformers calls the linear layer of a classifier on a decoder."""
+"""transformers' names for the linear layer of a classifier on a decoder."""
 
 
 @frozen(kw_only=True)
 class Form:
-    """How transformers knows a task."""
+    """What a task is in transformers and peft."""
 
     auto: Any
     """The auto class that opens such a model."""
     mapping: Any
-    """Which families have it: from a config class to a model class."""
+    """The families that support the task: from config class to model class."""
     suffix: str
-    """How the names of its model classes end."""
+    """Suffix of its model classes' names."""
     labels: tuple[str, ...] = ()
     """Names of the head's outputs; empty for the vocabulary."""
     peft: str = "CAUSAL_LM"
-    """peft's name of the task, which makes it train and save the head."""
+    """peft's name of the task; for a classifier peft trains and saves the head."""
 
 
 FORMS: dict[Task, Form] = {
@@ -64,8 +64,8 @@ FORMS: dict[Task, Form] = {
 
 
 def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
-    """Set the labels of `task` in a causal family's config, in place. Raises RLHFError where the
-    family has no such class, or `path` holds a classifier of another kind."""
+    """Set the labels of `task` in a causal family's config, in place. Raises RLHFError if the
+    family has no class for the task, or `path` holds another kind of classifier."""
     form = FORMS[task]
     if task == "causal":
         return
@@ -73,34 +73,34 @@ def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
     if type(architecture) not in form.mapping and not own_code:
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
-            f"(model.path {path}): choose a family that has one, such as llama, qwen3 or mistral"
+            f"(model.path {path}); choose a family that has one, such as llama, qwen3 or mistral"
             + (", or train on the language-model head's own tokens" * (task == "token"))
         )
     written = written_class(architecture)
     others = [other.suffix for name, other in FORMS.items() if name not in ("causal", task)]
     if written.endswith(tuple(others)):
         raise RLHFError(
-            f"model.path {path} is {written}, whose head is no {form.suffix.removeprefix('For')}: "
-            "choose the language model it was made from"
+            f"model.path {path} is {written}, whose head is not for "
+            f"{form.suffix.removeprefix('For')}; choose the language model it was trained from"
         )
     if written.endswith(form.suffix) and architecture.num_labels != len(form.labels):
         raise RLHFError(
-            f"model.path {path} is {written} with {architecture.num_labels} labels, and this "
-            f"trainer's head has {len(form.labels)} ({', '.join(form.labels)}): choose the "
-            "language model it was made from"
+            f"model.path {path} is {written} with {architecture.num_labels} labels, but this "
+            f"trainer's head has {len(form.labels)} ({', '.join(form.labels)}); choose the "
+            "language model it was trained from"
         )
     architecture.id2label = dict(enumerate(form.labels))
     architecture.label2id = {name: number for number, name in enumerate(form.labels)}
 
 
 def written_class(architecture: Any) -> str:
-    """The model class that a config says its weights belong to, or nothing."""
+    """Return the model class that a config names for its weights, or an empty string."""
     return (getattr(architecture, "architectures", None) or [""])[0]
 
 
 def label_head(model: Any) -> tuple[str, nn.Module] | None:
-    """Name and module of a classifier's linear layer (under peft, the one that is trained); None
-    for a language model."""
+    """Return name and module of a classifier's linear layer (under peft the trained one); None for
+    a language model."""
     for name, child in model.named_children():
         if name in HEAD_NAMES:
             trained = getattr(child, "modules_to_save", None)
@@ -111,12 +111,14 @@ def label_head(model: Any) -> tuple[str, nn.Module] | None:
 
 
 def draw_head(model: Any, seed: int) -> None:
-    """New values for a classifier's head, drawn on the host in float32 from `seed`: the same for
-    any rank, stage and device. As transformers draws them: normal with the family's
-    `initializer_range`, bias zero."""
-    found = label_head(model)
-    assert found is not None, f"{type(model).__name__} has no head of labels"
-    head: Any = found[1]
+    """Draw new values for a classifier's head from `seed`.
+
+    They are drawn on the host in float32, so they are the same for any rank, stage and device; as
+    in transformers, normal with the family's `initializer_range`, and zero for the bias.
+    """
+    labels = label_head(model)
+    assert labels is not None, f"{type(model).__name__} has no head of labels"
+    head: Any = labels[1]
     spread = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A packed batch unfolded: the same paths as rows without sharing, and the way back again."""
+"""A packed batch unfolded into branches that share nothing, and the indices back into the batch."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,8 +12,8 @@ from rlhf.model.masks import BLOCK
 
 
 @frozen
-class Path:
-    """One prompt with one of its answers, by the places of its tokens in the packed row."""
+class Branch:
+    """One prompt with one of its answers, as positions in the packed row."""
 
     example: int
     start: int
@@ -23,40 +23,41 @@ class Path:
 
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return self.prompt + self.answer
 
     @property
     def places(self) -> list[int]:
-        """Where the path's tokens stand in the packed row."""
+        """Indices of the branch's tokens in the packed row."""
         prompt = range(self.start, self.start + self.prompt)
         return [*prompt, *range(self.answer_start, self.answer_start + self.answer)]
 
 
-def paths_of(batch: PackedBatch) -> list[Path]:
-    """Every path of the batch; of a filler the whole row as one, so that it too has something to
-    run."""
+def branches_of(batch: PackedBatch) -> list[Branch]:
+    """Return every branch of the batch; of a filler batch the whole row as one, so that its rank
+    runs a forward too."""
     if not batch.spans:
-        return [Path(0, 0, len(batch.tokens), len(batch.tokens), 0)]
-    paths = []
+        return [Branch(0, 0, len(batch.tokens), len(batch.tokens), 0)]
+    branches = []
     start = 0
     for example, (prompt, answers) in enumerate(batch.spans):
         place = start + prompt
         for answer in answers or (0,):
-            paths.append(Path(example, start, prompt, place, answer))
+            branches.append(Branch(example, start, prompt, place, answer))
             place += answer
         start = place
-    return paths
+    return branches
 
 
 def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
-    """One row in which every path is an example of its own, and for each of the batch's T tokens
-    its place in that row [T]."""
-    paths = paths_of(batch)
-    lengths = [path.length for path in paths]
+    """Return one row in which every branch is its own example, and for each of the batch's T tokens
+    its index in that row [T]."""
+    branches = branches_of(batch)
+    lengths = [branch.length for branch in branches]
     device = batch.tokens.device
-    places = torch.tensor([place for path in paths for place in path.places], device=device)
+    places = torch.tensor([place for branch in branches for place in branch.places], device=device)
     example = torch.repeat_interleave(
-        torch.arange(len(paths), device=device), torch.tensor(lengths, device=device)
+        torch.arange(len(branches), device=device), torch.tensor(lengths, device=device)
     )
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     empty = torch.zeros(0, dtype=torch.long, device=device)
@@ -73,12 +74,12 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
         answer_end=empty,
         spans=tuple((length, ()) for length in lengths),
     )
-    return row, way_back(len(batch.tokens), paths, offsets(lengths), device)
+    return row, way_back(len(batch.tokens), branches, offsets(lengths), device)
 
 
 def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
-    """The batch with T rounded up to whole blocks of flex attention, which has no kernel for part
-    of one; the new tokens see themselves alone."""
+    """Return the batch with T rounded up to whole blocks, since flex attention has no kernel for
+    part of one. The new tokens see only themselves."""
     missing = -len(batch.tokens) % BLOCK
     if not missing:
         return batch
@@ -92,50 +93,52 @@ def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
     )
 
 
-def padded_groups(batch: PackedBatch, *, most: int) -> list[list[Path]]:
-    """The paths, sorted by length, in groups that take at most `most` tokens each when padded to
-    their longest (a longer path has a group of its own)."""
-    groups: list[list[Path]] = []
-    for path in sorted(paths_of(batch), key=lambda path: -path.length):
+def padded_groups(batch: PackedBatch, *, most: int) -> list[list[Branch]]:
+    """Return the branches, sorted by length, in groups of at most `most` tokens when padded to
+    their longest; a longer branch is a group by itself."""
+    groups: list[list[Branch]] = []
+    for branch in sorted(branches_of(batch), key=lambda branch: -branch.length):
         if groups and (len(groups[-1]) + 1) * groups[-1][0].length <= most:
-            groups[-1].append(path)
+            groups[-1].append(branch)
         else:
-            groups.append([path])
+            groups.append([branch])
     return groups
 
 
-def padded_rows(batch: PackedBatch, group: Sequence[Path]) -> Tensor:
-    """Token ids [rows, longest]. Padding stands on the right, where no causal model looks at it."""
+def padded_rows(batch: PackedBatch, group: Sequence[Branch]) -> Tensor:
+    """Return token ids [rows, longest]. Padding is on the right, where a causal model does not see
+    it."""
     longest = group[0].length
-    places = [path.places + [path.start] * (longest - path.length) for path in group]
+    places = [branch.places + [branch.start] * (longest - branch.length) for branch in group]
     return batch.tokens[torch.tensor(places, device=batch.tokens.device)]
 
 
-def padded_way_back(batch: PackedBatch, groups: Sequence[Sequence[Path]]) -> Tensor:
-    """For each of the batch's T tokens its place in the groups' padded rows, one after another
+def padded_way_back(batch: PackedBatch, groups: Sequence[Sequence[Branch]]) -> Tensor:
+    """Return for each of the batch's T tokens its index in the groups' padded rows, laid end to end
     [T]."""
     starts, place = [], 0
     for group in groups:
         starts += [place + index * group[0].length for index in range(len(group))]
         place += len(group) * group[0].length
-    paths = [path for group in groups for path in group]
-    return way_back(len(batch.tokens), paths, starts, batch.tokens.device)
+    branches = [branch for group in groups for branch in group]
+    return way_back(len(batch.tokens), branches, starts, batch.tokens.device)
 
 
 def way_back(
-    num_tokens: int, paths: Sequence[Path], starts: Sequence[int], device: torch.device
+    num_tokens: int, branches: Sequence[Branch], starts: Sequence[int], device: torch.device
 ) -> Tensor:
-    """For each token of the packed row its place where `paths` begin at `starts` [T]. A prompt is
-    taken from one of its copies; tokens that only round the row up point at 0."""
+    """Return for each token of the packed row its index in a layout where `branches` begin at
+    `starts` [T]. A prompt points at one of its copies; tokens that only round the row up point at
+    0."""
     back = [0] * num_tokens
-    for path, start in zip(paths, starts, strict=True):
-        for index, place in enumerate(path.places):
+    for branch, start in zip(branches, starts, strict=True):
+        for index, place in enumerate(branch.places):
             back[place] = start + index
     return torch.tensor(back, device=device)
 
 
 def offsets(lengths: Iterable[int]) -> list[int]:
-    """Where each of the consecutive pieces begins."""
+    """Return where each of the consecutive pieces begins."""
     starts, place = [], 0
     for length in lengths:
         starts.append(place)

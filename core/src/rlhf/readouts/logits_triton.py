@@ -23,13 +23,13 @@ def read_rows(logits: Tensor, targets: Tensor, scale: float, softcap: float | No
     """Return normaliser, log-probability of the target, entropy and whether the target is the
     likeliest token (the first of several): [4, n] in float32, of logits [n, V]."""
     rows, vocabulary = logits.shape
-    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    output = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _read[(rows,)](
-            logits, targets, found, logits.stride(0), rows, scale, softcap or 1.0,
+            logits, targets, output, logits.stride(0), rows, scale, softcap or 1.0,
             VOCABULARY=vocabulary, CAPPED=softcap is not None, BLOCK=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
-    return found
+    return output
 
 
 def logit_gradient_(
@@ -63,7 +63,7 @@ def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:  # type: ignore[no-unt
 
 @triton.jit
 def _read(  # type: ignore[no-untyped-def]
-    logits, targets, found, stride, rows, scale, cap,
+    logits, targets, output, stride, rows, scale, cap,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -92,10 +92,10 @@ def _read(  # type: ignore[no-untyped-def]
         most = new
     normaliser = tl.log(total) + most
     at = _value(tl.load(start + target), scale, cap, CAPPED)
-    tl.store(found + row, normaliser)
-    tl.store(found + rows + row, at - normaliser)
-    tl.store(found + 2 * rows + row, tl.log(total) - tilted / total)
-    tl.store(found + 3 * rows + row, (likeliest == target).to(tl.float32))
+    tl.store(output + row, normaliser)
+    tl.store(output + rows + row, at - normaliser)
+    tl.store(output + 2 * rows + row, tl.log(total) - tilted / total)
+    tl.store(output + 3 * rows + row, (likeliest == target).to(tl.float32))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """RMS norms (Zhang and Sennrich, arXiv 1910.07467) in one pass forward and one backward.
 
-With x of H numbers, r = 1 / sqrt(mean(x^2) + eps) and weight w, y = r x w. Of a gradient g of y, dx
-= r (g w - r x mean(g w r x)) and dw is the sum of g r x over all rows.
+For x of H numbers and weight w, with r = 1 / sqrt(mean(x^2) + eps): y = r x w. Given the gradient g
+of y: dx = r (g w - r x mean(g w r x)), and dw is the sum of g r x over all rows.
 """
 
 from typing import Any
@@ -12,18 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 4096
-"""Of narrow rows (heads) several are read at once, up to so many elements."""
+"""Elements that a program reads at once, of several rows if they are narrow (heads)."""
 PROGRAMS = 1024
-"""Parts in which the gradient of the weight is summed: several for each multiprocessor, so that one
-reads while another computes."""
+"""Partial sums of the weight's gradient: several per multiprocessor, so that one reads while
+another computes."""
 WARPS = 8
 
 
 class RMSNorm(torch.autograd.Function):
-    """y [..., H] of x [..., H] and weight [H], of which `offset` is 0 or 1 more.
+    """y [..., H] of x [..., H] and weight [H] + `offset` (0 or 1).
 
-    `whole` rounds to x's dtype once, at the end (Gemma), else r x is rounded before it meets the
-    weight (Llama). Backward computes in float32.
+    With `whole` only the result is rounded to x's dtype (Gemma), else r x is rounded before it is
+    multiplied by the weight (Llama). Backward computes in float32.
     """
 
     @staticmethod
@@ -47,24 +47,24 @@ class RMSNorm(torch.autograd.Function):
         rows, weight, scale = ctx.saved_tensors
         block, at_once = _tile(rows)
         programs = min(PROGRAMS, triton.cdiv(len(rows), at_once))
-        change = torch.empty_like(rows)
+        for_hidden = torch.empty_like(rows)
         parts = torch.empty(programs, rows.shape[1], dtype=torch.float32, device=rows.device)
         _backward[(programs,)](
-            rows, weight, scale, gradient.reshape(rows.shape).contiguous(), change, parts,
+            rows, weight, scale, gradient.reshape(rows.shape).contiguous(), for_hidden, parts,
             len(rows), programs, OFFSET=ctx.offset,
             WIDTH=rows.shape[1], ROWS=at_once, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
-        of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return change.view(gradient.shape), of_weight, None, None, None
+        for_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return for_hidden.view(gradient.shape), for_weight, None, None, None
 
 
 def _tile(rows: Tensor) -> tuple[int, int]:
-    """Columns and rows of what one program has at a time."""
+    """Return the columns and rows that one program reads at once."""
     block = triton.next_power_of_2(rows.shape[1])
     return block, max(1, ELEMENTS // block)
 
 
-# A compiler that calls a kernel gives it Python's floats in 64 bits, unless they are constants.
+# torch.compile passes Python floats to a kernel in 64 bits, unless they are constants.
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     hidden, weight, output, scales, rows, EPS: tl.constexpr, OFFSET: tl.constexpr,  # noqa: N803

@@ -1,8 +1,8 @@
-"""Recomputation whose kept inputs wait on the host: whatever the number of layers, an accelerator
-holds the activations of one and the inputs of two.
+"""Recomputation with layer inputs in host memory: for any number of layers, the accelerator holds
+the activations of one layer and the inputs of two.
 
-Inputs leave on a stream of their own while their layer computes, and each comes back while the
-layer above it runs backward: a copy that is shorter than a layer costs no time.
+A separate stream copies inputs to the host while their layer computes, and back while the layer
+above it runs backward. A copy that is shorter than a layer costs no time.
 """
 
 import weakref
@@ -24,22 +24,22 @@ class HostInputs:
         self._stream: Any = None
 
     def __call__(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        """`layer(*inputs)`, computed again in backward from inputs that were on the host."""
+        """Return `layer(*inputs)`, which backward computes again from inputs on the host."""
         last = self._last()
         if last is not None:
-            last.leave()
+            last.release()
         self._layer = Layer(last)
         with saved_tensors_hooks(self.pack, self.unpack):
             output = checkpoint(layer, *inputs, use_reentrant=False)
         self._last = weakref.ref(self._layer)
-        # What was kept of it holds the layer, as long as backward may come.
+        # Its saved inputs hold the layer as long as the graph exists.
         self._layer = None
         return output
 
     def pack(self, hidden: Tensor) -> Any:
-        """What is kept of an input of the layer that runs, of any shape."""
+        """Return what to keep of an input of the running layer."""
         if not hidden.numel():
-            return hidden  # torch's checkpoint has a marker of its own among the inputs.
+            return hidden  # torch's checkpoint adds an empty tensor to the inputs.
         if hidden.device.type == "meta":
             return hidden.shape, hidden.dtype
         if self._stream is None:
@@ -48,7 +48,7 @@ class HostInputs:
         return Kept(hidden.detach(), self._layer, self._stream)
 
     def unpack(self, kept: Any) -> Tensor:
-        """The input again; those that are wanted next are asked for."""
+        """Return the input, and start to fetch those of the layer that comes next in backward."""
         if isinstance(kept, Tensor):
             return kept
         if isinstance(kept, tuple):
@@ -62,22 +62,22 @@ class HostInputs:
 
 
 class Layer:
-    """The inputs that are kept of one layer's run."""
+    """The inputs of one layer's forward."""
 
     def __init__(self, before: "Layer | None") -> None:
         self.before: Callable[[], Layer | None] = (
             _nothing if before is None else weakref.ref(before)
         )
-        """The layer that ran before this one, whose inputs are wanted after its."""
+        """The layer that ran before this one, so its inputs are needed next in backward."""
         self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
-    def leave(self) -> None:
-        """Give up the device's memory."""
+    def release(self) -> None:
+        """Release the inputs' device memory."""
         for kept in self.kept:
-            kept.leave()
+            kept.release()
 
     def fetch(self) -> None:
-        """Ask for all inputs on the device."""
+        """Start to copy all inputs to the device."""
         for kept in self.kept:
             kept.fetch()
 
@@ -92,27 +92,27 @@ class Kept:
         self.layer = layer
         layer.kept.add(self)
         self.here: Tensor | None = hidden
-        """The input on the device, where it is there or on its way."""
+        """The input on the device, or None; it may still be on its way."""
         pinned = hidden.device.type != "cpu"
         self.host = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=pinned)
         self._copy(self.host, hidden)
 
-    def leave(self) -> None:
-        """Give up the device's memory, once the copy to the host is done."""
+    def release(self) -> None:
+        """Release the device memory once the copy to the host is done."""
         self.streams.current_stream().wait_event(self.copied)
         self.here = None
 
     def fetch(self) -> None:
-        """Ask for it on the device."""
+        """Start to copy the input to the device, unless it is there."""
         if self.here is None:
             self.here = torch.empty_like(self.host, device=self.device, pin_memory=False)
             if self.device.type != "cpu":
-                # Should nobody take it, its memory is not used again before the copy ends.
+                # If it is never taken, its memory must not be reused before the copy ends.
                 self.here.record_stream(self.stream)
             self._copy(self.here, self.host)
 
     def take(self) -> Tensor:
-        """The input on the device, which this does not hold any longer."""
+        """Return the input on the device and stop holding it."""
         self.fetch()
         self.streams.current_stream().wait_event(self.copied)
         hidden, self.here = self.here, None
@@ -120,7 +120,7 @@ class Kept:
         return hidden
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        # What the device has to do so far may be making the source, or using the target's memory.
+        # Earlier work on the device may still compute the source, or use the target's memory.
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             target.copy_(source, non_blocking=True)

@@ -1,6 +1,7 @@
 """The section `deepspeed:` without DeepSpeed: presets, refusals word for word, the table, the
 stage."""
 
+import re
 import subprocess
 import sys
 
@@ -360,3 +361,11 @@ def test_a_base_in_four_bits_is_counted_so():
     assert zero.plan(run, mesh, adapters, optimizer="FusedAdam", reason="").summary.startswith(
         "ZeRO 0 (the first whose states fit: 4.0"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("zero9", "did you mean zero?"), ("fast", "available: auto, ddp, zero, ")]
+)
+def test_an_unknown_preset_gets_a_near_match_or_the_list(name, hint):
+    with pytest.raises(ValueError, match=re.escape(f"unknown preset {name}; {hint}")):
+        DeepSpeedConfig(preset=name)

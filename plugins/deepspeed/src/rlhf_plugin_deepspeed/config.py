@@ -1,5 +1,6 @@
 """The section `deepspeed:`: presets, what they set, and the combinations that are refused."""
 
+import difflib
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
@@ -35,11 +36,20 @@ PRESETS = {
 }
 
 
+def known_preset(section: object, attribute: object, value: str) -> None:
+    """Raise ValueError unless `value` is a preset or auto."""
+    names = ("auto", *PRESETS)
+    if value not in names:
+        near = difflib.get_close_matches(value, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; available: {', '.join(names)}"
+        raise ValueError(f"unknown preset {value}{hint}")
+
+
 @frozen(kw_only=True)
 class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
-    preset: str = field(default="auto", validator=validators.in_(("auto", *PRESETS)))
+    preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3, and zero1_offload, zero2_offload
     (optimizer on the CPU), zero3_offload (optimizer and parameters on the CPU); `_cpuoffload` is
     another spelling of `_offload`."""

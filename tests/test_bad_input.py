@@ -224,7 +224,7 @@ def test_a_launcher_has_the_say_about_ranks(
     for name, value in (("WORLD_SIZE", "x"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert told(words, capsys) == "the launcher set WORLD_SIZE to 'x': give a number."
+    assert told(words, capsys) == "the launcher set WORLD_SIZE to 'x', which is not a number"
 
 
 def test_a_cache_that_cannot_be_written_is_told(

@@ -218,4 +218,4 @@ def test_a_folder_without_rewards_is_refused(words: list[str], tmp_path: Path) -
     with pytest.raises(RLHFError) as error:
         Scorer(tmp_path / "gone")
     assert str(error.value).startswith(f"cannot load {tmp_path}/gone (")
-    assert str(error.value).endswith("): give the model/ folder of a run")
+    assert str(error.value).endswith("); pass the model/ folder of a run")

@@ -33,10 +33,7 @@ def save(engine: TrainingEngine, directory: Path, state: Mapping[str, Any]) -> N
     )
     if engine.mesh.rank == 0:
         note = {
-            "stage": engine.stage,
-            "ranks": engine.mesh.world,
-            "precision": engine.precision,
-            "offload_optimizer": engine.deepspeed.zero_offload_optimizer() is not None,
+            **{name: value for name, (value, _) in _layout(engine).items()},
             "deepspeed": metadata.version("deepspeed"),
             "adapter": is_adapter(engine.module),
             "trained": engine.masters,
@@ -63,8 +60,9 @@ def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
     return client["rlhf"]["state"]
 
 
-def _check_layout(engine: TrainingEngine, note: Mapping[str, Any], directory: Path) -> None:
-    now = {
+def _layout(engine: TrainingEngine) -> dict[str, tuple[Any, str]]:
+    """Return what a checkpoint depends on, each with the setting that chooses it."""
+    return {
         "stage": (engine.stage, "deepspeed.stage"),
         "ranks": (engine.mesh.world, "--nproc"),
         "precision": (engine.precision, "model.dtype"),
@@ -73,7 +71,10 @@ def _check_layout(engine: TrainingEngine, note: Mapping[str, Any], directory: Pa
             "deepspeed.offload_optimizer",
         ),
     }
-    for name, (value, setting) in now.items():
+
+
+def _check_layout(engine: TrainingEngine, note: Mapping[str, Any], directory: Path) -> None:
+    for name, (value, setting) in _layout(engine).items():
         if note[name] != value:
             written = json.dumps(note[name]).strip('"')
             raise RLHFError(
@@ -158,11 +159,7 @@ def _read_stage_0(directory: Path, note: Mapping[str, Any]) -> dict[str, Tensor]
             continue
         for name, master in zip(names, masters, strict=True):
             weights[name] = master.detach().view(weights[name].shape)
-    return _retie(weights, states)
-
-
-def _retie(weights: dict[str, Tensor], states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Give all names of a tied weight the tensor whose master was saved under one of them."""
+    # The master of a tied weight is saved under one of its names.
     for copy, original in (states.get("shared_params") or {}).items():
         weights[copy] = weights[original]
     return weights

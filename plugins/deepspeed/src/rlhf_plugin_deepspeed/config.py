@@ -107,11 +107,9 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
 def check(config: Any) -> None:
     """Refuse what cannot run or would have no effect, before anything heavy is imported. Raises
     RLHFError."""
-    section: DeepSpeedConfig = config.backend_section
     check_version(installed_version())
-    resolved = resolve(section)
-    settings = settings_of(config, resolved)
-    check_capabilities(settings, stage=resolved.stage)
+    resolved = resolve(config.backend_section)
+    check_capabilities(settings_of(config, resolved), stage=resolved.stage)
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:

@@ -22,15 +22,13 @@ def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
     rank of a host."""
     if rounded:
         return ROUNDED, ""
-    if offloaded:
-        problem = compiled("CPUAdamBuilder")
-        return ("DeepSpeedCPUAdam", "") if not problem else (TORCH, problem)
-    if get_accelerator().device_name() == "cpu":
+    if not offloaded and get_accelerator().device_name() == "cpu":
         # DeepSpeed's FusedAdam for the CPU takes a compiler and 40 s; torch's needs neither and is
         # as fast.
         return TORCH, ""
-    problem = compiled("FusedAdamBuilder")
-    return ("FusedAdam", "") if not problem else (TORCH, problem)
+    name = "DeepSpeedCPUAdam" if offloaded else "FusedAdam"
+    problem = compiled(f"{name.removeprefix('DeepSpeed')}Builder")
+    return (TORCH, problem) if problem else (name, "")
 
 
 def build(

@@ -53,7 +53,8 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
-    summary = f"ZeRO {stage} ({why}), {precision}, {_ranks(mesh)}, {optimizer}{_offloads(resolved)}"
+    ranks = "1 rank" if mesh.world == 1 else f"{mesh.world} ranks"
+    summary = f"ZeRO {stage} ({why}), {precision}, {ranks}, {optimizer}{_offloads(resolved)}"
     if reason:
         summary += f" ({reason})"
     return Plan(
@@ -64,10 +65,6 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         lighter=_lighter(config, resolved, shape, mesh, stage=stage),
         patches=patches,
     )
-
-
-def _ranks(mesh: Mesh) -> str:
-    return "1 rank" if mesh.world == 1 else f"{mesh.world} ranks"
 
 
 def _offloads(resolved: Resolved) -> str:

@@ -1,6 +1,5 @@
 """Parameters of ZeRO-3 gathered with fewer waits and fewer collectives."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -21,14 +20,10 @@ class WholeLayers(InflightParamRegistry):
     def pop(self, parameter: nn.Parameter, *default: Any) -> Any:
         """Return the handle to wait for."""
         handle = super().pop(parameter, *default)
-        for other in _parameters(handle):
-            self.data.pop(other, None)
+        for part in getattr(handle, "handles", (handle,)):
+            for other in getattr(part, "params", ()):
+                self.data.pop(other, None)
         return handle
-
-
-def _parameters(handle: Any) -> Iterable[nn.Parameter]:
-    for part in getattr(handle, "handles", (handle,)):
-        yield from getattr(part, "params", ())
 
 
 def gather_at_once(optimizer: Any) -> None:

@@ -227,5 +227,5 @@ def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:
 
 def test_rows_are_named_by_file_and_line(examples: Examples, config: Config) -> None:
     path = config.data.train[0].path
-    assert order(examples, config).row_names([0, 7]) == f"{path} line 1, {path} line 8"
-    assert order(examples, config).row_names(range(9)).endswith(f"{path} line 5 and 4 more")
+    assert order(examples, config).examples.names([0, 7]) == f"{path} line 1, {path} line 8"
+    assert order(examples, config).examples.names(range(9)).endswith(f"{path} line 5 and 4 more")

@@ -51,7 +51,7 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
         "section": attrs.asdict(section) if attrs.has(type(section)) else None,
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "sources": _sources(trainer),
-        "version": _version(),
+        "version": metadata.version("rlhf-core"),
     }
     return _sha(json.dumps(own, sort_keys=True, default=repr))
 
@@ -110,13 +110,6 @@ def _python_digest(path: Path) -> str:
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     parts = [f"{file.relative_to(path)} {_sha(file.read_bytes())}" for file in files]
     return _sha("\n".join(parts))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("rlhf-core")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _sha(content: str | bytes) -> str:

@@ -92,8 +92,10 @@ class ChatTemplate:
         if view.marked:
             return self._marked_turn(messages, view)
         text = view.text(messages)
-        start = self._start_by_generation_prompt(text, messages, view)
-        if start is None:
+        prompt = view.prompt(messages[:-1])
+        if prompt is not None and text.startswith(prompt):
+            start: int | None = len(prompt)
+        else:
             start = self._start_by_probes(text, messages, view)
         if start is None:
             raise RLHFError(
@@ -103,7 +105,9 @@ class ChatTemplate:
             )
         end = self._end_by_probes(text, start, view)
         if end is None:
-            end = self._end_by_special_token(text, start)
+            # After the last special token if only blanks follow it, else the end of the text.
+            stripped = text.rstrip()
+            end = len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
         return text[:end], ((start, end),) if end > start else ()
 
     def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
@@ -118,13 +122,6 @@ class ChatTemplate:
         if not self._ends_with_special(text[start:end]):
             end += self._special_prefix(text[end:])
         return text[:end], (*spans[:-1], (start, end))
-
-    def _start_by_generation_prompt(
-        self, text: str, messages: Messages, view: "Rendering"
-    ) -> int | None:
-        """Where the last turn begins if the rendering continues the generation prompt."""
-        prompt = view.prompt(messages[:-1])
-        return len(prompt) if prompt is not None and text.startswith(prompt) else None
 
     def _start_by_probes(self, text: str, messages: Messages, view: "Rendering") -> int | None:
         """Where another answer would make a difference, after the rendering of the messages
@@ -158,11 +155,6 @@ class ChatTemplate:
         match = self._special.search(tail)
         return (tail, match.end()) if match else None
 
-    def _end_by_special_token(self, text: str, start: int) -> int:
-        """After the last special token if only blanks follow it, else the end of the text."""
-        stripped = text.rstrip()
-        return len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
-
     def _ends_with_special(self, text: str) -> bool:
         return any(match.end() == len(text) for match in self._special.finditer(text))
 
@@ -187,16 +179,13 @@ class Rendering:
 
     def text(self, messages: Messages, *, opened: bool = False) -> str:
         """Return the conversation as text; with `opened`, followed by the next answer's header."""
-        try:
-            return self._render(messages, opened=opened, marks=False)[0]
-        except ERRORS as error:
-            raise _refused(error) from None
+        return self._render(messages, opened=opened)[0]
 
     def text_or_none(self, messages: Messages, *, opened: bool = False) -> str | None:
         """Return the same, or None if the template refuses."""
         try:
-            return self._render(messages, opened=opened, marks=False)[0]
-        except ERRORS:
+            return self.text(messages, opened=opened)
+        except RLHFError:
             return None
 
     def prompt(self, messages: Messages) -> str | None:
@@ -212,23 +201,27 @@ class Rendering:
 
     def marks(self, messages: Messages) -> tuple[str, Spans]:
         """Return the text and the spans of its `{% generation %}` marks."""
-        try:
-            text, spans = self._render(messages, opened=False, marks=True)
-        except ERRORS as error:
-            raise _refused(error) from None
+        text, spans = self._render(messages, marks=True)
         return text, tuple((start, end) for start, end in spans if end > start)
 
     def _render(
-        self, messages: Messages, *, opened: bool, marks: bool
+        self, messages: Messages, *, opened: bool = False, marks: bool = False
     ) -> tuple[str, Sequence[tuple[int, int]]]:
-        texts, spans = render_jinja_template(
-            conversations=[list(messages)],
-            tools=self._tools,
-            chat_template=self.template,
-            return_assistant_tokens_mask=marks,
-            add_generation_prompt=opened,
-            **self._keywords,
-        )
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=self._tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=opened,
+                **self._keywords,
+            )
+        except ERRORS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RLHFError(
+                f"the chat template refuses the conversation ({reason}); change the row or set "
+                "data.chat_template"
+            ) from None
         return texts[0], spans[0] if marks else ()
 
 
@@ -252,11 +245,3 @@ def _shared(texts: Sequence[str]) -> str:
 
 def _answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-def _refused(error: Exception) -> RLHFError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return RLHFError(
-        f"the chat template refuses the conversation ({reason}); change the row or set "
-        "data.chat_template"
-    )

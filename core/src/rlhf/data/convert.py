@@ -121,9 +121,7 @@ def sharegpt(row: RawRow) -> list[RawColumns]:
     return [{**columns, "prompt" if answered else "messages": messages}]
 
 
-Converter = Callable[[RawRow], list[RawColumns]]
-
-CONVERTERS: dict[str, Converter] = {
+CONVERTERS: dict[str, Callable[[RawRow], list[RawColumns]]] = {
     "prm800k": prm800k,
     "math_shepherd": math_shepherd,
     "sharegpt": sharegpt,

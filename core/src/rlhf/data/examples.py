@@ -129,7 +129,8 @@ class Examples(Sequence[Example]):
         self.report = report
         self._parts = tuple(parts)
         self._computed = dict(computed or {})
-        self._files = [TreeFile(part.file) for part in parts]
+        self.files = tuple(TreeFile(part.file) for part in parts)
+        """The files of tokenised rows, in the order of the entries."""
         self._part = np.repeat(np.arange(len(parts)), [len(part.take) for part in parts])
         self._place = np.concatenate([part.take for part in parts])
         self.lengths = self._column("length")
@@ -165,16 +166,11 @@ class Examples(Sequence[Example]):
             return [self[place] for place in range(*number.indices(len(self)))]
         # numpy's arrays take negative numbers as a list does.
         part, place = self._part[number], int(self._place[number])
-        example = self._files[part][place]
+        example = self.files[part][place]
         if not self._computed:
             return example
         more = {name: columns[part][place] for name, columns in self._computed.items()}
         return attrs.evolve(example, values={**example.values, **more})
-
-    @property
-    def files(self) -> tuple[TreeFile, ...]:
-        """The files of tokenised rows, in the order of the entries."""
-        return tuple(self._files)
 
     def with_values(self, name: str, columns: Sequence[Any]) -> "Examples":
         """Return these examples with one more value per token, as `computed` describes."""
@@ -199,7 +195,7 @@ class Examples(Sequence[Example]):
     def first_beyond(self, vocabulary: int) -> tuple[str, int] | None:
         """Return where the first example with a token id of at least `vocabulary` came from, and
         that id."""
-        for part, file in enumerate(self._files):
+        for part, file in enumerate(self.files):
             first = file.first_beyond(vocabulary)
             if first is not None:
                 place, token = first
@@ -216,11 +212,11 @@ class Examples(Sequence[Example]):
 
     def _joined(self, column: Callable[[TreeFile], NDArray[Any]]) -> NDArray[Any]:
         """A column of every file, in the order of the examples."""
-        pairs = zip(self._files, self._parts, strict=True)
+        pairs = zip(self.files, self._parts, strict=True)
         return np.concatenate([column(file)[part.take] for file, part in pairs])
 
     def _kinds(self) -> dict[str, str]:
-        kinds = [kind for file in self._files for kind in file.kinds]
+        kinds = [kind for file in self.files for kind in file.kinds]
         for kind in kinds[1:]:
             if kind != kinds[0]:
                 raise RLHFError(

@@ -4,10 +4,18 @@ from collections.abc import Callable, Sequence
 
 from rlhf.data.columns import RawRow, has, messages_of, missing_columns, read_each, type_name
 from rlhf.data.encode import Rendered
-from rlhf.data.preference import preferences
+from rlhf.data.preference import preferences, render_pair
 from rlhf.data.stepwise import stepwise
-from rlhf.data.tokens import Reader, Row, encode_rows, render_conversation, render_text
-from rlhf.data.unpaired import unpaired
+from rlhf.data.tokens import (
+    Reader,
+    Row,
+    Unencoded,
+    encode_rows,
+    render_answer,
+    render_answers,
+    render_conversation,
+    render_text,
+)
 from rlhf.errors import RLHFError
 
 Format = Callable[[Sequence[RawRow], Reader], list[list[Row]]]
@@ -21,6 +29,12 @@ def demonstrations(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
     rendered = read_each(raw, lambda row: _demonstration(row, reader))
     pairs = zip(raw, rendered, strict=True)
     return encode_rows([[([text], row.columns) for text in texts] for row, texts in pairs], reader)
+
+
+def unpaired(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
+    """Read `prompt`, `completion` and `label`, or `messages` and `label`; a pair becomes two
+    rows. `columns["label"]` is a bool."""
+    return encode_rows(read_each(raw, lambda row: _unpaired(row, reader)), reader)
 
 
 FORMATS: dict[str, Format] = {
@@ -56,3 +70,30 @@ def _demonstration(row: RawRow, reader: Reader) -> list[Rendered]:
             raise RLHFError(f"`text` must be text, not {type_name(text)}")
         return [render_text("", text)] if text else []
     raise missing_columns(row, "`messages`, `text`, or `prompt` and `completion`")
+
+
+def _unpaired(row: RawRow, reader: Reader) -> list[Unencoded]:
+    if has(row, "chosen", "rejected"):
+        return [
+            ([path], {**row.columns, "label": label})
+            for path, label in zip(render_pair(row, reader), (True, False), strict=False)
+        ]
+    if has(row, "prompt", "completion", "label"):
+        paths = render_answers(row, reader, ["completion"], [row.columns["completion"]])
+    elif has(row, "messages", "label"):
+        messages = messages_of(row, "messages")
+        last = max(0, len(messages) - 1)
+        paths = [render_answer(row, reader, messages[:last], messages[last:], "messages")]
+    else:
+        raise missing_columns(
+            row, "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+        )
+    return [(paths, {**row.columns, "label": _label(row)})]
+
+
+def _label(row: RawRow) -> bool:
+    label = row.columns["label"]
+    if isinstance(label, bool | int | float) and label in (0, 1):
+        return bool(label)
+    shown = repr(label) if isinstance(label, str) else label
+    raise RLHFError(f"`label` is {shown}; use true or false")

@@ -75,19 +75,13 @@ def _balanced(
     heap = [(0.0, number, 0) for number in range(bins)]
     for item in order:
         size = sizes[item]
-        load, number, used = heap[0]
-        if used + size <= tokens:
-            heapq.heapreplace(heap, (load + work[item], number, used + size))
-            filled[number].append(item)
-            continue
         full = []
         while heap and heap[0][2] + size > tokens:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        load, number, used = heapq.heapreplace(
-            heap, (heap[0][0] + work[item], heap[0][1], heap[0][2] + size)
-        )
+        load, number, used = heap[0]
+        heapq.heapreplace(heap, (load + work[item], number, used + size))
         filled[number].append(item)
         for entry in full:
             heapq.heappush(heap, entry)

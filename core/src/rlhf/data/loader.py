@@ -34,12 +34,12 @@ def batches_from(
         # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
-            Packing(order),
+            order,
             batch_size=None,
             sampler=MicroBatches(order, first_step, last),
             num_workers=workers,
             pin_memory=pin,
-            collate_fn=_as_it_is,
+            collate_fn=Parcel.of,
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
             generator=torch.Generator().manual_seed(order.seed),
@@ -60,16 +60,6 @@ class MicroBatches(Sampler[Rows | SurveyRows]):
 
     def __iter__(self) -> Iterator[Rows | SurveyRows]:
         return self._order.micro_batches(self._first, self._last)
-
-
-class Packing:
-    """Micro-batches of the plan as parcels: what the worker processes run."""
-
-    def __init__(self, order: RunOrder) -> None:
-        self._order = order
-
-    def __getitem__(self, rows: Rows | SurveyRows) -> "Parcel":
-        return Parcel.of(self._order.packed(rows))
 
 
 @frozen
@@ -118,10 +108,6 @@ class Parcel:
     def pin_memory(self) -> "Parcel":
         """Return the parcel in page-locked memory; torch's loader calls this."""
         return attrs.evolve(self, flats={d: flat.pin_memory() for d, flat in self.flats.items()})
-
-
-def _as_it_is(parcel: Parcel) -> Parcel:
-    return parcel
 
 
 def _keep_quiet(worker: int) -> None:

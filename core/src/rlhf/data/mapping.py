@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from attrs import frozen
 from numpy.typing import NDArray
 
 from rlhf.config.sections import DataConfig
@@ -32,19 +33,15 @@ class ExampleBuilder(Protocol):
     def example(self, row: Any) -> Example: ...
 
 
+@frozen(eq=False)
 class RowsToTrees:
     """Callable that turns one batch of rows into one table of trees."""
 
-    def __init__(
-        self,
-        source: Source,
-        numbers: NDArray[np.int64],
-        data: DataConfig,
-        trainer: ExampleBuilder,
-        reader: Reader,
-    ) -> None:
-        self.source, self.numbers, self.data = source, numbers, data
-        self.trainer, self.reader = trainer, reader
+    source: Source
+    numbers: NDArray[np.int64]
+    data: DataConfig
+    trainer: ExampleBuilder
+    reader: Reader
 
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:
         numbers = [int(self.numbers[index]) for index in indices]
@@ -61,7 +58,7 @@ class RowsToTrees:
             for row in rows:
                 with errors_at(row.where):
                     made += [self._tree(number, line, item) for item in next(tokenised)]
-            out += made or [Tree(number, line, trees.EMPTY, Example([], []))]
+            out += made or [Tree(number, line, trees.EMPTY)]
         return trees.to_table(out)
 
     def _rows(self, raw: Sequence[RawRow]) -> Sequence[Sequence[Row | Mapping[str, Any]]]:
@@ -82,17 +79,14 @@ class RowsToTrees:
                     f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
                 )
             if self.data.too_long == "drop":
-                return Tree(number, line, trees.TOO_LONG, Example([], []))
+                return Tree(number, line, trees.TOO_LONG)
             example, status = _cut(example, self.data.max_tokens), trees.CUT
-        after = _predictions(example)
-        labels = _labels(example)
+        after, labels = _predictions(example), _labels(example)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)
         if lost or bare or alike or not sum(after) + labels:
-            return Tree(
-                number, line, trees.EMPTY, Example([], []), labels_cut=labels_before - labels
-            )
+            return Tree(number, line, trees.EMPTY, labels_cut=labels_before - labels)
         return Tree(number, line, status, example, sum(after), labels, labels_before - labels)
 
 
@@ -101,11 +95,8 @@ def _cut(example: Example, size: int) -> Example:
     prompt = example.prompt[:size]
     room = size - len(prompt)
     answers = [
-        Answer(
-            answer.tokens[:room],
-            answer.trained if answer.trained is None else answer.trained[:room],
-        )
-        for answer in example.answers
+        Answer(a.tokens[:room], a.trained if a.trained is None else a.trained[:room])
+        for a in example.answers
     ]
     values = {
         name: [row[:room] for row in value] if kind_of(value) == PER_TOKEN else value

@@ -1,6 +1,6 @@
 """The order of a run: the micro-batches that this rank sees in each step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -158,8 +158,8 @@ class RunOrder:
             yield from plan.micro
             number += 1
 
-    def packed(self, rows: Rows | SurveyRows) -> PackedBatch:
-        """Return one micro-batch of the plan."""
+    def __getitem__(self, rows: Rows | SurveyRows) -> PackedBatch:
+        """Return one micro-batch of the plan, packed."""
         examples: Any = self.examples
         if isinstance(rows, SurveyRows):
             examples, rows = self.surveyed(rows.epoch), rows.rows
@@ -175,10 +175,6 @@ class RunOrder:
             self._surveyed.clear()
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
-
-    def row_names(self, numbers: Iterable[int]) -> str:
-        """Return where examples came from, for error messages."""
-        return self.examples.names(numbers)
 
     def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
         """Numbers of examples as `[micro][rank]`."""

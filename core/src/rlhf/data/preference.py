@@ -56,7 +56,8 @@ def render_pair(row: RawRow, reader: Reader) -> list[Rendered]:
             return [render_text(value[:cut], value[cut:]) for value in values]
         return render_answers(row, reader, names, values)
     lists = [messages_of(row, name, role="assistant") for name in names]
-    size = _shared_messages(*lists)
+    pairs = enumerate(zip(*lists, strict=False))
+    size = next((n for n, (one, other) in pairs if one != other), min(map(len, lists)))
     before = _before(row, lists[0][:size])
     return [
         render_answer(row, reader, before, messages[size:], name)
@@ -91,18 +92,14 @@ def _ranked(row: RawRow, reader: Reader) -> Unencoded:
         count = len(values) if isinstance(values, list) else type_name(values)
         raise RLHFError(f"{count} {column} for {len(answers)} answers; give one per answer")
     numbers = _numbers(column, values)
-    ranks = numbers if column == "ranks" else _ranks(numbers)
+    # The highest score has rank 1, and equal scores have equal ranks.
+    order = sorted(set(numbers), reverse=True)
+    ranks = numbers if column == "ranks" else [1.0 + order.index(score) for score in numbers]
     if len(set(ranks)) == 1:
         return [], row.columns
     names = [f"answers[{number}]" for number in range(len(answers))]
     rendered = render_answers(row, reader, names, answers)
     return rendered, {**row.columns, **_margin(row), column: numbers, "ranks": ranks}
-
-
-def _ranks(scores: Sequence[float]) -> list[float]:
-    """1 for the highest score, equal for equal ones."""
-    order = sorted(set(scores), reverse=True)
-    return [1.0 + order.index(score) for score in scores]
 
 
 def _margin(row: RawRow) -> dict[str, float]:
@@ -119,12 +116,6 @@ def _numbers(name: str, values: Sequence[Any]) -> list[float]:
             shown = value if number else type_name(value)
             raise RLHFError(f"`{name}` must hold numbers, not {shown}")
     return [float(value) for value in values]
-
-
-def _shared_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many messages both lists begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _shared_text(one: str, other: str) -> int:

@@ -42,9 +42,7 @@ def prepare(config: Config, trainer: ExampleBuilder, tokenizer: Any, *, which: s
         _prepare_entry(Source(entry, which, format), place, config, trainer, tokenizer)
         for place, entry in enumerate(entries)
     ]
-    report = made[0][1]
-    for _, other in made[1:]:
-        report = report + other
+    report = sum((other for _, other in made[1:]), made[0][1])
     _check_not_empty(report, config.data, which, [entry.path for entry in entries])
     parts = [part for part, _ in made if len(part.take)]
     examples = Examples(parts, report)
@@ -80,10 +78,8 @@ def _prepare_entry(
 
     folder = once(cache_root() / "examples" / chosen, build)
     report = Report(**json.loads((folder / "report.json").read_text()))
-    named = {
-        why: tuple(f"{source.path} {row}" for row in rows) for why, rows in report.lost.items()
-    }
-    report = attrs.evolve(report, lost=named)
+    lost = {why: tuple(f"{source.path} {row}" for row in rows) for why, rows in report.lost.items()}
+    report = attrs.evolve(report, lost=lost)
     take = _repeat(report.examples, entry.weight, seed)
     return Part(folder / "examples.arrow", source.path, take), report
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from rlhf.data.example import Answer, Example
@@ -50,7 +50,7 @@ class Tree:
     line: int
     """Line of the file from 1; 0 if the file has no lines."""
     status: int
-    example: Example
+    example: Example = field(factory=lambda: Example([], []))
     predictions: int = 0
     labels: int = 0
     labels_cut: int = 0
@@ -63,15 +63,11 @@ def to_table(trees: Sequence[Tree]) -> pa.Table:
     for tree in trees:
         example, answers = tree.example, tree.example.answers
         sizes = [len(answer.tokens) for answer in answers]
-        columns["row"].append(tree.row)
-        columns["line"].append(tree.line)
-        columns["status"].append(tree.status)
+        for name in ("row", "line", "status", "predictions", "labels", "labels_cut"):
+            columns[name].append(getattr(tree, name))
         columns["length"].append(len(example.prompt) + sum(sizes))
         columns["path"].append(len(example.prompt) + max(sizes, default=0))
         columns["answers"].append(len(sizes))
-        columns["predictions"].append(tree.predictions)
-        columns["labels"].append(tree.labels)
-        columns["labels_cut"].append(tree.labels_cut)
         columns["prompt"].append(example.prompt)
         columns["tokens"].append(_joined([answer.tokens for answer in answers]))
         columns["ends"].append(np.cumsum(sizes))
@@ -191,11 +187,8 @@ def _masks(answers: Sequence[Answer], sizes: Sequence[int]) -> Sequence[Any]:
     """The masks of all answers; empty if everything is trained on."""
     if all(answer.trained is None for answer in answers):
         return []
-    masks = [
-        a.trained if a.trained is not None else [True] * n
-        for a, n in zip(answers, sizes, strict=True)
-    ]
-    return _joined(masks)
+    pairs = zip(answers, sizes, strict=True)
+    return _joined([[True] * n if a.trained is None else a.trained for a, n in pairs])
 
 
 def _flat(value: Any) -> list[float]:

@@ -123,7 +123,7 @@ def largest(order: RunOrder, steps: int) -> PackedBatch:
     sizes = order.examples.lengths
     plans = plans_ahead(order, steps)
     each = (rows for plan in plans for micro in plan.layout for rows in micro)
-    return order.packed(max(each, key=lambda rows: sizes[rows].sum()))
+    return order[max(each, key=lambda rows: sizes[rows].sum())]
 
 
 def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:

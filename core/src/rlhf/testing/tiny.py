@@ -196,7 +196,7 @@ def _batches(order: RunOrder, plan: StepPlan, *, alone: bool) -> tuple[StepPlan,
         each = [np.array([row]) for row in plan.rows]
         seen = [SurveyRows(plan.epoch, rows) for rows in each] if plan.survey else []
         plan = attrs.evolve(plan, micro=each, survey=seen)
-    return plan, [*map(order.packed, plan.survey), *map(order.packed, plan.micro)]
+    return plan, [*(order[rows] for rows in plan.survey), *(order[rows] for rows in plan.micro)]
 
 
 class KeepingEngine(PlainEngine):

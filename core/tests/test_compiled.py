@@ -11,7 +11,7 @@ from families import FAMILIES, llama, row
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.memory.live_bytes import LiveBytes
+from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
 from rlhf.model.kernels import compiled, fp8
 from rlhf.model.kernels.compiled import (

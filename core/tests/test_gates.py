@@ -8,7 +8,7 @@ import transformers
 from families import FAMILIES, SIZES
 
 from rlhf.errors import RLHFError
-from rlhf.memory.live_bytes import LiveBytes
+from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, not_fusible
 from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.parts import decoder

@@ -55,8 +55,8 @@ def test_the_time_of_an_evaluation_is_not_that_of_steps(
     diary.step(result(order, 1, MOVED, report()))
     tokens = sum(int(order.step(number).lengths.sum()) for number in range(2))
     assert diary._pending is not None
-    assert diary._pending.host["tokens_per_s"] == pytest.approx(tokens / 5)
-    assert diary._pending.host.keys() <= RESERVED
+    assert diary._pending[1]["tokens_per_s"] == pytest.approx(tokens / 5)
+    assert diary._pending[1].keys() <= RESERVED
 
 
 def test_steps_that_the_loss_scaler_skipped_are_counted_over_a_resume(session: Session) -> None:

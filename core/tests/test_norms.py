@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from rlhf.memory.live_bytes import LiveBytes
+from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model.kernels import fused
 from rlhf.model.kernels.norms import Formula, formula_of, fuse_norms
 

@@ -7,7 +7,7 @@ import torch
 from families import llama, row
 
 from rlhf.errors import RLHFError
-from rlhf.memory.live_bytes import LiveBytes
+from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model.kernels.offload import HostInputs, Kept
 from rlhf.model.packed import PackedModel
 from rlhf.model.trainable import check_recomputable, recompute

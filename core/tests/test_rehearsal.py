@@ -18,9 +18,8 @@ from rlhf.hookspecs import hookimpl
 from rlhf.journal.sums import weighted_loss
 from rlhf.memory import rehearsal
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.live_bytes import LiveBytes
 from rlhf.memory.rehearsal import STRICT
-from rlhf.memory.step_bytes import StepBytes, step_bytes
+from rlhf.memory.step_bytes import LiveBytes, StepBytes, step_bytes
 from rlhf.run.rank import ran_out
 from rlhf.run.set_up import memory_lines
 from rlhf.testing import tiny
@@ -267,8 +266,8 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(
     on_device = attrs.evolve(looking, mesh=on_accelerator(words, GIB).mesh)
     assert memory_lines(on_device, "", tmp_path) == [looking.line()]
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
-    assert looking.line().endswith(" (details: rehearsal.txt)")
-    assert "batch.tokens.sum().item() > 0" in (tmp_path / "rehearsal.txt").read_text()
+    assert looking.line().endswith(" (details: errors/rehearsal.txt)")
+    assert "batch.tokens.sum().item() > 0" in (tmp_path / "errors" / "rehearsal.txt").read_text()
     assert str(looking.error(torch.OutOfMemoryError("x"))) == (
         "out of memory on cpu, which has 1.0 GiB: lower batch.tokens or set model.recompute to full"
     )

@@ -46,7 +46,8 @@ def choose(request: Request) -> Path:
         if request.resume is not None or request.overwrite:
             flag = "--resume" if request.resume is not None else "--overwrite"
             raise RLHFError(f"{flag} needs the run folder; pass --output")
-        return _first_free(Path("runs"), request.name)
+        numbered = (Path("runs") / f"{request.name}-{number}" for number in itertools.count(1))
+        return next(folder for folder in numbered if not folder.exists())
     folder = Path(request.config.output)
     if holds_run(folder) and request.resume is None and not request.overwrite:
         raise RLHFError(
@@ -118,12 +119,19 @@ def logged(folder: Path, *, until: int) -> list[str]:
     return [line for line in lines if _logged_step(line, default=until + 1) <= until]
 
 
+def write_error(folder: Path, name: str, text: str) -> Path:
+    """Write a traceback into `errors/` of a run folder and return its path."""
+    path = folder / "errors" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 class RunFolder:
     """The folder of a run as rank 0 writes to it; locked until `close`."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -162,11 +170,6 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.release()
-
-
-def _first_free(parent: Path, name: str) -> Path:
-    folders = (parent / f"{name}-{number}" for number in itertools.count(1))
-    return next(folder for folder in folders if not folder.exists())
 
 
 def _lock(path: Path) -> FileLock:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from attrs import define, field, frozen
 
@@ -38,16 +39,6 @@ class StepResult:
         return self.plan.step + 1
 
 
-@frozen
-class Pending:
-    """A logged step whose sums are still being copied to the host."""
-
-    step: int
-    report: Report
-    outcome: StepOutcome | LaterOutcome
-    host: dict[str, Any]
-
-
 @define(kw_only=True)
 class Journal:
     """The run's reports. Every rank has one; only rank 0's writes, prints and calls observers."""
@@ -68,7 +59,8 @@ class Journal:
     """Steps that fp16's loss scaler skipped."""
     last: dict[str, float] = field(factory=dict)
     """The newest value of every metric, of evaluations too."""
-    _pending: Pending | None = field(default=None, init=False)
+    _pending: tuple[StepResult, dict[str, Any]] | None = field(default=None, init=False)
+    """A logged step whose sums are still being copied, and its numbers from the host."""
     _progress: Progress | None = field(default=None, init=False)
     _interval: Interval = field(factory=Interval, init=False)
     _evaluating_since: float = field(default=0.0, init=False)
@@ -99,8 +91,7 @@ class Journal:
         self.skipped += result.outcome.skipped_by_scaler
         self.flush()
         if result.report is not None:
-            host = self._host_metrics(result)
-            self._pending = Pending(result.step, result.report, result.outcome, host)
+            self._pending = (attrs.evolve(result, batches=()), self._host_metrics(result))
         if self._progress is not None:
             self._progress.step(result.step)
 
@@ -131,13 +122,15 @@ class Journal:
         pending, self._pending = self._pending, None
         if pending is None or self.folder is None:
             return
-        norm = {"grad_norm": pending.outcome.read().grad_norm}
-        metrics = pending.report.read(self.derive) | norm | pending.host
+        result, host = pending
+        assert result.report is not None, "only a logged step is kept"
+        norm = {"grad_norm": result.outcome.read().grad_norm}
+        metrics = result.report.read(self.derive) | norm | host
         self.last |= metrics
-        self.folder.append_metrics({"step": pending.step, **metrics})
-        self.observers.on_step(run=self.record, step=pending.step, metrics=metrics)
+        self.folder.append_metrics({"step": result.step, **metrics})
+        self.observers.on_step(run=self.record, step=result.step, metrics=metrics)
         if self._progress is not None:
-            self._progress.logged(pending.step, metrics)
+            self._progress.logged(result.step, metrics)
 
     def close(self) -> None:
         """End the progress bar."""

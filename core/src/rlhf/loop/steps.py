@@ -1,9 +1,10 @@
 """The one loop of every workflow: steps, and between them evaluations, checkpoints and stops."""
 
+import gc
 import itertools
 from contextlib import closing
 
-from attrs import frozen
+import torch
 
 from rlhf.data.loader import batches_from
 from rlhf.loop.evaluation import (
@@ -14,7 +15,6 @@ from rlhf.loop.evaluation import (
     is_due,
     out_of_patience,
 )
-from rlhf.loop.heap import freeze_heap, frozen_heap
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.save import save
 from rlhf.loop.session import Session
@@ -23,32 +23,29 @@ from rlhf.loop.stop import StopWatch
 from rlhf.loop.trace import StepTrace
 
 
-@frozen
-class Ending:
-    """How the steps of a run ended."""
-
-    reason: str
-    step: int
-    evaluated: int | None
-    """The step of the last evaluation after `first_step`."""
-
-
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
     config, rank = session.config.train, session.mesh.rank
     stop = StopWatch(config, session.mesh)
     trace = StepTrace(config.trace, session.path / "traces", rank, first_step=first_step)
-    with frozen_heap(session.engine.device), closing(stop), closing(trace):
-        ending = take_steps(session, stop, trace, first_step=first_step)
-    if ending.reason != "signal" and ending.evaluated != ending.step:
-        evaluate_at_end(session, step=ending.step)
+    _freeze_heap(session.engine.device)
+    try:
+        with closing(stop), closing(trace):
+            reason, step, evaluated = _take_steps(session, stop, trace, first_step=first_step)
+    finally:
+        gc.unfreeze()
+    if reason != "signal" and evaluated != step:
+        evaluate_at_end(session, step=step)
     session.journal.flush()
-    return ending.reason
+    return reason
 
 
-def take_steps(session: Session, stop: StopWatch, trace: StepTrace, *, first_step: int) -> Ending:
-    """Take all steps, with what is due between them. Collective."""
+def _take_steps(
+    session: Session, stop: StopWatch, trace: StepTrace, *, first_step: int
+) -> tuple[str, int, int | None]:
+    """Take all steps, with what is due between them. Returns why they ended, the last step, and
+    the step of the last evaluation after `first_step`. Collective."""
     config, engine, order = session.config, session.engine, session.train_order
     rolls_out = session.trainer.needs_rollout()
     source = batches_from(
@@ -76,7 +73,7 @@ def take_steps(session: Session, stop: StopWatch, trace: StepTrace, *, first_ste
         result = stepper.take(plan, batches)
         if step == first_step:
             # The first step loads compilers.
-            freeze_heap(engine.device)
+            _freeze_heap(engine.device)
         step += 1
         session.journal.step(result)
         reason = stop.reason(step)
@@ -91,4 +88,13 @@ def take_steps(session: Session, stop: StopWatch, trace: StepTrace, *, first_ste
             stepper.raise_if_not_finite()
             session.journal.flush()
             save(session, step)
-    return Ending(reason or "done", step, evaluated)
+    return reason or "done", step, evaluated
+
+
+def _freeze_heap(device: torch.device) -> None:
+    """Exclude from collections the objects that exist now: a full collection visits everything that
+    the libraries hold, which stops some step for half a second."""
+    if device.type != "cpu":
+        # Dead cycles would keep their tensors on the accelerator.
+        gc.collect()
+    gc.freeze()

@@ -78,7 +78,7 @@ class StepFit:
     def line(self) -> str:
         """Return the line `memory` of the run's introduction."""
         if isinstance(self.rehearsed, NotRehearsed):
-            details = " (details: rehearsal.txt)" * bool(self.rehearsed.traceback)
+            details = " (details: errors/rehearsal.txt)" * bool(self.rehearsed.traceback)
             return f"memory     not estimated: {self.rehearsed.reason}{details}"
         estimate = self.rehearsed.estimate
         if not self.mesh.memory:

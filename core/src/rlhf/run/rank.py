@@ -2,25 +2,29 @@
 
 import re
 import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
-from rlhf.errors import first_line
-from rlhf.folder import run_folder
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError, SameOnAllRanks, first_line
+from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import writing
-from rlhf.loop.export import export_model
+from rlhf.loop.export import export_checkpoint, export_model
+from rlhf.loop.save import restore
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.registry.gateway import build_gateways, load_hooks
 from rlhf.registry.load import load_object
 from rlhf.request.reader import Request
 from rlhf.run.dataset import prepare_data
-from rlhf.run.rank_zero import on_rank_zero, opened
-from rlhf.run.resume import resume
 from rlhf.run.set_up import out_of_memory, set_up
+
+T = TypeVar("T")
 
 STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
@@ -43,7 +47,12 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
         resumed = on_rank_zero(
             mesh, lambda: run_folder.check_resumable(request, path, verified=verified)
         )
-        with writing(path), opened(mesh, path, fresh=resumed is None) as folder:
+        with writing(path), ExitStack() as stack:
+            folder = on_rank_zero(
+                mesh, lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
+            )
+            if folder is not None:
+                stack.callback(folder.close)
             session = set_up(request, data, mesh, hooks, observers, path, folder)
             record = session.record
             reason = carry_out(request, session, resumed)
@@ -98,6 +107,56 @@ def is_finished(session: Session, step: int) -> bool:
     return bool(ended and judged and on_rank_zero(session.mesh, (session.path / "model").is_dir))
 
 
+def resume(session: Session, checkpoint: Path) -> int:
+    """Restore `checkpoint` and return its step; later checkpoints are set aside. Collective."""
+    step = restore(session, checkpoint)
+    later = on_rank_zero(
+        session.mesh, lambda: checkpoints.set_aside(session.checkpoints, after=step)
+    )
+    lost = restore_best(session, step=step) if later else ""
+    if session.folder is not None:
+        aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
+        name, to_go = checkpoints.name_of(checkpoint), session.num_steps - step
+        print(f"resumed    {name}, {to_go:,} steps to go{aside}{lost}", flush=True)
+    return step
+
+
+def restore_best(session: Session, *, step: int) -> str:
+    """Restore `model/` to the best evaluation up to `step`, which a later one may have replaced. If
+    its checkpoint was deleted, the best is forgotten; returns a note that says so. Collective."""
+    best = session.best
+    if best.step is None:
+        return ""
+    if best.step == step:
+        export_model(session)
+        return ""
+    folder = checkpoints.step_folder(session.checkpoints, best.step)
+    if on_rank_zero(session.mesh, lambda: checkpoints.damage(folder)):
+        best.forget()
+        return f"; the best, {folder.name}, was deleted, so best-model tracking restarts"
+    on_rank_zero(session.mesh, lambda: export_checkpoint(folder, session.path))
+    return ""
+
+
+def on_rank_zero(mesh: Mesh, act: Callable[[], T], *, share: bool = True) -> T:
+    """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only, and
+    None elsewhere. An RLHFError is raised on every rank, so that none waits for one that has ended.
+    Collective."""
+    value: T | None = None
+    error: RLHFError | None = None
+    if mesh.rank == 0:
+        try:
+            value = act()
+        except RLHFError as problem:
+            error = problem
+    shared, message = mesh.gather((value if share else None, error and str(error)))[0]
+    if error is not None:
+        raise error
+    if message is not None:
+        raise SameOnAllRanks(message)
+    return shared if share else value  # type: ignore[return-value]
+
+
 def ran_out(error: BaseException) -> bool:
     """Return whether an accelerator ran out of memory, whichever library reports it."""
     reported = isinstance(error, RuntimeError) and re.search(
@@ -111,9 +170,7 @@ def report_on_demo(request: Request, path: Path) -> None:
     try:
         load_object(str(request.plugin.report), request.origin)(request.config, path)
     except Exception as error:  # A plugin's code may raise anything.
-        written = path / "errors" / "report.txt"
-        written.parent.mkdir(exist_ok=True)
-        written.write_text(traceback.format_exc())
+        written = run_folder.write_error(path, "report.txt", traceback.format_exc())
         print(
             f"report     failed: {type(error).__name__}: {first_line(error)}; see {written}",
             flush=True,

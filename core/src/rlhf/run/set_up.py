@@ -6,7 +6,7 @@ from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import RunFolder
+from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
@@ -95,7 +95,7 @@ def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
     if fit.mesh.device.type == "cpu":
         return []
     if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
-        (path / "rehearsal.txt").write_text(fit.rehearsed.traceback)
+        write_error(path, "rehearsal.txt", fit.rehearsed.traceback)
     return [line for line in (choice, fit.line()) if line]
 
 

@@ -76,16 +76,16 @@ def test_patience_ends_the_run_and_a_resume_in_between_changes_nothing(
 
 
 def signalled(words: list[str], cache: str, step: int) -> tuple[int, list[dict[str, Any]]]:
-    """A run of which the second rank alone is told to stop after that step."""
+    """A run of which only the second rank gets a signal after that step."""
     reason = StopWatch.reason
 
-    def told(self: StopWatch, done: int) -> str | None:
+    def reason_after_signal(self: StopWatch, done: int) -> str | None:
         if done == step and distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return reason(self, done)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopWatch, "reason", told)
+        patch.setattr(StopWatch, "reason", reason_after_signal)
         return tiny.run(words, cache)
 
 
@@ -98,10 +98,10 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
 
     (_, straight), _ = two.run(tiny.run, words("straight"), str(inputs.cache))
     # All ranks know of it a step later.
-    told = two.run(signalled, words("halves"), str(inputs.cache), 3)
-    assert [code for code, _ in told] == [143, 143]
+    stopped = two.run(signalled, words("halves"), str(inputs.cache), 3)
+    assert [code for code, _ in stopped] == [143, 143]
     assert kept(tmp_path / "halves") == [2, 4]
-    assert list(evaluations(told[0][1])) == [2]
+    assert list(evaluations(stopped[0][1])) == [2]
     (_, halves), _ = two.run(tiny.run, words("halves", "--resume"), str(inputs.cache))
     assert evaluations(halves) == evaluations(straight)
     assert weights(tmp_path / "halves") == weights(tmp_path / "straight")

@@ -51,7 +51,7 @@ class Observer:
     def _tell(self, *what):
         if what[0] == os.environ.get("FAIL_IN"):
             raise ConnectionError("webhook is down")
-        with open(os.environ["TOLD"], "a") as file:
+        with open(os.environ["EVENTS"], "a") as file:
             file.write(json.dumps(what) + "\\n")
 
     @hookimpl
@@ -102,7 +102,7 @@ def start(inputs: tiny.Inputs, plugins: Path, tmp_path: Path):  # type: ignore[n
 
     def started(*more: str, **variables: str) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"PYTHONPATH": path, "TOLD": str(tmp_path / "told")} | variables
+        env = os.environ | {"PYTHONPATH": path, "EVENTS": str(tmp_path / "events")} | variables
         env |= {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
         words = tiny.words(inputs, tmp_path / "run", *more)
         command = [sys.executable, "-m", "rlhf", "run", "sft", *words]
@@ -137,7 +137,7 @@ def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # t
     assert "clipped by probe" in output
     assert '"gradient_clipping": 0.125' in (tmp_path / "run" / "plan.json").read_text()
     assert list((tmp_path / "run" / "tensorboard").iterdir())
-    assert (tmp_path / "told").read_text().splitlines() == [
+    assert (tmp_path / "events").read_text().splitlines() == [
         '["start", "sft", 4]', '["step", 1]', '["step", 2]', '["checkpoint", 2, "step-000002"]',
         '["step", 3]', '["step", 4]', '["checkpoint", 4, "step-000004"]', '["eval", 4]',
         '["finish", null]',
@@ -157,7 +157,7 @@ def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # ty
         f"ConnectionError: webhook is down; see {file}" in errors
     )
     assert "ConnectionError: webhook is down" in file.read_text()
-    assert (tmp_path / "told").read_text().splitlines() == [
+    assert (tmp_path / "events").read_text().splitlines() == [
         '["start", "sft", 4]', '["eval", 0]', '["step", 1]', '["step", 2]',
     ]  # fmt: skip
     assert (tmp_path / "run" / "checkpoints" / "step-000004" / "manifest.json").exists()
@@ -183,7 +183,7 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path
 def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.epochs", "3", "--observers", "[witness]", "--nproc", "2")
     process = start(*words, STEP_SECONDS="0.3")
-    wait_for(tmp_path / "told", '["step", 2]')
+    wait_for(tmp_path / "events", '["step", 2]')
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 143, errors
@@ -199,7 +199,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
 def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, "--data.workers", "1", STEP_SECONDS="0.3")
-    wait_for(tmp_path / "told", '["step", 2]')
+    wait_for(tmp_path / "events", '["step", 2]')
     os.killpg(process.pid, signal.SIGINT)
     code, output, errors = finish(process)
     assert code == 143, errors
@@ -214,7 +214,7 @@ def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, STEP_SECONDS="5")
-    wait_for(tmp_path / "told", '["step", 1]')
+    wait_for(tmp_path / "events", '["step", 1]')
     os.killpg(process.pid, signal.SIGINT)
     while "press Ctrl-C again to quit immediately" not in process.stderr.readline():
         assert process.poll() is None
@@ -227,7 +227,7 @@ def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> No
 
 def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     first = start("--observers", "[witness]", STEP_SECONDS="5")
-    wait_for(tmp_path / "told", '["start"')
+    wait_for(tmp_path / "events", '["start"')
     code, _, errors = finish(start("--overwrite"))
     first.terminate()
     assert code == 2
@@ -247,12 +247,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
         start("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", "4")
     )
     assert code == 2
-    told = errors.splitlines()[-1]
-    assert told.startswith(
+    message = errors.splitlines()[-1]
+    assert message.startswith(
         "error: step 2: the loss is finite but the norm of its gradient is nan, in "
     )
-    assert f"{inputs.train} line " in told
-    assert told.endswith(": no weight was changed; look at these rows, or lower optim.lr")
+    assert f"{inputs.train} line " in message
+    assert message.endswith(": no weight was changed; look at these rows, or lower optim.lr")
 
 
 def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
@@ -265,8 +265,8 @@ def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
         more = ("--optim.lr", "1e30", "--optim.warmup", "0", "--train.steps", steps, "--overwrite")
         code, _, errors = finish(start(*rounded, *more))
         assert code == 2, errors
-        told = errors.splitlines()[-1]
-        assert told.startswith("error: step 2: the loss is"), told
-        assert f"{inputs.train} line " in told
+        message = errors.splitlines()[-1]
+        assert message.startswith("error: step 2: the loss is"), message
+        assert f"{inputs.train} line " in message
         assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == [1]
         assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

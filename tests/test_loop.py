@@ -45,24 +45,24 @@ def test_a_loss_with_a_survey_does_not_depend_on_the_split(
 def test_an_evaluation_is_one_mean_however_many_steps_it_takes(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    found = []
+    first = []
     for size in ("2", "7"):
         more = ("--batch.size", size, "--train.steps", "1", "--train.eval_at_start", "true")
         words = tiny.words(inputs, tmp_path / size, *more)
         ((_, metrics),) = one.run(tiny.run, words, str(inputs.cache))
-        found.append(metrics[0])
+        first.append(metrics[0])
     for name in ("eval/loss", "eval/entropy", "eval/mean_token_accuracy"):
-        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
+        assert first[0][name] == pytest.approx(first[1][name], rel=1e-5), name
 
 
 def run_padded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
     """A run of a model for which padded rows are the best way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "candidates_of", lambda *_: (("padded",), "asked for"))
+        patch.setattr(probe, "candidates_of", lambda *_: (("padded",), "forced by the test"))
         return run_odd("SurveyTrainer", words, cache)
 
 
-def test_padding_is_a_share_of_one_row_and_is_told_of_no_other(
+def test_padding_is_reported_for_a_single_row_only(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = tiny.words(inputs, tmp_path / "row", "--train.steps", "2")

@@ -37,10 +37,10 @@ class Plain(Trainer):
     """Every token trained on, by one engine."""
 
     def example(self, row):
-        raise AssertionError("not asked")
+        raise AssertionError("not called")
 
     def setup(self, run):
-        raise AssertionError("not asked")
+        raise AssertionError("not called")
 
     def loss(self, batch):
         read = self.policy(batch, token_logprobs)
@@ -78,12 +78,12 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     model.train()
     batch = pack([Example([], [Answer([0] * tokens)])], [0]).to(META)
     updating, reducing = policy.pop("updating"), policy.pop("reducing", 0)
-    found = step_bytes(
+    counted = step_bytes(
         trainer, batch, [model], gradients=policy.get("gradients", 0), reducing=reducing
     )
     estimate = Estimate(
-        states={"policy": policy}, updating=updating, activations=found.activations,
-        passing=found.peak - found.activations, growing=found.growing, tokens=tokens,
+        states={"policy": policy}, updating=updating, activations=counted.activations,
+        passing=counted.peak - counted.activations, growing=counted.growing, tokens=tokens,
         accumulates=False,
     )  # fmt: skip
     assert estimate.peak / GIB == pytest.approx(measured, rel=0.1)

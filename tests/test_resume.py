@@ -127,11 +127,11 @@ def test_other_rows_under_the_old_name_are_refused(
     words = [*tiny.words(inputs, tmp_path / "run"), "--data.train", str(rows), "--train.steps", "4"]
     one.run(tiny.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
-    told = (
+    message = (
         r"step-000002 was written in training on 22 examples of 1,168 tokens but data.train "
         r"now has 21 of 1,1\d\d; bring the old rows back, or start again with --overwrite"
     )
-    with pytest.raises(RankFailure, match=told):
+    with pytest.raises(RankFailure, match=message):
         one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
 
 
@@ -144,7 +144,7 @@ def test_the_wrong_stage_is_refused_with_both_values(
         one.run(tiny.run, [*words, "--deepspeed.stage", "2", "--resume"], str(inputs.cache))
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_asked(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--checkpoint.every", "2")

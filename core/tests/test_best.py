@@ -26,17 +26,17 @@ def test_a_metric_falls_or_rises_by_its_sign_or_by_its_name(
 
 def test_only_a_strictly_better_number_is_better_and_nan_never_is() -> None:
     best = Best(metric="eval/loss", patience=2)
-    found = [
+    better = [
         best.update(step, {"eval/loss": value}) for step, value in enumerate((3.0, 2.0, 2.0), 1)
     ]
-    assert found == [True, True, False]
+    assert better == [True, True, False]
     assert not best.exhausted
     assert not best.update(4, {"eval/loss": math.nan})
     assert (best.step, best.value, best.exhausted) == (2, 2.0, True)
     assert str(best) == "eval/loss 2 at step 2"
 
 
-def test_its_state_comes_back_unless_another_metric_is_asked_for() -> None:
+def test_its_state_comes_back_unless_the_metric_is_another() -> None:
     best = Best(metric="eval/loss")
     best.update(1, {"eval/loss": 3.0})
     again = Best(metric="eval/loss")
@@ -47,7 +47,7 @@ def test_its_state_comes_back_unless_another_metric_is_asked_for() -> None:
     assert other.step is None
 
 
-def test_an_unknown_metric_is_told_with_those_there_are() -> None:
+def test_an_unknown_metric_is_an_error_with_those_available() -> None:
     with pytest.raises(RLHFError) as error:
         Best(metric="eval/f1").update(1, {"eval/loss": 3.0, "loss": 1.0})
     assert str(error.value) == (

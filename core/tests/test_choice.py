@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from asking import on_accelerator, peak_with, question, small_run
+from fits import fit_of, on_accelerator, peak_with, small_run
 
 from rlhf.engine import GIB, gib
 from rlhf.memory import choice
@@ -29,32 +29,32 @@ def small(words: list[str]) -> list[str]:
     return [*words, "--batch.tokens", "150"]
 
 
-def chosen(asked: StepFit) -> tuple[Choice, str]:
-    return choose(asked, any_tokens=True)
+def chosen(fit: StepFit) -> tuple[Choice, str]:
+    return choose(fit, any_tokens=True)
 
 
 def test_tokens_at_once_are_doubled_while_fewer_micro_batches_fit(small: list[str]) -> None:
-    asked = on_accelerator(small, GIB)
-    step = int(asked.examples[0].lengths.sum()) // 3  # 4 of 12 rows alike.
+    fit = on_accelerator(small, GIB)
+    step = int(fit.examples[0].lengths.sum()) // 3  # 4 of 12 rows alike.
     assert 300 < step <= 600
     many = -(-step // 150)
     why = f"instead of {many} (smaller ones leave the device waiting for the host)"
-    assert chosen(asked) == (
+    assert chosen(fit) == (
         Choice(600, "auto"),
         f"tokens     600 per micro-batch: about 1 micro-batch per step {why}",
     )
-    tight = int(asked.estimate.peak_with(300) / AMPLE) + 1000
+    tight = int(fit.estimate.peak_with(300) / AMPLE) + 1000
     assert chosen(on_accelerator(small, tight)) == (
         Choice(300, "auto"),
         f"tokens     300 per micro-batch: about 2 micro-batches per step {why}",
     )
-    full = int(asked.peak / MARGIN) + 1
+    full = int(fit.peak / MARGIN) + 1
     assert chosen(on_accelerator(small, full)) == (Choice(150, "auto"), "")
 
 
 def test_a_number_of_tokens_that_was_given_is_kept(small: list[str]) -> None:
-    asked = on_accelerator(small, GIB)
-    assert choose(asked, any_tokens=False) == (Choice(150, "auto"), "")
+    fit = on_accelerator(small, GIB)
+    assert choose(fit, any_tokens=False) == (Choice(150, "auto"), "")
 
 
 def test_where_a_step_is_one_micro_batch_more_tokens_are_not_taken(words: list[str]) -> None:
@@ -64,35 +64,35 @@ def test_where_a_step_is_one_micro_batch_more_tokens_are_not_taken(words: list[s
 def test_where_a_layer_keeps_the_device_busy_more_tokens_are_not_taken(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = on_accelerator(small, GIB)
-    monkeypatch.setattr(choice, "ENOUGH", 300 * asked.rehearsed.shape.mean_layer)
-    found, _ = chosen(asked)
-    assert found.tokens == 300
+    fit = on_accelerator(small, GIB)
+    monkeypatch.setattr(choice, "ENOUGH", 300 * fit.rehearsed.shape.mean_layer)
+    picked, _ = chosen(fit)
+    assert picked.tokens == 300
 
 
 def test_products_in_fp8_which_depend_on_them_have_no_more_tokens(small: list[str]) -> None:
-    asked = on_accelerator(small, GIB)
-    asked.rehearsed  # noqa: B018  Known before, since FP8 needs its library.
-    model = attrs.evolve(asked.config.model, fp8="tensorwise")
-    object.__setattr__(asked, "config", attrs.evolve(asked.config, model=model))
-    assert chosen(asked) == (Choice(150, "auto"), "")
+    fit = on_accelerator(small, GIB)
+    fit.rehearsed  # noqa: B018  Known before, since FP8 needs its library.
+    model = attrs.evolve(fit.config.model, fp8="tensorwise")
+    object.__setattr__(fit, "config", attrs.evolve(fit.config, model=model))
+    assert chosen(fit) == (Choice(150, "auto"), "")
 
 
 def test_more_tokens_with_which_the_model_fails_are_not_taken(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(STRICT)
-    asked = on_accelerator(small, GIB)
+    fit = on_accelerator(small, GIB)
 
-    class Narrow(type(asked.trainer)):  # type: ignore[misc]
+    class Narrow(type(fit.trainer)):  # type: ignore[misc]
         def loss(self, batch: Any) -> Any:
             if batch.tokens.numel() > 300:
                 raise RuntimeError("too long")
             return super().loss(batch)
 
-    narrow = attrs.evolve(asked, trainer=Narrow(asked.trainer.config, asked.trainer.tokenizer))
-    found, _ = chosen(narrow)
-    assert found.tokens == 300
+    narrow = attrs.evolve(fit, trainer=Narrow(fit.trainer.config, fit.trainer.tokenizer))
+    picked, _ = chosen(narrow)
+    assert picked.tokens == 300
 
 
 def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[str]) -> None:
@@ -121,14 +121,14 @@ def test_half_the_tokens_come_before_layers_again_where_they_still_keep_the_devi
     half = on_accelerator([*words, "--batch.tokens", "200"], GIB).peak
     assert half < peak_with("selective", given)
     memory = int(half / MARGIN) + 1
-    asked = on_accelerator(given, memory)
-    found, _ = chosen(asked)
-    assert found == Choice(400, "full")
-    monkeypatch.setattr(choice, "ENOUGH", 200 * asked.rehearsed.shape.mean_layer)
-    found, line = chosen(asked)
-    assert found == Choice(200, "auto")
+    fit = on_accelerator(given, memory)
+    picked, _ = chosen(fit)
+    assert picked == Choice(400, "full")
+    monkeypatch.setattr(choice, "ENOUGH", 200 * fit.rehearsed.shape.mean_layer)
+    picked, line = chosen(fit)
+    assert picked == Choice(200, "auto")
     assert line == (
-        f"tokens     200: a step would take {gib(asked.peak)} of {gib(memory)} GiB, and "
+        f"tokens     200: a step would take {gib(fit.peak)} of {gib(memory)} GiB, and "
         f"takes {gib(half)} with 200 tokens per micro-batch"
     )
 
@@ -137,44 +137,44 @@ def test_where_all_that_is_not_enough_there_are_fewer_tokens_too(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "TOKENS_STEP", 1)
-    asked = on_accelerator([*words, "--batch.tokens", "400"], 1000)
-    largest = asked.largest_example()
-    found, line = chosen(asked)
-    assert found.recompute == "offload"
-    assert largest <= found.tokens < 2 * largest
+    fit = on_accelerator([*words, "--batch.tokens", "400"], 1000)
+    largest = fit.largest_example()
+    picked, line = chosen(fit)
+    assert picked.recompute == "offload"
+    assert largest <= picked.tokens < 2 * largest
     assert re.match(
-        rf"recompute  offload, {found.tokens} tokens per micro-batch: a step would take ", line
+        rf"recompute  offload, {picked.tokens} tokens per micro-batch: a step would take ", line
     )
     assert line.endswith(
-        f", with layer inputs kept in host memory, {found.tokens} tokens per micro-batch"
+        f", with layer inputs kept in host memory, {picked.tokens} tokens per micro-batch"
     )
 
 
 @pytest.mark.parametrize("given", ["none", "selective", "full"])
 def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
-    asked = on_accelerator([*words, "--model.recompute", given], 1000)
-    assert choose(asked, any_tokens=False) == (Choice(8192, given), "")
+    fit = on_accelerator([*words, "--model.recompute", given], 1000)
+    assert choose(fit, any_tokens=False) == (Choice(8192, given), "")
 
 
 def test_the_host_and_an_unknown_memory_take_what_is_given(words: list[str]) -> None:
-    assert chosen(question(words, 1000)) == (Choice(8192, "auto"), "")
+    assert chosen(fit_of(words, 1000)) == (Choice(8192, "auto"), "")
     assert chosen(on_accelerator(words, 0)) == (Choice(8192, "auto"), "")
 
 
 def test_a_choice_is_of_the_run(words: list[str]) -> None:
-    asked = Choice(300, "full").apply_to(question(words, GIB))
-    assert asked.config.batch.budget == 300
-    assert asked.config.model.recompute == "full"
+    fit = Choice(300, "full").apply_to(fit_of(words, GIB))
+    assert fit.config.batch.budget == 300
+    assert fit.config.model.recompute == "full"
 
 
 def test_what_was_chosen_is_no_advice_when_it_did_not_suffice(words: list[str]) -> None:
     least = peak_with("offload", words)
     request = read_config("sft", overrides=words)
-    asked = on_accelerator(words, least)
+    fit = on_accelerator(words, least)
     cause = torch.OutOfMemoryError("no more")
-    told = str(out_of_memory(request.config, prepare_data(request), asked.mesh, asked.hooks, cause))
-    assert f"a step was estimated at {gib(least)} GiB: " in told
-    assert "model.recompute" not in told
+    message = str(out_of_memory(request.config, prepare_data(request), fit.mesh, fit.hooks, cause))
+    assert f"a step was estimated at {gib(least)} GiB: " in message
+    assert "model.recompute" not in message
 
 
 def settled(words: list[str], trainer: Any = None) -> int:
@@ -188,8 +188,8 @@ def test_tokens_at_once_hold_the_largest_example(words: list[str], tmp_path: Any
     assert settled(words) == 8192
     rows = [{"prompt": "one", "completion": " two" * 9000}]
     more = ["--data", str(tiny.write_rows(tmp_path / "rows.jsonl", rows))]
-    found = settled([*words, *more, "--data.max_tokens", "100000"])
-    assert 9000 < found < 100_000
+    picked = settled([*words, *more, "--data.max_tokens", "100000"])
+    assert 9000 < picked < 100_000
     assert settled([*words, *more, "--data.max_tokens", "100000", "--batch.tokens", "99000"]) == (
         99_000
     )

@@ -9,7 +9,7 @@ from typing import Any, cast
 import attrs
 import pytest
 import torch
-from asking import on_accelerator, question, small_run
+from fits import fit_of, on_accelerator, small_run
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.config.sections import Config
@@ -74,9 +74,9 @@ def test_an_estimate_reads_as_one_line() -> None:
 
 
 def test_the_optimizers_step_can_be_the_peak() -> None:
-    found = attrs.evolve(ESTIMATE, activations=GIB, passing=0)
-    assert found.peak == 36 * GIB
-    assert str(found) == (
+    estimate = attrs.evolve(ESTIMATE, activations=GIB, passing=0)
+    assert estimate.peak == 36 * GIB
+    assert str(estimate) == (
         "36.0 GiB at the peak: weights 3.0, gradients 3.0, optimizer 18.0, reference 3.0, "
         "optimizer's step 9.0 (16,384 tokens at once)"
     )
@@ -87,14 +87,14 @@ def test_gradients_are_not_there_yet_where_a_step_is_one_micro_batch() -> None:
 
 
 def test_gradients_can_be_there_before_the_last_activations_are_gone() -> None:
-    found = attrs.evolve(ESTIMATE, accumulates=False, growing=50 * GIB)
-    assert found.peak == 74 * GIB
-    assert str(found) == (
+    estimate = attrs.evolve(ESTIMATE, accumulates=False, growing=50 * GIB)
+    assert estimate.peak == 74 * GIB
+    assert str(estimate) == (
         "74.0 GiB at the peak: weights 3.0, optimizer 18.0, reference 3.0, gradients 3.0, "
         "activations 47.0 (16,384 tokens at once)"
     )
     # With several micro-batches all are there from the start, which is what `resident` says.
-    assert attrs.evolve(found, accumulates=True).peak == ESTIMATE.peak
+    assert attrs.evolve(estimate, accumulates=True).peak == ESTIMATE.peak
 
 
 class Chain:
@@ -129,13 +129,13 @@ def test_what_grows_is_what_a_step_with_its_gradients_takes(
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
     size = sum(weight.nbytes for weight in weights)
-    found = step_bytes(chain, cast(Any, None), modules, gradients=size)
+    measured = step_bytes(chain, cast(Any, None), modules, gradients=size)
     assert all(weight.grad is None for weight in weights)
     with LiveBytes(known=weights) as counter:
         loss = chain.loss(None)
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
-    assert found.growing == counter.take_peak()
+    assert measured.growing == counter.take_peak()
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 10_000_000])
@@ -147,7 +147,7 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
     chain: Any = Chain(embedding, 64, depth, again=again)
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
-    found = step_bytes(chain, cast(Any, None), modules, gradients=0, reducing=room)
+    measured = step_bytes(chain, cast(Any, None), modules, gradients=0, reducing=room)
     waiting = torch.empty(0)
     whole = 0
 
@@ -164,15 +164,15 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
         loss = chain.loss(None)
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
-    assert found.peak == counter.take_peak()
+    assert measured.peak == counter.take_peak()
 
 
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
-    assert not question(words, GIB).estimate.accumulates
-    assert question([*words, "--batch.tokens", "150"], GIB).estimate.accumulates
+    assert not fit_of(words, GIB).estimate.accumulates
+    assert fit_of([*words, "--batch.tokens", "150"], GIB).estimate.accumulates
 
 
-def test_a_smaller_budget_is_told_from_what_is_left() -> None:
+def test_a_smaller_budget_follows_from_what_is_left() -> None:
     assert ESTIMATE.tokens_that_fit(27 * GIB + 45 * GIB // 2) == 8_192
     assert ESTIMATE.tokens_that_fit(20 * GIB) == 0
     assert ESTIMATE.peak_with(8_192) == 27 * GIB + 45 * GIB // 2
@@ -206,23 +206,23 @@ def test_gradients_that_wait_for_their_reduction_come_and_go(
         return step_bytes(*arguments, **options)
 
     monkeypatch.setattr(rehearsal, "step_bytes", counted)
-    estimate = question(words, GIB, Reducing()).estimate
+    estimate = fit_of(words, GIB, Reducing()).estimate
     assert given == {"gradients": 0, "reducing": 300}
     assert estimate.states == {"policy": {"weights": 1000}}
 
 
 def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> None:
-    peak = question(words, GIB).estimate.peak
-    line = question(words, GIB).line()
+    peak = fit_of(words, GIB).estimate.peak
+    line = fit_of(words, GIB).line()
     assert line.startswith(f"memory     {gib(peak)} GiB at the peak: weights ")
     assert line.endswith(" tokens at once), of 1.0 GiB")
-    assert question(words, peak).line().endswith(" GiB; this probably will not fit")
+    assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit")
 
 
 def test_compiled_layers_that_are_computed_again_keep_their_inputs_alone(words: list[str]) -> None:
     def activations(**more: str) -> int:
         options = [word for name, value in more.items() for word in (f"--model.{name}", value)]
-        return question([*words, *options], GIB).estimate.activations
+        return fit_of([*words, *options], GIB).estimate.activations
 
     again = activations(kernels="compile", recompute="full")
     assert again <= activations(kernels="none", recompute="full")
@@ -230,23 +230,23 @@ def test_compiled_layers_that_are_computed_again_keep_their_inputs_alone(words: 
 
 
 def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
-    asked = question(words, GIB)
-    lean = question([*words, "--model.recompute", "full"], GIB)
-    found = asked.estimate
-    tokens = 3 * found.tokens // 4
-    smaller = found.resident + (found.activations + found.passing) * tokens / found.tokens
+    fit = fit_of(words, GIB)
+    lean = fit_of([*words, "--model.recompute", "full"], GIB)
+    whole = fit.estimate
+    tokens = 3 * whole.tokens // 4
+    smaller = whole.resident + (whole.activations + whole.passing) * tokens / whole.tokens
     cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
-    assert str(asked.error(cause)) == (
+    assert str(fit.error(cause)) == (
         "out of memory on cpu, which has 1.0 GiB, when allocating 2.00 GiB more; a step was "
-        f"estimated at {gib(found.peak)} GiB: set batch.tokens to {tokens} (about {gib(smaller)} "
+        f"estimated at {gib(whole.peak)} GiB: set batch.tokens to {tokens} (about {gib(smaller)} "
         f"GiB), or set model.recompute to full (about {gib(lean.estimate.peak)} GiB)"
     )
 
 
 def test_where_nothing_is_left_to_lower_another_way_is_named(words: list[str]) -> None:
     one_row = ["--batch.size", "1", "--model.recompute", "full"]
-    asked = question([*words, *one_row], 1000)
-    assert str(asked.error(torch.OutOfMemoryError("no more"))).endswith(
+    fit = fit_of([*words, *one_row], 1000)
+    assert str(fit.error(torch.OutOfMemoryError("no more"))).endswith(
         ": train with lora, or use a device with more memory"
     )
 
@@ -256,13 +256,13 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(
 ) -> None:
     monkeypatch.delenv(STRICT)
 
-    class Looking(type(question(words, GIB).trainer)):  # type: ignore[misc]
+    class Looking(type(fit_of(words, GIB).trainer)):  # type: ignore[misc]
         def loss(self, batch):
             assert batch.tokens.sum().item() > 0
             return super().loss(batch)
 
-    asked = question(words, GIB)
-    looking = attrs.evolve(asked, trainer=Looking(asked.trainer.config, asked.trainer.tokenizer))
+    fit = fit_of(words, GIB)
+    looking = attrs.evolve(fit, trainer=Looking(fit.trainer.config, fit.trainer.tokenizer))
     on_device = attrs.evolve(looking, mesh=on_accelerator(words, GIB).mesh)
     assert memory_lines(on_device, "", tmp_path) == [looking.line()]
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
@@ -277,15 +277,15 @@ def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: P
     model = tiny.make_model(tmp_path / "model")
     settings = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
     (model / "config.json").write_text(json.dumps(settings))
-    asked = on_accelerator([*words, "--model", str(model)], 1000)
-    assert asked.line() == (
+    fit = on_accelerator([*words, "--model", str(model)], 1000)
+    assert fit.line() == (
         "memory     not estimated: its attention dropout is 0.1, which is not known without values"
     )
 
 
 def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
-    asked = on_accelerator(words, 0)
-    assert asked.line().endswith(" tokens at once)")
+    fit = on_accelerator(words, 0)
+    assert fit.line().endswith(" tokens at once)")
 
 
 @pytest.mark.parametrize(
@@ -306,10 +306,10 @@ def test_every_library_says_in_its_own_way_that_no_memory_is_left(
 
 def test_nothing_of_a_rehearsal_stays_behind(words: list[str]) -> None:
     torch.manual_seed(0)
-    asked = question(words, GIB)
+    fit = fit_of(words, GIB)
     torch.manual_seed(0)
     expected = torch.randn(3)
     torch.manual_seed(0)
-    assert asked.estimate is not None
+    assert fit.estimate is not None
     assert torch.equal(torch.randn(3), expected), "it must not draw from the generators"
-    assert not Path(asked.config.output or "").exists()
+    assert not Path(fit.config.output or "").exists()

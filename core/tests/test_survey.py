@@ -46,8 +46,8 @@ def plan(answers: Sequence[int] = ANSWERS) -> StepPlan:
     )  # fmt: skip
 
 
-def asked(rank: int, shares: Sequence[Sequence[Sequence[int]]], world: int) -> list[Any]:
-    """What stands in `batch.step` of each of this rank's micro-batches."""
+def surveyed(rank: int, shares: Sequence[Sequence[Sequence[int]]], world: int) -> list[Any]:
+    """The values in `batch.step` of each of this rank's micro-batches."""
     mesh = Mesh(rank=rank, world=world)
     batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in shares[rank]]
     taken = Survey(Asking(None, None), mesh).take(batches, plan())
@@ -57,15 +57,15 @@ def asked(rank: int, shares: Sequence[Sequence[Sequence[int]]], world: int) -> l
 WHOLE = {"row": [2.0, 0.0, 3.0, 1.0], "token": [20.0, 21.0, 0.0, 30.0, 10.0, 11.0, 12.0]}
 
 
-def test_values_stand_in_the_order_of_the_step() -> None:
-    first, second = asked(0, [[[0, 1], [2, 3]]], 1)
+def test_values_are_in_the_order_of_the_step() -> None:
+    first, second = surveyed(0, [[[0, 1], [2, 3]]], 1)
     assert {name: first[name] for name in WHOLE} == WHOLE
     assert (first["examples"], first["answers"]) == ([1, 3], [2, 4, 5, 6])
     assert (second["examples"], second["answers"]) == ([0, 2], [0, 1, 3])
 
 
 def on_rank(shares: Any) -> list[Any]:
-    return asked(torch.distributed.get_rank(), shares, 2)
+    return surveyed(torch.distributed.get_rank(), shares, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def on_rank(shares: Any) -> list[Any]:
     ],
 )
 def test_they_are_the_same_on_any_split_over_ranks(shares: Any, two: Ranks) -> None:
-    for found in two.run(on_rank, shares):
-        for step in found:
+    for steps in two.run(on_rank, shares):
+        for step in steps:
             assert {name: step[name] for name in WHOLE} == WHOLE
 
 
-def test_the_total_of_a_value_is_read_where_it_is_asked_for() -> None:
+def test_the_total_of_a_value_is_read_only_where_a_term_needs_it() -> None:
     totals = StepTotals(
         {"examples": 4.0}, {"kl": torch.tensor([1.0, 2.5]), "answers": torch.ones(2)}
     )

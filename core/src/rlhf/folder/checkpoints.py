@@ -176,8 +176,8 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
         digests = pool.map(lambda name: sha256(folder / name), files)
         changed = [
             name
-            for name, found in zip(files, digests, strict=True)
-            if found != files[name]["sha256"]
+            for name, current in zip(files, digests, strict=True)
+            if current != files[name]["sha256"]
         ]
     return f"{folder / changed[0]} has changed since it was written" if changed else None
 

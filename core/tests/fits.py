@@ -1,4 +1,4 @@
-"""Questions about the memory of a small run."""
+"""Fits of a small run."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def small_run(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def question(words: list[str], memory: int, backend: PlainBackend | None = None) -> StepFit:
+def fit_of(words: list[str], memory: int, backend: PlainBackend | None = None) -> StepFit:
     """The fit of a run on a device of so many bytes."""
     request = read_config("sft", overrides=words)
     hooks, _ = build_gateways(backend or PlainBackend())
@@ -34,8 +34,8 @@ def question(words: list[str], memory: int, backend: PlainBackend | None = None)
 
 def on_accelerator(words: list[str], memory: int) -> StepFit:
     """The same on a device that is not the host."""
-    asked = question(words, memory)
-    return attrs.evolve(asked, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
+    fit = fit_of(words, memory)
+    return attrs.evolve(fit, mesh=Mesh(device=torch.device("cuda", 0), memory=memory))
 
 
 def peak_with(level: str, words: list[str]) -> int:

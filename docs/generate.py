@@ -56,9 +56,9 @@ rlhf run sft recipe.yaml --optim.lr 1e-5 --model.dtype=bf16
 
 A section given as a scalar sets its first field, in YAML and on the command line:
 `--model Qwen/Qwen3-8B`, `--data chats.jsonl`, `--lora 16`, `--deepspeed zero3`. Hyphens may stand
-for underscores. Unknown names are errors, all told at once with the nearest known one; a name that
-TRL, OpenRLHF or Axolotl uses is answered with ours. With LoRA the default learning rate is ten
-times the trainer's.
+for underscores. All unknown names are reported together, with the nearest known ones. For a
+name that TRL, OpenRLHF or Axolotl uses, the error gives the name used here. With LoRA the default
+learning rate is ten times the trainer's.
 
 `rlhf config NAME` prints what follows for any installed trainer, with the values in force:
 

@@ -13,7 +13,7 @@ from rlhf.trainer import Loss, Term, Trainer
 
 
 class SurveyTrainer(Trainer):
-    """A loss that is no sum over micro-batches: each answer against the mean of the whole step."""
+    """Each answer against the mean of the whole step: not a sum over micro-batches."""
 
     row_format = "demonstration"
     asked = 0

@@ -130,6 +130,4 @@ def test_ranked_answers_hold_the_solution_its_work_a_guess_and_a_stranger() -> N
 def test_an_unknown_demo_is_refused() -> None:
     with pytest.raises(RLHFError) as error:
         rows("geometry", "train", "demonstration")
-    assert str(error.value) == (
-        "there is no demo:geometry with demonstration rows: there is demo:arithmetic"
-    )
+    assert str(error.value) == ("demo:geometry has no demonstration rows; use demo:arithmetic")

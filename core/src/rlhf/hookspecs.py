@@ -157,7 +157,7 @@ class BackendHooks:
 class ObserverHooks:
     """What an observer may implement; each hook is optional.
 
-    Every observer is called by itself and gets its own copy of the metrics. If one raises, the run
+    Every observer is called separately and gets its own copy of the metrics. If one raises, the run
     continues without it: a warning names it, and `errors/observer-NAME.txt` in the run folder has
     the traceback. KeyboardInterrupt and SystemExit end the run as always.
     """

@@ -146,7 +146,7 @@ def test_every_setting_that_a_loss_reads_changes_it(name: str, setting: str, val
         ({"loss": ("ipo", "ipo")}, "duplicate loss 'ipo'; give it one weight"),
         (
             {"loss": "sft"},
-            "sft by itself compares nothing; add a pair loss, or use `rlhf run sft`",
+            "sft is not a pair loss; add a pair loss, or use `rlhf run sft`",
         ),
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing has no effect in hinge"),
         ({"gamma": 1.0}, "gamma has no effect in sigmoid"),

@@ -65,7 +65,7 @@ def test_the_curve_on_two_ranks_is_that_of_plain_torch(
 
 
 @pytest.mark.parametrize("settings", [CACHED, ON_POLICY])
-def test_stop_and_go_on_is_the_same_to_the_last_bit(
+def test_a_resumed_run_is_the_same_to_the_last_bit(
     settings: tuple[str, ...], words: Words, tmp_path: Path
 ) -> None:
     def run(name: str, *more: str) -> Any:

@@ -39,7 +39,7 @@ class Encoded:
 
 @frozen
 class Piece:
-    """A part of a text that is tokenised by itself: at its start, the prompt of an answer ends."""
+    """A part of a text that is tokenised separately: at its start, the prompt of an answer ends."""
 
     text: str
     trained: int
@@ -69,7 +69,7 @@ class Encoder:
         bos = tokenizer.bos_token_id
         adds = bos is not None and full[:1] == [bos] and bare[:1] != [bos]
         self.bos: int | None = bos if adds else None
-        """BOS if the tokenizer adds it by itself."""
+        """BOS if the tokenizer adds it."""
         self._special = {
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)

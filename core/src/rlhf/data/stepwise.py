@@ -15,7 +15,7 @@ What a trainer with `row_format = "stepwise"` gets in `example(row)`:
 Two fields of the trainer's section say how steps are marked:
 
 - `separator: str` (a line break if the section has no such field) ends each step, also the last
-  one. It is tokenised by itself, so that all steps end with the same token.
+  one. It is tokenised separately, so that all steps end with the same token.
 - `placeholder: str | None`. If it is set, each step ends with it, tokenised together with its step,
   and the separator only comes between steps.
 

@@ -27,14 +27,14 @@ def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     """The rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four answers each)
     or of `demo:equations` (plain text)."""
     if split not in arithmetic.SIZES:
-        raise RLHFError(f"demo:{name} has no split {split!r}: there are train and eval")
+        raise RLHFError(f"demo:{name} has no split {split!r}; available: eval, train")
     if name == "equations":
         return [{"text": text} for text in arithmetic.equations(split)]
     if name == "ranked" and format == "preference":
         draw = random.Random(f"ranked {split}")
         return [arithmetic.ranked(problem, draw) for problem in arithmetic.problems(split)]
     if name != "arithmetic" or format not in FORMATS:
-        raise RLHFError(f"there is no demo:{name} with {format} rows: there is demo:arithmetic")
+        raise RLHFError(f"demo:{name} has no {format} rows; use demo:arithmetic")
     draw = random.Random(f"{format} {split}")
     return [FORMATS[format](problem, draw) for problem in arithmetic.problems(split)]
 

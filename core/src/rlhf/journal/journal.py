@@ -1,5 +1,5 @@
 """What a run reports: metrics.jsonl, the observers and the terminal. Each number is written one
-step late, so that nobody waits for the device."""
+step late, so that the host does not wait for the device."""
 
 import time
 from collections.abc import Mapping, Sequence

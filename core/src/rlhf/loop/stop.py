@@ -13,7 +13,7 @@ from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
 
 class StopWatch:
     """Decides after every step whether to stop. A signal on one rank reaches all ranks with the
-    next step, so nobody waits for it and all of them stop after the same step."""
+    next step, so no rank waits for it and all of them stop after the same step."""
 
     def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
         self._mesh = mesh

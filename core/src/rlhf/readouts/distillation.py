@@ -80,8 +80,8 @@ def divergence(
 
     `loss` is the scalar sum of `mixture`'s loss, differentiable in hidden states, weight and bias.
     Without gradient, in float32 [N]: `divergence` and `kl` (nats, at the temperature), `logprobs`,
-    `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' likeliest
-    token is the same).
+    `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
+    likely token is the same).
     """
     states, targets = predictions(hidden, batch)
     comparison = Comparison(

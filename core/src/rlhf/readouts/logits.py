@@ -2,7 +2,7 @@
 
 On an accelerator with Triton each is one pass over the logits in their own dtype, elsewhere a few
 of torch's operators in float32. Both give the same numbers, except for rounding and for ties of the
-likeliest token.
+most likely token.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Read(NamedTuple):
     entropy: Tensor
     """Entropy in nats."""
     correct: Tensor
-    """1 where the likeliest token is the target."""
+    """1 where the most likely token is the target."""
 
 
 def rows_at_once(weight: Tensor) -> int:

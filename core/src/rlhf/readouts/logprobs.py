@@ -26,7 +26,7 @@ def token_logprobs(
     """Read the log-probabilities of the batch's N predictions, in float32 [N].
 
     `logprobs` is differentiable in hidden states, weight and bias. Without gradient: `entropy`
-    (nats) and `correct` (1 where the likeliest token is the target). Logits exist for `chunk`
+    (nats) and `correct` (1 where the most likely token is the target). Logits exist for `chunk`
     predictions at a time (default: a few thousand, by vocabulary and device) and are computed again
     in backward.
     """

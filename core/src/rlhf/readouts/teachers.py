@@ -1,4 +1,4 @@
-"""What is known of a teacher's distribution: all of it, or its likeliest tokens."""
+"""A teacher's distribution: over all tokens, or over its most likely ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ Against = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 """`against(student, *chunk, measure=, temperature=)`, for a student's log-probabilities [n, V] and
 a teacher's `chunk` of n predictions. It returns the divergence [n]; KL(teacher || student) [n],
 which is comparable between measures; the derivative of the divergence by the student's
-log-probabilities [n, V]; the teacher's likeliest token [n]."""
+log-probabilities [n, V]; the teacher's most likely token [n]."""
 
 
 class Teacher(Protocol):
@@ -79,10 +79,10 @@ def _against_whole(
 @documented
 @frozen
 class TopTeacher:
-    """A teacher's k likeliest tokens, with the mass of all others as one more outcome."""
+    """A teacher's k most likely tokens, with the mass of all others as one more outcome."""
 
     tokens: Tensor
-    """Token ids, the likeliest first [N, k]."""
+    """Token ids, the most likely first [N, k]."""
     logprobs: Tensor
     """Their log-probabilities at the run's temperature, and last that of all others together
     [N, k + 1], float32."""

@@ -1,4 +1,4 @@
-"""The observers of a run: each is called by itself, and one that raises is dropped."""
+"""The observers of a run: each is called separately, and one that raises is dropped."""
 
 from __future__ import annotations
 

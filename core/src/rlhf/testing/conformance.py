@@ -122,7 +122,7 @@ class TrainerConformance:
         )
 
     @pytest.mark.parametrize("stage", STAGES)
-    def test_stop_and_go_on_is_the_same_to_the_last_bit(self, stage: str, bench: Bench) -> None:
+    def test_a_resumed_run_is_the_same_to_the_last_bit(self, stage: str, bench: Bench) -> None:
         straight = bench.run(stage, 2, *STAGES[stage])
         name = f"{stage} in halves"
         bench.start(name, 2, *STAGES[stage], "--train.stop_at", str(STOP_AT))
@@ -160,16 +160,16 @@ class TrainerConformance:
                 msg=f"{differs} the gradient of {name}: {{}}".format,
             )
 
-    def test_the_memory_of_a_step_is_told_without_its_weights(self, bench: Bench) -> None:
+    def test_the_memory_of_a_step_is_estimated_without_its_weights(self, bench: Bench) -> None:
         words = [*bench.words, "--output", str(bench.folder / "unused")]
         estimated, measured = tiny.step_memory(self.trainer, words, bench.cache)
-        for moment, told, taken in zip(
+        for moment, estimate, taken in zip(
             ("when backward begins", "at the peak"), estimated, measured, strict=True
         ):
             # On the CPU attention keeps copies of keys and values that a fused kernel does not.
-            assert told <= taken <= 1.3 * told, (
+            assert estimate <= taken <= 1.3 * estimate, (
                 f"{moment} a step takes {taken:,} bytes, but the estimate without weights is "
-                f"{told:,}"
+                f"{estimate:,}"
             )
 
     def test_every_hyper_parameter_changes_the_loss(self, bench: Bench) -> None:

@@ -87,8 +87,8 @@ class PlainBackend:
     def setup_mesh(self, config: Config) -> Mesh:
         if config.model.dtype != "fp32":
             raise RLHFError(
-                f"model.dtype is {config.model.dtype} but the plain backend computes in fp32 "
-                "alone: set model.dtype to fp32 or use the backend deepspeed."
+                f"the plain backend does not support model.dtype {config.model.dtype}; "
+                "set model.dtype to fp32 or use the backend deepspeed"
             )
         random.seed(config.train.seed)
         np.random.seed(config.train.seed % 2**32)

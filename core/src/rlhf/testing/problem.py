@@ -106,7 +106,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Names of parameters that are not trained."""
     adapter: bool = False
-    """Train a LoRA adapter alone."""
+    """Train only a LoRA adapter."""
     first: int = 0
     """The step whose rows come first."""
     poison: tuple[int, int] | None = None
@@ -114,12 +114,12 @@ class Case:
     save: tuple[int, Path] | None = None
     """After this step a checkpoint is written to the folder."""
     load: Path | None = None
-    """The checkpoint from which to go on."""
+    """The checkpoint to resume from."""
 
 
 @frozen(kw_only=True)
 class Outcome:
-    """What a run of the problem shows."""
+    """The results of a run of the problem."""
 
     losses: list[float]
     norms: list[float]
@@ -127,7 +127,7 @@ class Outcome:
     skipped: list[bool]
     rates: list[float]
     state: dict[str, Any] = field(factory=dict)
-    """What came back from the checkpoint."""
+    """The state that the checkpoint restored."""
     summary: str = ""
 
 

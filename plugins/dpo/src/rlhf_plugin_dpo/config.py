@@ -77,7 +77,7 @@ def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> Non
         if entry.weight == 0 and not brought:
             raise ValueError(f"{entry.name} has the weight 0; remove it")
     if not any(name != "sft" for name in names):
-        raise ValueError("sft by itself compares nothing; add a pair loss, or use `rlhf run sft`")
+        raise ValueError("sft is not a pair loss; add a pair loss, or use `rlhf run sft`")
 
 
 @frozen(kw_only=True)

@@ -34,12 +34,12 @@ class KDConfig:
     sft: float = field(default=0.0, validator=share)
     """Share of the tokens' negative log-likelihood in the loss; the rest is the divergence."""
     cache_top: int | None = field(default=None, validator=validators.optional(validators.gt(0)))
-    """Keep the teacher's so many likeliest tokens of every prediction on disk, and all others as
+    """Keep the teacher's so many most likely tokens of every prediction on disk, and all others as
     one outcome more; null runs the teacher beside the student, over the whole vocabulary."""
     on_policy: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the student writes anew in every step (GKD's lambda)."""
+    """Share of the rows whose answer the student writes again in every step (GKD's lambda)."""
     teacher_answers: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the teacher writes anew in every step; 1 with sft 1 is
+    """Share of the rows whose answer the teacher writes again in every step; 1 with sft 1 is
     sequence-level distillation (arXiv 1606.07947)."""
     max_new_tokens: int = field(default=256, validator=validators.gt(0))
     """Longest answer that is written for on_policy and teacher_answers."""
@@ -48,7 +48,7 @@ class KDConfig:
 
     @property
     def writes(self) -> bool:
-        """Whether any answers are written anew."""
+        """Whether any answers are written during the run."""
         return self.on_policy + self.teacher_answers > 0
 
     def __attrs_post_init__(self) -> None:

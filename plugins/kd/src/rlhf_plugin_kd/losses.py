@@ -3,7 +3,7 @@ derivatives.
 
 Each takes log q and log p [n, M] and gives the divergence [n] and its derivative by log q [n, M],
 every log q_v taken as free: d/d(log q_v) = q_v * d/d(q_v). Core takes it on through the softmax.
-All is computed from logarithms, so that a probability of zero is no special case.
+All is computed from logarithms, so that a probability of zero is not a special case.
 """
 
 import math

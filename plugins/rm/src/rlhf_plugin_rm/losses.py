@@ -1,7 +1,7 @@
 """Losses of reward models: pure functions of the rewards of a prompt's answers.
 
 Rewards and ranks are [E, K]: a row for each example, as long as the longest list of answers.
-`ranks` has the lower number for the better answer, and nan where there is no answer.
+`ranks` has the lower number for the better answer, and nan where an answer is missing.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Products of compiled layers in FP8 through torchao (Micikevicius et al., arXiv 2209.05433).
 
-Weights, inputs and gradients are scaled anew in each product; the weights themselves stay as they
+Weights, inputs and gradients are scaled again in each product; the weights themselves stay as they
 are.
 """
 

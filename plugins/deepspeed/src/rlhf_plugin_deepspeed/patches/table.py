@@ -195,7 +195,7 @@ PATCHES = {
             f"{STAGE_3}.unscale_and_clip_grads(sub_group_id, total_norm)",
         ),
         stages=(3,), kind="speed", states="bf16",
-        reason="the update over bf16 states clips and skips by itself, on the device",
+        reason="the update over bf16 states clips and skips on the device",
         gain="with `run-ahead`: 430 -> 406 ms a step on four GPUs",
     ),
 }  # fmt: skip

@@ -29,7 +29,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def hooks_page() -> str:
     """Return hooks.md, from the docstrings of `rlhf.hookspecs`."""
-    parts = ["# Hooks", _text(hookspecs.__doc__), "In the order in which a run calls them."]
+    parts = ["# Hooks", _text(hookspecs.__doc__)]
     for title, specs in (
         ("Backend", hookspecs.BackendHooks),
         ("Observer", hookspecs.ObserverHooks),

@@ -15,7 +15,7 @@ NEEDS = "a row needs `messages`, `text`, or `prompt` and `completion`, but this 
 TALK = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]'
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of a command that ends with 2, without `error: `."""
     assert main(words) == 2
     out, err = capsys.readouterr()
@@ -130,7 +130,7 @@ def test_rows_that_are_none(
     path = tmp_path / name
     path.write_bytes(content)
     words = [*tiny.words(inputs, tmp_path / "run"), "--data.train", str(path), "--nproc", "1"]
-    assert told(["run", "sft", *words], capsys) == expected.format(path=path)
+    assert error_line(["run", "sft", *words], capsys) == expected.format(path=path)
     assert not (tmp_path / "run").exists()
 
 
@@ -148,7 +148,7 @@ def test_a_template_that_fails_is_told_with_the_row(
     text, reason = TEMPLATES[name]
     (tmp_path / "template").write_text(text)
     words = [*tiny.words(inputs, tmp_path / "run"), "--data.chat_template"]
-    assert told(["run", "sft", *words, str(tmp_path / "template")], capsys) == (
+    assert error_line(["run", "sft", *words, str(tmp_path / "template")], capsys) == (
         f"{inputs.train} line 1: the chat template refuses the conversation ({reason}); change the "
         "row or set data.chat_template"
     )
@@ -190,7 +190,7 @@ def test_settings_that_cannot_be(
     head, *rest = given.replace("TRAIN", str(inputs.train)).split(" ", 1)
     more = [head, *rest] if "{" in given else given.split()
     words = ["run", "sft", *tiny.words(inputs, tmp_path / "run"), *more]
-    assert told(words, capsys) == SETTINGS[given].replace("TRAIN", str(inputs.train))
+    assert error_line(words, capsys) == SETTINGS[given].replace("TRAIN", str(inputs.train))
     assert not (tmp_path / "run").exists()
 
 
@@ -201,7 +201,7 @@ def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
     words = [*tiny.words(inputs, tmp_path / "run"), "--model", str(folder)]
-    line = told(["run", "sft", *words, "--model.init", "random"], capsys)
+    line = error_line(["run", "sft", *words, "--model.init", "random"], capsys)
     start = f"{inputs.train} line 1: {folder} has embeddings for 20 tokens but none for '"
     assert line.startswith(start)
     assert line.endswith(
@@ -218,13 +218,13 @@ def test_a_launcher_has_the_say_about_ranks(
 ) -> None:
     words = ["run", "sft", *tiny.words(inputs, tmp_path / "run")]
     monkeypatch.setenv("RANK", "0")
-    assert told([*words, "--nproc", "2"], capsys) == (
+    assert error_line([*words, "--nproc", "2"], capsys) == (
         "--nproc 2 has no effect under a launcher, which starts the ranks; remove it"
     )
     for name, value in (("WORLD_SIZE", "x"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert told(words, capsys) == "the launcher set WORLD_SIZE to 'x', which is not a number"
+    assert error_line(words, capsys) == "the launcher set WORLD_SIZE to 'x', which is not a number"
 
 
 def test_a_cache_that_cannot_be_written_is_told(
@@ -235,6 +235,6 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file"))
-    assert told(["run", "sft", *tiny.words(inputs, tmp_path / "run")], capsys) == (
+    assert error_line(["run", "sft", *tiny.words(inputs, tmp_path / "run")], capsys) == (
         f"cannot write to {tmp_path}/file/examples (Not a directory); choose another location"
     )

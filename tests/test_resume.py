@@ -1,4 +1,4 @@
-"""Resume is exact: stop and go on is the same, bit for bit, as never having stopped."""
+"""Resume is exact: a resumed run is the same, bit for bit, as one that never stopped."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlhf.folder.disk import sha256
 from rlhf.testing.ranks import RankFailure, Ranks
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")
-"""The optimizer draws random numbers: they go on from where they were."""
+"""The optimizer draws random numbers: they continue from where they were."""
 STAGES = {
     "0": ("--deepspeed.stage", "0"),
     "1": ("--deepspeed.stage", "1"),
@@ -103,7 +103,7 @@ def test_resume_without_a_run_starts_one(inputs: tiny.Inputs, one: Ranks, tmp_pa
     assert len(tiny.steps(metrics, "loss")) == 2
 
 
-def test_another_token_budget_may_go_on_and_another_batch_size_may_not(
+def test_another_token_budget_may_resume_and_another_batch_size_may_not(
     inputs: tiny.Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")

@@ -51,14 +51,14 @@ def test_every_rank_digests_its_share_and_together_they_are_all(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (lambda file: file.write_text("weightz"), "has changed since it was written"),
         (lambda file: file.write_text("weigh"), "has 5 bytes instead of 7"),
         (lambda file: file.unlink(), "is missing"),
     ],
 )
-def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, message: str) -> None:  # type: ignore[no-untyped-def]
     write(tmp_path, 10)
     newest = write(tmp_path, 20)
     file = newest / "policy" / "state.bin"
@@ -66,7 +66,7 @@ def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, tol
     with pytest.raises(RLHFError) as error:
         checkpoint.newest(tmp_path)
     assert str(error.value) == (
-        f"the newest checkpoint is damaged: {file} {told}; "
+        f"the newest checkpoint is damaged: {file} {message}; "
         "continue from the previous one with --resume step-000010"
     )
 

@@ -78,7 +78,7 @@ def test_a_users_mistake_is_one_line_and_2(
         raise RLHFError("the disk is full: free some of it")
 
     replace(monkeypatch, "rlhf.commands.run", "run_command", full)
-    for words, told in (
+    for words, message in (
         (["run", "toy"], "the disk is full: free some of it"),
         (["run", "toy", "--toy.beta"], "--toy.beta needs a value; write --toy.beta VALUE"),
         (["run"], "the following arguments are required: NAME; see `rlhf run --help`"),
@@ -87,13 +87,13 @@ def test_a_users_mistake_is_one_line_and_2(
         (["export", "a", "b", "c"], "unrecognized arguments: c; see `rlhf --help`"),
     ):
         assert main(words) == 2
-        assert capsys.readouterr() == ("", f"error: {told}\n")
+        assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
 def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for error, rank, told in (
+    for error, rank, message in (
         (RLHFError("no device 1"), "1", "error on rank 1: no device 1\n"),
         (SameOnAllRanks("the disk is full"), "1", ""),
         (SameOnAllRanks("the disk is full"), "0", "error: the disk is full\n"),
@@ -105,7 +105,7 @@ def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
         monkeypatch.setenv("RANK", rank)
         replace(monkeypatch, "rlhf.commands.run", "run_command", fail)
         assert main(["run", "toy"]) == 2
-        assert capsys.readouterr().err == told
+        assert capsys.readouterr().err == message
 
 
 def test_several_mistakes_stand_below_one_head(
@@ -130,8 +130,8 @@ def test_ctrl_c_is_130_told_once_and_a_defect_raises(
 
     replace(monkeypatch, "rlhf.commands.run", "run_command", interrupted)
     assert main(["run", "toy"]) == 130
-    told = "error: interrupted; --resume continues from the last checkpoint, if there is one\n"
-    assert capsys.readouterr().err == told
+    message = "error: interrupted; --resume continues from the last checkpoint, if there is one\n"
+    assert capsys.readouterr().err == message
     monkeypatch.setenv("RLHF_PARENT", "1")
     assert main(["run", "toy"]) == 130
     assert capsys.readouterr().err == ""

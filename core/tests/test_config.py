@@ -105,8 +105,8 @@ def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> No
 
 
 def test_what_is_far_from_every_name_gets_no_guess(toy: Path) -> None:
-    (told,) = problems("--dpo.beta", "1")
-    assert told.startswith("dpo: unknown setting; available: model, data, batch, ")
+    (message,) = problems("--dpo.beta", "1")
+    assert message.startswith("dpo: unknown setting; available: model, data, batch, ")
 
 
 def test_a_dotted_key_in_a_file_is_told_in_two_levels(toy: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("train.deterministic", "'false'", 'expected true or false, got "false"'),
         ("train.deterministic", "1", "expected true or false, got 1"),
@@ -146,8 +146,8 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
         ("output", "[a]", 'expected text, got ["a"]'),
     ],
 )  # fmt: skip
-def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, told: str) -> None:
-    assert problems(f"--{name}", value) == [f"{name}: {told}"]
+def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, message: str) -> None:
+    assert problems(f"--{name}", value) == [f"{name}: {message}"]
 
 
 def test_a_number_may_be_text_and_a_list_of_text_one_word(toy: Path) -> None:
@@ -188,7 +188,7 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--model.quantize nf4", "model.quantize needs lora or model.adapter"),
         (
@@ -217,8 +217,8 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
         ("--plain 1 --model.dtype fp16", "plain.stage 1 cannot be combined with model.dtype fp16"),
     ],
 )
-def test_what_cannot_go_together_is_refused(toy: Path, words: str, told: str) -> None:
-    assert problems(*words.split()) == [told]
+def test_what_cannot_go_together_is_refused(toy: Path, words: str, message: str) -> None:
+    assert problems(*words.split()) == [message]
 
 
 def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--overwrit"], "--overwrit needs a value; did you mean --overwrite?"),
         (["--lora"], "--lora needs a value; write --lora VALUE"),
@@ -265,10 +265,10 @@ def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_words_without_a_place_are_refused(words: list[str], told: str) -> None:
+def test_words_without_a_place_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(RLHFError) as caught:
         parse_words(words)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 FLAGS = ["--resume", "--nproc=2", "a.yaml", "--a-b.c-d", "-1", "--resume", "step-7"]
@@ -352,5 +352,5 @@ def test_a_trainer_and_a_backend_cannot_share_a_name() -> None:
 
 
 def test_a_field_without_a_default_is_asked_for() -> None:
-    _, told = structure({"data": {"train": {"weight": 1}}}, Config)
-    assert told == ["data.train.0.path: is required"]
+    _, message = structure({"data": {"train": {"weight": 1}}}, Config)
+    assert message == ["data.train.0.path: is required"]

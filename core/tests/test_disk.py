@@ -98,13 +98,13 @@ def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for target, told in (
+    for target, message in (
         (tmp_path, f"{tmp_path} is not empty; choose a new folder"),
         (tmp_path / "file", f"{tmp_path}/file is a file; choose a new folder"),
     ):
         with pytest.raises(RLHFError) as error, new_folder(target):
             pass
-        assert str(error.value) == told
+        assert str(error.value) == message
     (tmp_path / "empty").mkdir()
     with new_folder(tmp_path / "empty") as part:
         (part / "weights").write_text("whole")

@@ -18,7 +18,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def told(source: Path, output: Path) -> str:
+def message(source: Path, output: Path) -> str:
     with pytest.raises(RLHFError) as error:
         export_command(str(source), str(output))
     return str(error.value)
@@ -29,7 +29,7 @@ def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -
     run = made(tmp_path / "run")
     if text is not None:
         (run / "versions.json").write_text(text)
-    assert told(run, tmp_path / "out") == (
+    assert message(run, tmp_path / "out") == (
         f"{run}/versions.json lacks trainer; a run writes this file at its start, so restore it or "
         "resume the run once"
     )
@@ -39,18 +39,18 @@ def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     for source in (tmp_path / "gone", run / "config.yaml", tmp_path):
-        assert told(source, tmp_path / "out") == (
+        assert message(source, tmp_path / "out") == (
             f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )
-    assert told(run / "checkpoints" / "step-000002", tmp_path / "out") == (
+    assert message(run / "checkpoints" / "step-000002", tmp_path / "out") == (
         f"no checkpoint 'step-000002' in {run}/checkpoints; available: step-000001"
     )
 
 
 def test_an_output_that_is_taken(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
-    assert told(run, run) == f"{run} is not empty; choose a new folder"
-    assert told(run, run / "config.yaml") == f"{run}/config.yaml is a file; choose a new folder"
+    assert message(run, run) == f"{run} is not empty; choose a new folder"
+    assert message(run, run / "config.yaml") == f"{run}/config.yaml is a file; choose a new folder"
 
 
 def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -> None:
@@ -59,6 +59,6 @@ def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -
     checkpoint.commit(part, run / "checkpoints", 2, {})
     (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
     for source in (run, run / "checkpoints" / "step-000002"):
-        assert told(source, tmp_path / "out").endswith(
+        assert message(source, tmp_path / "out").endswith(
             f"; export the previous one with rlhf export {run}/checkpoints/step-000001 OUT"
         )

@@ -87,14 +87,14 @@ def test_checkpoints_without_their_config_are_a_run_that_nothing_overwrites(tmp_
 
 def test_a_config_that_cannot_be_read_stops_a_resume(tmp_path: Path) -> None:
     folder = with_run(tmp_path / "run")
-    for text, told in (
+    for text, message in (
         ("[unclosed", "line 1: expected ',' or ']', but got '<stream end>'"),
         ("[a]", "contains a list; expected sections such as `optim: {lr: 1e-5}`"),
     ):
         (folder / "config.yaml").write_text(text)
         with pytest.raises(RLHFError) as error:
             check_resumable(request(folder, resume=""), folder)
-        assert str(error.value) == f"{folder}/config.yaml {told}"
+        assert str(error.value) == f"{folder}/config.yaml {message}"
 
 
 def resumed(folder: Path, *words: str) -> Request:

@@ -260,7 +260,7 @@ class Meddler:
 
 
 @pytest.mark.parametrize(
-    ("extension", "told"),
+    ("extension", "message"),
     [
         (
             Rival,
@@ -291,8 +291,8 @@ class Meddler:
         ),
     ],
 )
-def test_an_extension_that_cannot_work_is_refused(extension: type, told: str) -> None:
-    assert refused(backend(), [extension()]) == f"extension {HERE}.{extension.__name__}: {told}"
+def test_an_extension_that_cannot_work_is_refused(extension: type, message: str) -> None:
+    assert refused(backend(), [extension()]) == f"extension {HERE}.{extension.__name__}: {message}"
 
 
 def test_a_hook_of_a_later_core_may_be_optional() -> None:

@@ -1,4 +1,4 @@
-"""The pool of ranks: results by rank, failures told with their rank, and a pool that recovers."""
+"""The pool of ranks: results by rank, failures with their rank, and a pool that recovers."""
 
 import os
 import time

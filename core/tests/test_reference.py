@@ -306,7 +306,7 @@ def test_a_mode_that_cannot_be_had_is_refused(
     assert str(error.value) == text
 
 
-def test_an_adapter_to_go_on_with_is_part_of_the_start(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_to_continue_is_part_of_the_start(folder: Path, tmp_path: Path) -> None:
     run = make_run(folder, lora=LoraConfig(rank=2))
     take_a_step(run, packed(run))
     run.hooks.export_weights(engine=run.roles["policy"].engine, directory=tmp_path)
@@ -381,7 +381,7 @@ def test_a_table_splits_by_answers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             "dpo --dpo.reference adapter",
@@ -399,9 +399,9 @@ def test_a_table_splits_by_answers(folder: Path) -> None:
     ],
 )
 def test_a_reference_that_cannot_be_had_is_told_before_anything_loads(
-    words: str, told: str
+    words: str, message: str
 ) -> None:
     name, *options = words.split()
     with pytest.raises(RLHFError) as error:
         read_config(name, overrides=["--model", "any", "--data", "any.jsonl", *options])
-    assert str(error.value) == told
+    assert str(error.value) == message

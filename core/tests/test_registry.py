@@ -89,12 +89,12 @@ def test_two_distributions_with_one_name_are_told_apart_by_an_at_sign(
     toy: Path, install: Install
 ) -> None:
     install("other-toy", {"trainers": {"toy": "other:plugin"}}, version="2.0")
-    told = (
+    message = (
         "other-toy 2.0 and rlhf-toy 1.0 both provide it; choose one as in toy@other-toy, "
         "or uninstall one"
     )
-    assert error_of(find, "trainer", "toy") == f"trainer 'toy' cannot be used: {told}"
-    assert [row.problem for row in installed() if row.kind == "trainer"] == [told, told]
+    assert error_of(find, "trainer", "toy") == f"trainer 'toy' cannot be used: {message}"
+    assert [row.problem for row in installed() if row.kind == "trainer"] == [message, message]
     assert find("trainer", "toy@Other_Toy").distribution == "other-toy"
     assert find("trainer", "toy@rlhf-toy").distribution == "rlhf-toy"
     assert error_of(find, "trainer", "toy@third").startswith("trainer 'toy@third' is not installed")

@@ -51,7 +51,7 @@ def main() -> None:
     print(
         f"| all bytes, {sum(counted.bytes.values()) / 1e9:.0f} GB | | {sum(moved.values()):.1f} |"
     )
-    print(f"\n{options.tokens / products * 1e3:,.0f} tokens/s by products alone,")
+    print(f"\n{options.tokens / products * 1e3:,.0f} tokens/s by products only,")
     print(f"{options.tokens / whole * 1e3:,.0f} with every other operator unfused")
 
 

@@ -281,8 +281,8 @@ def end_of(log: Path) -> str:
     """Where it is and its last line, progress bars left out."""
     lines = log.read_text().splitlines()
     bars = ("it/s]", "s/it]")
-    told = [line for line in lines if line.strip() and not line.endswith(bars)]
-    return ": ".join([str(log), *told[-1:]])
+    messages = [line for line in lines if line.strip() and not line.endswith(bars)]
+    return ": ".join([str(log), *messages[-1:]])
 
 
 def as_table(results: Sequence[Row]) -> str:

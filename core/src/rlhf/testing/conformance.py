@@ -142,7 +142,7 @@ class TrainerConformance:
         words += ["--batch.tokens", str(16 * bench.longest)]
         (packed,) = tiny.first_steps(self.trainer, words, bench.cache, num_steps=1)
         (separate,) = tiny.first_steps(
-            self.trainer, words, bench.cache, num_steps=1, path="separate", alone=True
+            self.trainer, words, bench.cache, num_steps=1, path="separate", one_by_one=True
         )
         differs = "the step packed into one row differs from its examples one by one, in"
         assert packed.loss == pytest.approx(separate.loss, abs=1e-5, rel=1e-6), (

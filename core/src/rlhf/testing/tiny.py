@@ -130,19 +130,19 @@ def first_steps(
     *,
     num_steps: int,
     path: PathName | None = None,
-    alone: bool = False,
+    one_by_one: bool = False,
 ) -> list[Moment]:
     """Take the first steps of a run in plain torch, which writes nothing.
 
     `path` is how every engine runs packed batches instead of the way that the probe found; with
-    `alone` every example is a micro-batch.
+    `one_by_one` every example is a micro-batch.
     """
     backend, session, _ = in_plain_torch(trainer, words, cache)
     for engine in backend.engines:
         engine.module.path = path or engine.module.path  # type: ignore[assignment]
     session.engine.train()
     stepper = Stepper(session)
-    return [_moment(session, stepper, number, alone=alone) for number in range(num_steps)]
+    return [_moment(session, stepper, number, one_by_one=one_by_one) for number in range(num_steps)]
 
 
 def step_memory(
@@ -150,9 +150,9 @@ def step_memory(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the bytes alive when backward begins and at the peak of the run's largest micro-batch:
     as estimated without values, and as measured in plain torch."""
-    backend, session, asked = in_plain_torch(trainer, words, cache)
-    estimate = asked.estimate
-    assert estimate is not None, asked.rehearsed
+    backend, session, step_fit = in_plain_torch(trainer, words, cache)
+    estimate = step_fit.estimate
+    assert estimate is not None, step_fit.rehearsed
     session.engine.train()
     batch = largest(session.train_order, session.num_steps)
     modules = [engine.module for engine in backend.engines]
@@ -176,13 +176,13 @@ def in_plain_torch(
     return backend, session, step_fit(request.config, data, mesh, hooks)
 
 
-def _moment(session: Session, stepper: Stepper, number: int, *, alone: bool) -> Moment:
+def _moment(session: Session, stepper: Stepper, number: int, *, one_by_one: bool) -> Moment:
     order = session.train_order
     plan = order.step(number)
     if session.trainer.needs_rollout():
         plan, batches = roll_out(session.trainer, order, plan, session.mesh)
     else:
-        plan, batches = _batches(order, plan, alone=alone)
+        plan, batches = _batches(order, plan, one_by_one=one_by_one)
     report = stepper.take(plan, batches).report
     assert report is not None
     engine: Any = session.engine
@@ -191,8 +191,10 @@ def _moment(session: Session, stepper: Stepper, number: int, *, alone: bool) -> 
     return Moment(loss, engine.gradients, max(trees, default=0))
 
 
-def _batches(order: RunOrder, plan: StepPlan, *, alone: bool) -> tuple[StepPlan, list[PackedBatch]]:
-    if alone:
+def _batches(
+    order: RunOrder, plan: StepPlan, *, one_by_one: bool
+) -> tuple[StepPlan, list[PackedBatch]]:
+    if one_by_one:
         each = [np.array([row]) for row in plan.rows]
         seen = [SurveyRows(plan.epoch, rows) for rows in each] if plan.survey else []
         plan = attrs.evolve(plan, micro=each, survey=seen)

@@ -1,5 +1,6 @@
 """The run folder: chosen, locked, cut back, and never overwritten by accident."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,3 +186,18 @@ def test_versions_hold_no_environment(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "hf_secret" not in written
     assert json.loads(written)["torch"]
     folder.close()
+
+
+def test_a_file_system_without_locks_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: object, **options: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("rlhf.folder.run_folder.FileLock.acquire", refused)
+    with pytest.raises(RLHFError) as caught:
+        RunFolder(tmp_path / "run", fresh=True)
+    assert str(caught.value) == (
+        f"cannot lock {tmp_path}/run ([Errno {errno.ENOLCK}] No locks available); choose an "
+        "--output on a file system with locks"
+    )

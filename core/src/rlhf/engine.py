@@ -68,7 +68,7 @@ class Plan:
     """Backend settings that would need less device memory, the smallest change first, each with
     what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
     patches: tuple[str, ...] = ()
-    """Names of the backend's patches of its library."""
+    """Names of the patches of its library that the backend may install for this plan."""
 
 
 @documented

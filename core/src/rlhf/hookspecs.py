@@ -146,7 +146,7 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:
         """Return the context in which `engine.module.model.generate` can be called on every rank.
-        It yields the keyword arguments that `generate` needs (`synced_gpus` at stage 3).
+
         Collective."""
 
     @hookspec(firstresult=True)

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
-from rlhf.folder.disk import write_whole, writing
+from rlhf.folder.disk import REFUSED, write_whole, writing
 from rlhf.request.layers import changed_keys, load_yaml, to_tree
 from rlhf.request.reader import Request
 
@@ -181,6 +181,12 @@ def _lock(path: Path) -> FileLock:
         raise RLHFError(
             f"another run is writing to {path}; wait for it or choose another --output"
         ) from None
+    except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", None) in REFUSED:
+            raise  # `writing` words it.
+        raise RLHFError(
+            f"cannot lock {path} ({error}); choose an --output on a file system with locks"
+        ) from error
     return lock
 
 

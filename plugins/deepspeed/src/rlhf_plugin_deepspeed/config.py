@@ -1,7 +1,8 @@
 """The section `deepspeed:`: presets, what they set, and the combinations that are refused."""
 
 import difflib
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
@@ -49,6 +50,10 @@ def known_preset(section: object, attribute: object, value: str) -> None:
 class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tensor_parallel": (1,),
+        "sequence_parallel": (1,),
+    }
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3, and zero1_offload, zero2_offload
     (optimizer on the CPU), zero3_offload (optimizer and parameters on the CPU); `_cpuoffload` is

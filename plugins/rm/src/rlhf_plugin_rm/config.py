@@ -1,6 +1,7 @@
 """The section `rm`."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
@@ -11,6 +12,9 @@ from rlhf.plugin import Config, RLHFError
 class RMConfig:
     """Reward models."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "loss": ("bradley_terry", "log_exp")
+    }
     ranking: Literal["pairs", "plackett_luce"] = "pairs"
     """How more than two answers are ranked. pairs: -log sigmoid(d - margin) of every pair, d the
     difference of its rewards, averaged over the row's pairs (arXiv 2203.02155). plackett_luce: the

@@ -1,0 +1,44 @@
+"""Run folders that an earlier version wrote: their settings without effect are still read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import check_resumable
+from rlhf.request.layers import to_tree
+from rlhf.request.reader import read_config
+
+REMOVED = {
+    "sft": {"deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1}},
+    "rm": {"rm": {"loss": "log_exp"}, "deepspeed": {"tensor_parallel": 1}},
+}
+
+
+def recorded(name: str, folder: Path, removed: dict[str, dict[str, Any]]) -> list[str]:
+    """Write config.yaml as an earlier version did; the words that give the same configuration."""
+    words = ["--model", "m", "--data", "d.jsonl", "--output", str(folder)]
+    tree = to_tree(read_config(name, overrides=words).config)
+    for section, settings in removed.items():
+        tree[section] |= settings
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return words
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_an_old_run_is_read_for_export_and_for_resuming(name: str, tmp_path: Path) -> None:
+    words = recorded(name, tmp_path, REMOVED[name])
+    read_config(name, source=tmp_path / "config.yaml", overrides=[])
+    request = read_config(name, overrides=[*words, "--resume"])
+    with pytest.raises(RLHFError) as caught:
+        check_resumable(request, tmp_path)
+    assert "manifest" in str(caught.value)  # The configuration has passed.
+
+
+def test_a_removed_setting_with_another_value_is_refused(tmp_path: Path) -> None:
+    recorded("sft", tmp_path, {"deepspeed": {"tensor_parallel": 2}})
+    with pytest.raises(RLHFError, match=r"deepspeed\.tensor_parallel: unknown setting"):
+        read_config("sft", source=tmp_path / "config.yaml", overrides=[])

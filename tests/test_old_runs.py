@@ -8,8 +8,8 @@ import yaml
 
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import check_resumable
-from rlhf.request.layers import to_tree
 from rlhf.request.reader import read_config
+from rlhf.request.settings_tree import to_tree
 
 REMOVED = {
     "sft": {"deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1}},

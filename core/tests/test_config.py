@@ -15,8 +15,8 @@ from rlhf.config.foreign import FOREIGN
 from rlhf.config.sections import Config, DataEntry, OptimConfig
 from rlhf.config.structure import section_class, structure
 from rlhf.errors import RLHFError
-from rlhf.request.layers import changed_keys, to_tree
 from rlhf.request.reader import config_class, read_config
+from rlhf.request.settings_tree import changed_keys, to_tree
 from rlhf.request.words import parse_words
 
 Install = Callable[..., Path]

@@ -12,8 +12,8 @@ import yaml
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder, check_resumable, choose
-from rlhf.request.layers import to_tree
 from rlhf.request.reader import Request, read_config
+from rlhf.request.settings_tree import to_tree
 
 
 def request(output: Path | None, *, resume: str | None = None, overwrite: bool = False) -> Any:

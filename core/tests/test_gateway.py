@@ -13,7 +13,7 @@ from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks, RunRecord, hookimpl
 from rlhf.registry.gateway import build_gateways, load_hooks
-from rlhf.registry.load import load_object
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 
 Install = Callable[..., Path]

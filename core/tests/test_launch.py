@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.launch.ranks import Ranks
+from rlhf.launch.local import Ranks
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
 
@@ -88,11 +88,11 @@ def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     child = (
-        "from rlhf.launch.ranks import die_with_parent; import time; "
+        "from rlhf.launch.local import die_with_parent; import time; "
         "die_with_parent(); print(flush=True); time.sleep(60)"
     )
     parent = (
-        "import sys; from rlhf.launch.ranks import Ranks; "
+        "import sys; from rlhf.launch.local import Ranks; "
         f"started = Ranks([sys.executable, '-c', {child!r}], 2, 10.0); "
         "print(*[process.pid for process in started.processes], flush=True); started.wait()"
     )

@@ -9,8 +9,8 @@ import pytest
 
 import rlhf.registry.installed
 from rlhf.errors import RLHFError
+from rlhf.registry.imports import demo_file, load_object, load_own, load_record
 from rlhf.registry.installed import find, find_backend, installed
-from rlhf.registry.load import demo_file, load_object, load_own, load_record
 
 Install = Callable[..., Path]
 KNOWN = Path(rlhf.registry.installed.__file__).with_name("known_plugins.txt")

@@ -19,7 +19,7 @@ from rlhf.data.mismatch import Mismatched
 from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
-from rlhf.registry.load import load_own
+from rlhf.registry.imports import load_own
 
 __all__ = [
     "Answer",

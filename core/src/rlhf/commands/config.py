@@ -9,8 +9,8 @@ import yaml
 
 from rlhf.config.field_docs import field_docs
 from rlhf.config.structure import expected, section_class
-from rlhf.request.layers import to_tree
 from rlhf.request.reader import Request
+from rlhf.request.settings_tree import to_tree
 
 
 def config_command(request: Request) -> int:

@@ -47,21 +47,21 @@ def check_plugins() -> int:
 
 
 def _check(plugin: Installed) -> None:
-    from rlhf.registry import gateway, load  # late: start-up time
+    from rlhf.registry import gateway, imports  # late: start-up time
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
     if plugin.kind == "trainer":
         _check_trainer(plugin)
     elif plugin.kind == "backend":
-        core = load.load_object(gateway.CORE)()
+        core = imports.load_object(gateway.CORE)()
         gateway.check_backend(gateway.load_plugin(plugin), defaults=core)
     else:
         list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
 
 
 def _check_trainer(plugin: Installed) -> None:
-    from rlhf.registry.load import demo_file, load_object, load_record  # late: start-up time
+    from rlhf.registry.imports import demo_file, load_object, load_record  # late: start-up time
     from rlhf.request.reader import config_class, trainer_defaults
 
     record = load_record(plugin)

@@ -5,7 +5,7 @@ import sys
 
 from rlhf.errors import RLHFError
 from rlhf.folder import run_folder
-from rlhf.launch.ranks import Ranks, die_with_parent, num_devices
+from rlhf.launch.local import Ranks, die_with_parent, num_devices
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
 from rlhf.request.reader import Request

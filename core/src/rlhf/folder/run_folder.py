@@ -16,8 +16,8 @@ from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, write_whole, writing
-from rlhf.request.layers import changed_keys, load_yaml, to_tree
 from rlhf.request.reader import Request
+from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.trace",

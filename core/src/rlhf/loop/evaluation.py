@@ -7,8 +7,8 @@ import torch
 from rlhf.data.loader import batches_from
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums
+from rlhf.loop.checkpointing import save
 from rlhf.loop.export import export_model
-from rlhf.loop.save import save
 from rlhf.loop.session import Session
 
 

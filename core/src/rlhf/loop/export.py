@@ -18,7 +18,7 @@ from rlhf.model.load import load_model
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
-from rlhf.registry.load import load_object
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 
 PART = ".model.part"

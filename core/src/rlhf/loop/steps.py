@@ -7,6 +7,7 @@ from contextlib import closing
 import torch
 
 from rlhf.data.loader import batches_from
+from rlhf.loop.checkpointing import save
 from rlhf.loop.evaluation import (
     evaluate,
     evaluate_at_end,
@@ -16,7 +17,6 @@ from rlhf.loop.evaluation import (
     out_of_patience,
 )
 from rlhf.loop.rollout import roll_out
-from rlhf.loop.save import save
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.loop.stop import StopWatch

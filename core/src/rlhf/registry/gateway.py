@@ -14,8 +14,8 @@ import pluggy
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks
+from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import Installed, find, find_backend
-from rlhf.registry.load import load_object, load_record
 from rlhf.registry.observers import ObserverGateway
 
 SPECS = {"backend": BackendHooks, "extension": BackendHooks, "observer": ObserverHooks}

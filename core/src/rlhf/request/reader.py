@@ -12,10 +12,10 @@ from rlhf.config.sections import Config, OptimConfig
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import TrainerPlugin
+from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
-from rlhf.registry.load import demo_file, load_record
-from rlhf.request.layers import load_yaml, merge, nested
 from rlhf.request.rules import contradictions, missing_inputs
+from rlhf.request.settings_tree import load_yaml, merge, nested
 from rlhf.request.words import parse_words
 
 

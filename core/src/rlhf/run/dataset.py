@@ -9,7 +9,7 @@ from rlhf.errors import RLHFError
 from rlhf.memory.choice import START
 from rlhf.model.architecture import known_tokens
 from rlhf.model.tokenizer import load_tokenizer
-from rlhf.registry.load import load_object
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
 from rlhf.trainer import Trainer
 

@@ -14,12 +14,12 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks, first_line
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import writing
+from rlhf.loop.checkpointing import restore
 from rlhf.loop.export import export_checkpoint, export_model
-from rlhf.loop.save import restore
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.registry.gateway import build_gateways, load_hooks
-from rlhf.registry.load import load_object
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
 from rlhf.run.dataset import prepare_data
 from rlhf.run.set_up import out_of_memory, set_up

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlhf.testing.curves import column, without_timings
     from rlhf.testing.plain import PlainBackend
     from rlhf.testing.ranks import RankFailure, Ranks, ranks_fixture, shared
-    from rlhf.testing.steps import step_metrics
+    from rlhf.testing.step_metrics import step_metrics
     from rlhf.testing.tiny import command, first_steps, make_model, run, short_run, write_rows
 
 __all__ = [
@@ -63,7 +63,7 @@ _MODULES = {
     "rlhf.testing.curves": ("column", "without_timings"),
     "rlhf.testing.plain": ("PlainBackend",),
     "rlhf.testing.ranks": ("RankFailure", "Ranks", "ranks_fixture", "shared"),
-    "rlhf.testing.steps": ("step_metrics",),
+    "rlhf.testing.step_metrics": ("step_metrics",),
     "rlhf.testing.tiny": (
         *("command", "first_steps", "make_model", "run", "short_run", "write_rows"),
     ),

@@ -8,7 +8,7 @@ import yaml
 from attrs import define, field
 
 from rlhf import demo
-from rlhf.registry.load import load_object
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics

@@ -23,8 +23,8 @@ import yaml
 from attrs import frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.request.layers import to_tree
 from rlhf.request.reader import read_config
+from rlhf.request.settings_tree import to_tree
 from rlhf.testing import tiny
 from rlhf.testing.bench import NUM_STEPS, STAGES, STOP_AT, Bench, make_bench
 from rlhf.testing.curves import column, same_curve, training, weights, without_timings

@@ -6,7 +6,7 @@ import torch
 
 from rlhf.engine import Deferred, LaterOutcome, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
-from rlhf_plugin_deepspeed.norms import gradients, sharded_norm, whole_norm
+from rlhf_plugin_deepspeed.gradient_norms import gradients, sharded_norm, whole_norm
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 CHECKS_BY_NORM = "0.19.8"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_plugin_deepspeed.norms import sharded_norm
+from rlhf_plugin_deepspeed.gradient_norms import sharded_norm
 from rlhf_plugin_deepspeed.patches.install import replace
 
 

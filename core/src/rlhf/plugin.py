@@ -10,7 +10,6 @@ from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import check_reference
 from rlhf.config.sections import Config, DataConfig, ModelConfig, OptimConfig
 from rlhf.errors import RLHFError
-from rlhf.hookspecs import hookimpl
 
 __all__ = [
     "BackendPlugin",
@@ -22,7 +21,6 @@ __all__ = [
     "TrainerPlugin",
     "check_reference",
     "check_rules",
-    "hookimpl",
 ]
 
 

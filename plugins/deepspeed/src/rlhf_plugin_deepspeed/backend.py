@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.engine import Mesh, ModelShape, Plan
-from rlhf.plugin import Config, hookimpl
+from rlhf.hookspecs import hookimpl
+from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, STAGES
     from rlhf.testing.conformance import Other, TrainerConformance
     from rlhf.testing.curves import column, without_timings
+    from rlhf.testing.metrics import step_metrics
     from rlhf.testing.plain import PlainBackend
     from rlhf.testing.ranks import RankFailure, Ranks, ranks_fixture, shared
-    from rlhf.testing.step_metrics import step_metrics
     from rlhf.testing.tiny import command, first_steps, make_model, run, short_run, write_rows
 
 __all__ = [
@@ -63,7 +63,7 @@ _MODULES = {
     "rlhf.testing.curves": ("column", "without_timings"),
     "rlhf.testing.plain": ("PlainBackend",),
     "rlhf.testing.ranks": ("RankFailure", "Ranks", "ranks_fixture", "shared"),
-    "rlhf.testing.step_metrics": ("step_metrics",),
+    "rlhf.testing.metrics": ("step_metrics",),
     "rlhf.testing.tiny": (
         *("command", "first_steps", "make_model", "run", "short_run", "write_rows"),
     ),

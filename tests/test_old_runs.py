@@ -42,3 +42,13 @@ def test_a_removed_setting_with_another_value_is_refused(tmp_path: Path) -> None
     recorded("sft", tmp_path, {"deepspeed": {"tensor_parallel": 2}})
     with pytest.raises(RLHFError, match=r"deepspeed\.tensor_parallel: unknown setting"):
         read_config("sft", source=tmp_path / "config.yaml", overrides=[])
+
+
+def test_a_removed_value_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
+    recorded("sft", tmp_path, {"model": {"recompute": "offload"}})
+    with pytest.raises(RLHFError) as caught:
+        read_config("sft", source=tmp_path / "config.yaml", overrides=[])
+    assert (
+        "model.recompute: expected one of auto, none, selective, full, "
+        'got "offload"; offload was removed, use full'
+    ) in str(caught.value)

@@ -140,13 +140,13 @@ def test_where_all_that_is_not_enough_there_are_fewer_tokens_too(
     fit = on_accelerator([*words, "--batch.tokens", "400"], 1000)
     largest = fit.largest_example()
     picked, line = chosen(fit)
-    assert picked.recompute == "offload"
+    assert picked.recompute == "full"
     assert largest <= picked.tokens < 2 * largest
     assert re.match(
-        rf"recompute  offload, {picked.tokens} tokens per micro-batch: a step would take ", line
+        rf"recompute  full, {picked.tokens} tokens per micro-batch: a step would take ", line
     )
     assert line.endswith(
-        f", with layer inputs kept in host memory, {picked.tokens} tokens per micro-batch"
+        f" with every layer computed again in backward, {picked.tokens} tokens per micro-batch"
     )
 
 
@@ -168,7 +168,7 @@ def test_a_choice_is_of_the_run(words: list[str]) -> None:
 
 
 def test_what_was_chosen_is_no_advice_when_it_did_not_suffice(words: list[str]) -> None:
-    least = peak_with("offload", words)
+    least = peak_with("full", words)
     request = read_config("sft", overrides=words)
     fit = on_accelerator(words, least)
     cause = torch.OutOfMemoryError("no more")

@@ -156,8 +156,8 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
             "auto, none or full",
         ),
         (
-            ["--model.fp8", "tensorwise", "--model.recompute", "offload"],
-            "model.recompute offload cannot be combined with model.fp8; set it to auto, none "
+            ["--model.fp8", "tensorwise", "--model.recompute", "selective"],
+            "model.recompute selective cannot be combined with model.fp8; set it to auto, none "
             "or full",
         ),
         (

@@ -74,13 +74,13 @@ def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
     written = tmp_path / "run" / "config.yaml"
     config = yaml.safe_load(written.read_text())
     for settings in (
-        {"kernels": "liger", "recompute": "offload"},
+        {"kernels": "liger"},
         {"fp8": "tensorwise", "dtype": "bf16"},
     ):
         written.write_text(yaml.safe_dump(config | {"model": config["model"] | settings}))
         again = str(tmp_path / settings.popitem()[1])
         shared(1).run(command, "export", str(tmp_path / "run"), again)
-    there = Scorer(tmp_path / "offload").rewards("What is 2 + 2?", answers)
+    there = Scorer(tmp_path / "liger").rewards("What is 2 + 2?", answers)
     assert there == one.rewards("What is 2 + 2?", answers)
     assert (tmp_path / "bf16" / "model.safetensors").is_file()
 

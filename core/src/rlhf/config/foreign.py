@@ -38,3 +38,5 @@ NAMES = {
 }
 FOREIGN = {name: ours for ours, names in NAMES.items() for name in names.split()}
 """Our name by theirs, as in `'learning_rate' is optim.lr here`."""
+REMOVED = {"offload": "full"}
+"""Values of earlier versions, and what replaces them (of `model.recompute`)."""

@@ -7,7 +7,7 @@ from attrs import field, frozen, validators
 from rlhf.config.field_docs import documented
 from rlhf.config.objective import objective
 
-Recompute = Literal["auto", "none", "selective", "full", "offload"]
+Recompute = Literal["auto", "none", "selective", "full"]
 
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
@@ -62,8 +62,8 @@ class ModelConfig:
     """Activations that are recomputed in the backward pass instead of kept; the curve is the same.
     selective: the products of gated feed-forward layers, which saves a quarter of the activations
     for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more
-    time. offload: as full, with each layer's input kept in host memory. auto: the first of none,
-    selective, full and offload with which a step fits in the accelerator's memory."""
+    time. auto: the first of none, selective and full with which a step fits in the accelerator's
+    memory."""
 
 
 @documented

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 import cattrs
 
-from rlhf.config.foreign import FOREIGN
+from rlhf.config.foreign import FOREIGN, REMOVED
 
 Path = tuple[str, ...]
 CLOSE = 0.65
@@ -62,6 +62,8 @@ def _wrong(value: Any, kind: Any) -> ValueError:
     near = difflib.get_close_matches(str(value), map(str, get_args(kind)), n=1)
     if near and get_origin(kind) is Literal:
         text += f"; did you mean {near[0]}?"
+    if REMOVED.get(str(value)) in get_args(kind):
+        text += f"; {value} was removed, use {REMOVED[str(value)]}"
     if kind is str and isinstance(value, int | float):
         text += f"; quote it: '{value}' in YAML, \"'{value}'\" in a shell"
     return ValueError(text)

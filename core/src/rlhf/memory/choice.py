@@ -19,7 +19,7 @@ ENOUGH = 4e11
 32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
 AMPLE = 0.8
 """Share of an accelerator's memory up to which the tokens of a micro-batch are raised."""
-RECOMPUTE_COST = {"selective": 0.02, "full": 0.25, "offload": 0.26}
+RECOMPUTE_COST = {"selective": 0.02, "full": 0.25}
 """Time that a level adds to a step, as a share of it, measured on an H200."""
 HALVING_COST = 0.05
 """Time that half the tokens add while a micro-batch keeps the device busy (`ENOUGH`), at most."""

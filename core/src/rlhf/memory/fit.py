@@ -21,7 +21,6 @@ MARGIN = 0.95
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
-    "offload": "every layer computed again in backward, with layer inputs kept in host memory",
 }
 """Levels of `model.recompute`, the cheaper ones first."""
 TOKENS_STEP = 1024
@@ -69,7 +68,7 @@ class StepFit:
     def levels(self) -> list[Recompute]:
         """Return the levels of recomputation that the model has; a compiler decides by itself what
         it keeps."""
-        return ["full"] if compiles(self.config.model) else ["selective", "full", "offload"]
+        return ["full"] if compiles(self.config.model) else ["selective", "full"]
 
     def largest_example(self) -> int:
         """Return the tokens of the largest example, to train on or held out."""
@@ -96,8 +95,8 @@ class StepFit:
         if wanted:
             where += f", when allocating {wanted.group(1)} more"
         if isinstance(self.rehearsed, NotRehearsed):
-            level = self._leaner()
-            more = f" or set model.recompute to {level}" if level else ""
+            recomputes = self.config.model.recompute == "full"
+            more = "" if recomputes else " or set model.recompute to full"
             return RLHFError(f"{where}: lower batch.tokens{more}")
         expected = f"a step was estimated at {gib(self.rehearsed.estimate.peak)} GiB"
         advice = self._advice(self.rehearsed)
@@ -111,20 +110,11 @@ class StepFit:
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
             advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
-        level = self._leaner()
-        lean = self.under(tokens=self.config.batch.budget, recompute=level).peak if level else None
+        lean = self.under(tokens=self.config.batch.budget, recompute="full").peak
         if lean is not None and lean < estimate.peak:
-            advice.append(f"set model.recompute to {level} (about {gib(lean)} GiB)")
+            advice.append(f"set model.recompute to full (about {gib(lean)} GiB)")
         advice += [f"use {setting}" for setting in rehearsed.lighter]
         return advice or ["train with lora, or use a device with more memory"]
-
-    def _leaner(self) -> Recompute | None:
-        """Return the level to advise: every layer, then its inputs in host memory, then none."""
-        level = self.config.model.recompute
-        if level not in ("full", "offload"):
-            return "full"
-        can_offload = self.mesh.device.type != "cpu" and "offload" in self.levels()
-        return "offload" if level == "full" and can_offload else None
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
         """Return a budget that fits and holds the largest example, or 0."""

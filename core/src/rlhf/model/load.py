@@ -15,7 +15,7 @@ from rlhf.model.kernels.layers import change_layers, check_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.task import Task
-from rlhf.model.trainable import check_recomputable, four_bits, prepare_trainable
+from rlhf.model.trainable import four_bits, prepare_trainable
 from rlhf.model.weights import pretrained_model, random_model
 from rlhf.registry.gateway import BackendGateway
 
@@ -37,7 +37,6 @@ def load_model(
     """
     architecture = read_architecture(config, task)
     check_layers(architecture, config.model, mesh.device)
-    check_recomputable(config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
         causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)

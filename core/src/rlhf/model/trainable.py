@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.model.adapters import with_adapter
-from rlhf.model.kernels.offload import HostInputs
 from rlhf.model.task import Task
 
 
@@ -25,8 +24,8 @@ def prepare_trainable(
         freeze_quantised(causal)
     model = with_adapter(causal, config, task, shape_only=shape_only)
     freeze(model, config.model.freeze)
-    if config.model.recompute in ("full", "offload"):
-        recompute(causal, offload=config.model.recompute == "offload")
+    if config.model.recompute == "full":
+        recompute(causal)
     return model
 
 
@@ -55,28 +54,13 @@ def freeze_quantised(causal: Any) -> None:
         parameter.requires_grad_(False)
 
 
-def recompute(causal: Any, *, offload: bool) -> None:
-    """Keep only each layer's input (with `offload` in host memory) and compute the layer again in
-    backward."""
+def recompute(causal: Any) -> None:
+    """Keep only each layer's input and compute the layer again in backward."""
     # Older versions of transformers have only the second name.
     enable = getattr(causal, "activation_checkpointing_enable", None)
     (enable or causal.gradient_checkpointing_enable)({"use_reentrant": False})
     if not causal.get_input_embeddings().weight.requires_grad:
         causal.enable_input_require_grads()
-    if offload:
-        checkpointed = HostInputs()
-        for module in causal.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = checkpointed
-
-
-def check_recomputable(model: ModelConfig, device: torch.device) -> None:
-    """Raise RLHFError if `model.recompute: offload` would save nothing."""
-    if model.recompute == "offload" and device.type == "cpu":
-        raise RLHFError(
-            "model.recompute offload moves layer inputs to host memory, but this run is on the "
-            "CPU; set model.recompute to full"
-        )
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

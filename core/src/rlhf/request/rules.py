@@ -38,9 +38,8 @@ def contradictions(config: Config) -> list[str]:
         ),
         (f"model.quantize {exclusive} {compiler}", quantized and compiled),
         (
-            f"model.recompute {model.recompute} {exclusive} {compiler}; set it to auto, none or "
-            "full",
-            compiled and model.recompute in ("selective", "offload"),
+            f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
+            compiled and model.recompute == "selective",
         ),
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
         ("train.eval_every needs data.eval", train.eval_every and not held_out),

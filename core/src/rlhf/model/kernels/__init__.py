@@ -1,4 +1,4 @@
-"""Layers that run faster or keep less: fused, compiled, recomputed, or with inputs on the host.
+"""Layers that run faster or keep less: fused, compiled or recomputed.
 
 Imported by `rlhf.model` and by the code that loads models.
 """

@@ -111,7 +111,7 @@ class Mesh:
     def barrier(self) -> None:
         """Wait until every rank has called this; collective."""
         if self.world > 1:
-            own = [self.device.index] if self.device.type == "cuda" else None
+            own = None if self.device.type == "cpu" else [self.device.index]
             torch.distributed.barrier(device_ids=own)
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from streams import Stream, Streams, seen_by
 from torch import nn
 
@@ -14,9 +15,9 @@ from rlhf_plugin_deepspeed.patches import shards
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.patches.shards import (
     MissingGradients,
-    Ordered,
     deepspeed_reduce_scatter,
     keep_shards,
+    ordered,
     reduce_at_once,
     reduce_scatter,
 )
@@ -66,9 +67,10 @@ def test_shards_add_up_over_micro_batches():
 
 def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
     waited_for = []
-    compute, reduction = SimpleNamespace(wait_stream=waited_for.append), object()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
-    Ordered.synchronize(reduction)
+    compute = SimpleNamespace(wait_stream=waited_for.append)
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: compute)
+    reduction = ordered(SimpleNamespace)
+    reduction.synchronize()
     assert waited_for == [reduction]
 
 

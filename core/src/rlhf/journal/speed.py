@@ -77,9 +77,9 @@ class Interval:
 
 def peak_of(device: torch.device, world: int) -> float | None:
     """Return the operations per second of `world` devices like this one, or None if unknown."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.get_device_module(device).get_device_name(device)
     return next((flops * world for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 

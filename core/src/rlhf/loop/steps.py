@@ -52,7 +52,7 @@ def _take_steps(
         order,
         first_step=first_step,
         workers=0 if rolls_out else config.data.workers,
-        pin=engine.device.type == "cuda",
+        pin=engine.device.type != "cpu",
     )
     session.journal.start()
     if first_step == 0 and config.train.eval_at_start:

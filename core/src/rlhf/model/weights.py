@@ -49,10 +49,11 @@ def load_with_report(
 ) -> tuple[Any, Mapping[str, Any]]:
     """Return the model of a folder, and transformers' report: the keys that are missing, unexpected
     or of another shape."""
-    devices = [place for place in options.get("device_map", {}).values() if place.type == "cuda"]
+    devices = [place for place in options.get("device_map", {}).values() if place.type != "cpu"]
+    kind = devices[0].type if devices else "cpu"
     try:
         # transformers draws a missing head from the global generators, which a run must not move.
-        with torch.random.fork_rng(devices=devices), quiet_loading():
+        with torch.random.fork_rng(devices, device_type=kind), quiet_loading():
             causal, report = FORMS[task].auto.from_pretrained(
                 path,
                 config=architecture,

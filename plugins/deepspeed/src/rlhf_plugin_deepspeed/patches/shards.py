@@ -28,9 +28,9 @@ def reduce_at_once(optimizer: Any) -> None:
     held = check_target("reduction", optimizer, "__param_id_to_grad_partition")
     keep = partial(keep_shards, optimizer, getattr(optimizer, held))
     replace("reduction", optimizer, partition_grads=keep)
-    stream = optimizer.reduce_and_partition_stream
-    if isinstance(stream, torch.cuda.Stream) and stream != torch.cuda.default_stream():
-        replace("reduction", optimizer, reduce_and_partition_stream=Ordered())
+    accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
+    if not accelerator.is_synchronized_device() and stream != accelerator.default_stream():
+        replace("reduction", optimizer, reduce_and_partition_stream=ordered(type(stream)))
 
 
 @torch.no_grad()
@@ -46,12 +46,14 @@ def reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
     return list(rows[rank].split([item.numel() // world for item in tensors]))
 
 
-class Ordered(torch.cuda.Stream):
-    """A stream whose results are read on other streams: to wait for it is to order those."""
+def ordered(kind: type) -> Any:
+    """Return a stream of this class whose results are read on other streams: to wait for it is to
+    let the current stream wait, while the host continues."""
 
-    def synchronize(self) -> None:
-        """Let the current stream wait, and the host continue."""
-        torch.cuda.current_stream().wait_stream(self)
+    def synchronize(stream: Any) -> None:
+        get_accelerator().current_stream().wait_stream(stream)
+
+    return type("Ordered", (kind,), {"synchronize": synchronize})()
 
 
 def keep_shards(

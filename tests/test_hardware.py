@@ -1,0 +1,51 @@
+"""Only kernels that are CUDA's own name CUDA; everything else asks torch or DeepSpeed for the
+accelerator."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
+CUDA_ONLY = {
+    f"{CORE}/engine.py": "where kernels in Triton run",
+    f"{CORE}/loop/trace.py": "the profiler",
+    f"{CORE}/model/attention.py": "flex attention",
+    f"{CORE}/model/masks.py": "masks of flex attention",
+    f"{CORE}/model/packed.py": "rows in blocks of flex attention",
+    f"{CORE}/model/probe.py": "flex attention has no dropout",
+    f"{CORE}/model/trainable.py": "bitsandbytes",
+    f"{CORE}/model/kernels/fp8.py": "products in FP8",
+    f"{CORE}/model/kernels/fused.py": "a kernel in Triton",
+    f"{PLUGIN}/building.py": "the compiler's list of architectures",
+    f"{PLUGIN}/mesh.py": "the allocator's setting, before torch knows the device",
+}
+
+
+def names_cuda(path: Path) -> bool:
+    """Return whether a file uses `torch.cuda` or compares with the device type "cuda"."""
+    return any(_of_cuda(ast.parse(path.read_text())))
+
+
+def _of_cuda(tree: ast.AST) -> Iterator[bool]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name("torch"), "cuda") | ast.Constant("cuda"):
+                yield True
+            case ast.ImportFrom("torch.cuda") | ast.alias("torch.cuda"):
+                yield True
+
+
+def test_only_what_is_cudas_own_names_cuda() -> None:
+    sources = [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if names_cuda(path)}
+    assert found == CUDA_ONLY.keys()
+
+
+def test_the_check_sees_each_way_to_name_cuda(tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    for source in ("torch.cuda.Stream()", 'x = kind == "cuda"', "import torch.cuda"):
+        path.write_text(source)
+        assert names_cuda(path)
+    path.write_text('"""On cuda."""\ntorch.get_device_module(device).Stream()')
+    assert not names_cuda(path)

@@ -1,7 +1,6 @@
 """The loop with trainers that need more of it than supervised fine-tuning does."""
 
 import gc
-import gzip
 import json
 import os
 from pathlib import Path
@@ -136,36 +135,3 @@ def test_the_demo_report_is_not_asked_for_with_data_of_ones_own(
 ) -> None:
     assert not read_config("sft", overrides=tiny.words(inputs, tmp_path)).demo
     assert read_config("sft").demo
-
-
-def test_three_steps_are_traced_on_every_rank_and_nothing_is_learnt_otherwise(
-    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
-) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6")
-    ((_, plain), _) = two.run(tiny.run, words, str(inputs.cache))
-    ((_, traced), _) = two.run(
-        tiny.run, [*words, "--overwrite", "--train.trace", "2"], str(inputs.cache)
-    )
-    assert tiny.steps(traced, "loss") == tiny.steps(plain, "loss")
-    files = sorted((tmp_path / "run" / "traces").iterdir())
-    assert [file.name for file in files] == ["rank-00000.json.gz", "rank-00001.json.gz"]
-    for file in files:
-        with gzip.open(file, "rt") as lines:
-            events = json.load(lines)["traceEvents"]
-        steps = [e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#")]
-        assert len(set(steps)) == 3
-
-
-def test_a_trace_ends_with_the_run(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--train.trace", "2")
-    one.run(tiny.run, words, str(inputs.cache))
-    assert (tmp_path / "run" / "traces" / "rank-00000.json.gz").stat().st_size
-
-
-def test_a_resumed_run_past_the_traced_steps_traces_its_own(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
-) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6")
-    one.run(tiny.run, [*words, "--train.stop_at", "3"], str(inputs.cache))
-    one.run(tiny.run, [*words, "--resume", "--train.trace", "1"], str(inputs.cache))
-    assert (tmp_path / "run" / "traces" / "rank-00000.json.gz").stat().st_size

@@ -12,7 +12,10 @@ from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
 
 REMOVED = {
-    "sft": {"deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1}},
+    "sft": {
+        "deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1},
+        "train": {"trace": None},
+    },
     "rm": {"rm": {"loss": "log_exp"}, "deepspeed": {"tensor_parallel": 1}},
 }
 

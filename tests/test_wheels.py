@@ -1,6 +1,7 @@
 """What a user installs: the wheels of all distributions, and those of one trainer only."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -63,14 +64,14 @@ def rlhf(site: Path, *words: str, folder: Path | None = None) -> subprocess.Comp
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert sorted(names) == ["deepspeed", "dpo", "tensorboard"]
+    assert sorted(names) == ["deepspeed", "dpo"]
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
     done = rlhf(whole_site, "plugins", "check")
     assert done.returncode == 0, done.stdout
     for project in PROJECTS[1:]:
-        assert f" of rlhf-plugin-{project.name} " in done.stdout
+        assert re.search(rf" of rlhf-\w+-{project.name} ", done.stdout)
 
 
 def test_the_demo_of_the_wheels_runs(site: Path, tmp_path: Path) -> None:

@@ -205,7 +205,6 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
             "model.quantize cannot be combined with model.init random",
         ),
         ("--train.steps 5 --train.stop_at 6", "train.stop_at 6 is past train.steps 5"),
-        ("--train.steps 5 --train.trace 5", "train.trace 5 is past train.steps 5"),
         ("--train.steps 5 --optim.warmup 6", "optim.warmup 6 is past train.steps 5"),
         ("--optim.warmup 1.5", "optim.warmup must be below 1 or a whole number of steps"),
         (

@@ -76,6 +76,10 @@ def test_an_install_is_proposed_for_our_own_plugins_only(toy: Path) -> None:
         "trainer 'sft' is not installed (run `pip install rlhf-plugin-sft`); "
         "available: toy (rlhf-toy 1.0)"
     )
+    assert error_of(find, "observer", "tensorboard") == (
+        "observer 'tensorboard' is not installed (run `pip install rlhf-observer-tensorboard`); "
+        "available: none"
+    )
     assert error_of(find, "trainer", "stf") == (
         "trainer 'stf' is not installed (did you mean 'sft'? "
         "run `pip install rlhf-plugin-sft`); available: toy (rlhf-toy 1.0)"

@@ -1,5 +1,6 @@
 """Core's configuration sections: frozen attrs classes, one per YAML section."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
@@ -164,6 +165,7 @@ class OptimConfig:
 class TrainConfig:
     """Length, seed, logging and evaluation of the run."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"trace": (None,)}
     epochs: int = field(default=1, validator=positive)
     """Passes over the training rows."""
     steps: int | None = field(default=None, validator=optional(positive))
@@ -184,8 +186,6 @@ class TrainConfig:
     """Also evaluate before the first step."""
     patience: int | None = field(default=None, validator=optional(positive))
     """Stop after this many evaluations in a row without an improvement of `checkpoint.best`."""
-    trace: int | None = field(default=None, validator=optional(positive))
-    """Record the three steps after this one with torch's profiler, in traces/ of the run folder."""
 
 
 @documented

@@ -20,14 +20,14 @@ from rlhf.request.reader import Request
 from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree
 
 MAY_CHANGE = (
-    "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.trace",
-    "train.log_every", "train.eval_every", "train.eval_at_start", "data.eval", "data.workers",
-    "data.processes", "checkpoint", "model.recompute", "observers", "output", "backend",
+    "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
+    "train.eval_every", "train.eval_at_start", "data.eval", "data.workers", "data.processes",
+    "checkpoint", "model.recompute", "observers", "output", "backend",
 )  # fmt: skip
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
 
-FOLDERS = ("checkpoints", "model", "traces", "errors")
+FOLDERS = ("checkpoints", "model", "errors")
 """Folders that a run makes in its own."""
 
 FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl")

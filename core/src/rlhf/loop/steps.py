@@ -20,19 +20,16 @@ from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.loop.stop import StopWatch
-from rlhf.loop.trace import StepTrace
 
 
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
-    config, rank = session.config.train, session.mesh.rank
-    stop = StopWatch(config, session.mesh)
-    trace = StepTrace(config.trace, session.path / "traces", rank, first_step=first_step)
+    stop = StopWatch(session.config.train, session.mesh)
     _freeze_heap(session.engine.device)
     try:
-        with closing(stop), closing(trace):
-            reason, step, evaluated = _take_steps(session, stop, trace, first_step=first_step)
+        with closing(stop):
+            reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
     finally:
         gc.unfreeze()
     if reason != "signal" and evaluated != step:
@@ -42,7 +39,7 @@ def train(session: Session, *, first_step: int) -> str:
 
 
 def _take_steps(
-    session: Session, stop: StopWatch, trace: StepTrace, *, first_step: int
+    session: Session, stop: StopWatch, *, first_step: int
 ) -> tuple[str, int, int | None]:
     """Take all steps, with what is due between them. Returns why they ended, the last step, and
     the step of the last evaluation after `first_step`. Collective."""
@@ -64,7 +61,6 @@ def _take_steps(
     if session.evaluation_owed and is_due(config.train.eval_every, step):
         reason, evaluated = evaluate_late(session, step=step), step
     while step < session.num_steps and reason is None:
-        trace.before(step)
         plan = order.step(step)
         if rolls_out:
             plan, batches = roll_out(session.trainer, order, plan, session.mesh)

@@ -102,7 +102,7 @@ def is_satisfied(requirement: str) -> bool:
 def extra_for(plugin: Installed, module: str) -> str | None:
     """Return the extra of the plugin's distribution that installs `module`, or None.
 
-    It is written as for pip: `rlhf-core[tensorboard]`.
+    It is written as for pip: `rlhf-plugin-NAME[EXTRA]`.
     """
     for line in metadata.requires(plugin.distribution) or ():
         match = re.match(r"([\w.-]+).*\bextra\s*==\s*['\"]([\w.-]+)", line)

@@ -26,7 +26,6 @@ def contradictions(config: Config) -> list[str]:
         (f"model.quantize {exclusive} model.init random", quantized and random),
         ("model.revision has no effect on a local folder; remove it", model.revision and local),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
-        (f"train.trace {train.trace} {past}", steps and (train.trace or 0) >= steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),
         ("optim.states bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),

@@ -8,7 +8,7 @@ from rlhf.hookspecs import RunRecord, hookimpl
 
 
 class TensorBoard:
-    """Observer that needs the package tensorboard. A resumed run hides what was logged after its
+    """Writes every logged metric as a scalar. A resumed run hides what was logged after its
     checkpoint."""
 
     def __init__(self) -> None:

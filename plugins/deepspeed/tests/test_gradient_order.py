@@ -1,7 +1,6 @@
 """Gradients of ZeRO 1 and 2, reduced beside backward: real DeepSpeed on two ranks, and whom streams
 wait for."""
 
-import platform
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ from uneven import Changed, case_of
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import ROWS, follow, losses, make_batch, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.patches import gradient_order
-from rlhf_plugin_deepspeed.patches.gradient_order import forward_places, owned_spans
+from rlhf_plugin_deepspeed.patches import stages_1_and_2
+from rlhf_plugin_deepspeed.patches.stages_1_and_2 import backward_order
 
 A_WEIGHT = 512
 """Elements of each of the tiny model's, all larger than a bucket of 400."""
@@ -25,44 +24,32 @@ A_WEIGHT = 512
 
 @contextmanager
 def told(calls):
-    """Appends elements and receiver of what is reduced in here; None for all ranks."""
-    reduce, all_reduce = distributed.reduce, distributed.all_reduce
+    """Appends the elements of what is reduced in here."""
+    all_reduce = distributed.all_reduce
 
-    def to_one(tensor, rank, **options):
-        calls.append((tensor.numel(), rank))
-        return reduce(tensor, rank, **options)
-
-    def to_all(tensor, **options):
-        calls.append((tensor.numel(), None))
+    def tell(tensor, **options):
+        calls.append(tensor.numel())
         return all_reduce(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_order, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(gradient_order.distributed, "reduce", to_one)
-        patch.setattr(gradient_order.distributed, "all_reduce", to_all)
+        patch.setattr(stages_1_and_2, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(stages_1_and_2.distributed, "all_reduce", tell)
         yield
 
 
-def train(settings, apart=False, more=None):
-    """The outcome of a short training, with the ranks on one host or each on its own, and what was
-    reduced."""
-    backend, calls = DeepSpeedBackend(), []
-    with pytest.MonkeyPatch.context() as patch, told(calls):
-        if apart:
-            patch.setattr(platform, "node", lambda: f"host{distributed.get_rank()}")
-        outcome, _, mesh = follow(backend, case_of(settings, **(more or {})))
+def train(settings, more=None):
+    """The outcome of a short training."""
+    backend = DeepSpeedBackend()
+    outcome, _, mesh = follow(backend, case_of(settings, **(more or {})))
     backend.close_mesh(mesh)
-    return outcome, calls
+    return outcome
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_curve_is_the_same_in_buckets_of_any_size_over_any_hosts(pair, stage):
-    (whole, _), _ = pair.run(train, {"stage": stage, "bucket_size": 10**6})
+def test_the_curve_is_the_same_in_buckets_of_any_size(pair, stage):
+    whole, _ = pair.run(train, {"stage": stage, "bucket_size": 10**6})
     for size in (400, A_WEIGHT, 1100):
-        for apart in (False, True):
-            for outcome, calls in pair.run(train, {"stage": stage, "bucket_size": size}, apart):
-                assert outcome == whole
-                assert all((rank is None) == apart for _, rank in calls)
+        assert pair.run(train, {"stage": stage, "bucket_size": size}) == [whole] * 2
 
 
 def reduced(settings):
@@ -81,15 +68,9 @@ def reduced(settings):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_each_part_is_summed_once_where_its_weights_are_updated(pair, stage):
-    half = A_WEIGHT // 2
-    weights = [
-        *((A_WEIGHT, 1), (A_WEIGHT, 1)),  # The last layer.
-        *((half, 0), (half, 1), (A_WEIGHT, 0)),  # One of the first is on both ranks.
-        (A_WEIGHT, 0),  # The embedding, which is the head.
-    ]
-    norms_and_biases = [(80, 1), (80, 0)]
-    every = [*weights, *norms_and_biases]
+def test_each_gradient_is_summed_once(pair, stage):
+    # Two weights of each layer and the embedding, which is the head; then norms and biases.
+    every = [*[A_WEIGHT] * 5, 160]
     for calls in pair.run(reduced, {"stage": stage, "bucket_size": 400}):
         # Stage 1 keeps whole gradients until the last.
         assert calls == [every if stage == 2 else [], every]
@@ -103,16 +84,16 @@ def reduced_beside(offload):
     optimizer = engine.deepspeed.optimizer
     optimizer.reduction_stream = Stream("reduction", accelerator.seen)
     loss = engine(make_batch(0, [0, 1], engine.device), losses)["loss"].sum()
-    reduce = distributed.reduce
+    all_reduce = distributed.all_reduce
 
-    def tell(tensor, rank, **options):
+    def tell(tensor, **options):
         accelerator.seen.append(f"{tensor.numel()} on {accelerator.current.name}")
-        return reduce(tensor, rank, **options)
+        return all_reduce(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_order, "get_accelerator", lambda: accelerator)
-        patch.setattr(gradient_order, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(gradient_order.distributed, "reduce", tell)
+        patch.setattr(stages_1_and_2, "get_accelerator", lambda: accelerator)
+        patch.setattr(stages_1_and_2, "distributed", SimpleNamespace(**vars(distributed)))
+        patch.setattr(stages_1_and_2.distributed, "all_reduce", tell)
         patch.setattr(
             torch.Tensor,
             "record_stream",
@@ -129,11 +110,9 @@ def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
     found, overlaps = pair.run(reduced_beside, False)[0]
     assert overlaps
     assert found == [
-        *(*waits, kept, "512 on reduction") * 2,
-        *(*waits, kept, "256 on reduction", "256 on reduction"),
-        *(*waits, kept, "512 on reduction") * 2,
+        *(*waits, kept, "512 on reduction") * 5,
         # What is in a bucket stays until the step.
-        *(*waits, "80 on reduction", "80 on reduction"),
+        *(*waits, "160 on reduction"),
         "compute waits for reduction",
     ]
 
@@ -141,8 +120,7 @@ def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
 def test_with_the_optimizer_on_the_host_reductions_are_in_line(pair):
     found, overlaps = pair.run(reduced_beside, True)[0]
     assert not overlaps
-    sizes = (512, 512, 256, 256, 512, 512, 80, 80)
-    assert found == [f"{size} on compute" for size in sizes]
+    assert found == [f"{size} on compute" for size in (*[512] * 5, 160)]
 
 
 def overlaps(changes, settings):
@@ -255,7 +233,7 @@ def came_on_two_streams():
         reduction.arrive(*first)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_order, "get_accelerator", lambda: accelerator)
+        patch.setattr(stages_1_and_2, "get_accelerator", lambda: accelerator)
         (found,) = seen_by(accelerator, come)
     backend.close_mesh(mesh)
     return found
@@ -288,49 +266,34 @@ def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
     ids=str,
 )
 def test_over_one_rank_and_three_the_curve_is_the_same(three, single, settings, more):
-    ((whole, _),) = single.run(train, {"stage": 0}, False, more)
-    for outcome, _ in (
-        *three.run(train, settings, False, more),
-        *single.run(train, settings, False, more),
-    ):
+    (whole,) = single.run(train, {"stage": 0}, more)
+    for outcome in (*three.run(train, settings, more), *single.run(train, settings, more)):
         assert outcome.norms == pytest.approx(whole.norms, rel=1e-4)
         assert outcome.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 class Model(nn.Module):
-    """What a model has: parts that are read outside of its layers, and shared weights."""
+    """What a model has: parts outside of its layers, and shared weights."""
 
     def __init__(self, *, tied):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 8, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
-    @property
-    def causal(self):
-        return SimpleNamespace(get_output_embeddings=lambda: self.head)
-
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_have_their_place_in_a_forward_pass(tied):
+def test_gradients_are_summed_in_the_order_of_a_backward_pass(tied):
     model = Model(tied=tied)
-    order = forward_places(model)
-    assert [order[layer.weight] for layer in model.layers] == [1, 2, 3]
-    assert [order[layer.bias] for layer in model.layers] == [1, 2, 3]
-    # The norm may be read at any time; a tied weight when its first reader comes.
-    assert order[model.embed.weight] == order[model.norm.weight] == 0
-    assert order[model.head.weight] == (0 if tied else 4)
-
-
-def test_neighbours_that_one_rank_updates_are_summed_as_one():
-    # Two parameters of 6 and 4 elements in one group; rank 0 owns the first 2 elements.
-    optimizer = SimpleNamespace(
-        grad_start_offset=[{0: {0: 0}, 1: {0: 2, 1: 0}}],
-        param_to_partition_ids=[{0: [0, 1], 1: [1]}],
-        bit16_groups=[[torch.zeros(6), torch.zeros(4)]],
-    )
-    spans = owned_spans(optimizer, [(0, 0, 0), (0, 1, 1)])
-    assert spans == [(0, 0, 2), (1, 2, 10)]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices = [parameter for parameter in names if parameter.ndim == 2]
+    vectors = [parameter for parameter in names if parameter.ndim == 1]
+    order = backward_order(SimpleNamespace(bit16_groups=[vectors, matrices]), model)
+    assert [names[parameter] for parameter, _ in order] == [
+        *([] if tied else ["head.weight"]), "layers.1.weight", "layers.0.weight", "embed.weight",
+        "norm.bias", "norm.weight", "layers.1.bias", "layers.0.bias",
+    ]  # fmt: skip
+    assert all(parameter.ndim == 1 + group for parameter, group in order)

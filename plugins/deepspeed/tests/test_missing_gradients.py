@@ -9,7 +9,7 @@ from uneven import HEADS, Changed, case_of, step, without_head
 from rlhf.testing.problem import losses, make_batch, start
 from rlhf.testing.ranks import RankFailure
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.patches import gradient_order
+from rlhf_plugin_deepspeed.patches import stages_1_and_2
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 
@@ -108,9 +108,9 @@ def made(settings):
     mesh, engine, _ = start(backend, case_of(settings, tied=False))
     loss = engine(make_batch(0, [mesh.rank], engine.device), without_head)["loss"].sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_order, "torch", SimpleNamespace(**vars(torch)))
+        patch.setattr(stages_1_and_2, "torch", SimpleNamespace(**vars(torch)))
         patch.setattr(
-            gradient_order.torch,
+            stages_1_and_2.torch,
             "zeros_like",
             lambda tensor: (counted.append(tuple(tensor.shape)), torch.zeros_like(tensor))[1],
         )

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
 from rlhf.trainer import PackedBatch
-from rlhf_plugin_deepspeed.patches.gradient_order import GradientOrder
+from rlhf_plugin_deepspeed.patches.stages_1_and_2 import GradientOrder
 
 
 class InferenceEngine:

@@ -1,7 +1,6 @@
 """From a model and its plan to an engine."""
 
 import copy
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,13 @@ from rlhf_plugin_deepspeed.patches.ahead import fence_of, run_ahead
 from rlhf_plugin_deepspeed.patches.bookkeeping import look_up_once
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, gather_at_once
-from rlhf_plugin_deepspeed.patches.gradient_order import GradientOrder, order_gradients
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
-from rlhf_plugin_deepspeed.patches.masters import update_weights_themselves
 from rlhf_plugin_deepspeed.patches.shards import MissingGradients, reduce_at_once
+from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
+    GradientOrder,
+    order_gradients,
+    update_weights_themselves,
+)
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.stepping import (
     CHECKS_BY_NORM,
@@ -58,7 +60,7 @@ def prepare_training(
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None and plan.precision == "fp16":
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
-    order = _patch_stages_1_and_2(runner.optimizer, model, plan, mesh)
+    order = _patch_stages_1_and_2(runner.optimizer, model, plan)
     fence = _patch_stage_3(runner.optimizer, model, plan)
     return TrainingEngine(
         model,
@@ -127,17 +129,13 @@ def _finish_stage_0(runner: Any, plan: Plan, mesh: Mesh) -> None:
         replace("no-reduction-alone", runner, enable_backward_allreduce=False)
 
 
-def _patch_stages_1_and_2(
-    optimizer: Any, model: nn.Module, plan: Plan, mesh: Mesh
-) -> GradientOrder | None:
+def _patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> GradientOrder | None:
     if plan.stage not in (1, 2):
         return None
     if "no-master-copy" in plan.patches:
         update_weights_themselves(optimizer)
     check_once(optimizer, plan.patches)
-    # On one host, where all ranks are linked alike, a reduction to one rank is fast.
-    on_one_host = len(set(mesh.gather(platform.node()))) == 1
-    return order_gradients(optimizer, model, plan.patches, to_owners=on_one_host)
+    return order_gradients(optimizer, model, plan.patches)
 
 
 def _patch_stage_3(optimizer: Any, model: nn.Module, plan: Plan) -> Callable[[], None]:

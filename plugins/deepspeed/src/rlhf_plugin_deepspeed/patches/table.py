@@ -89,7 +89,7 @@ PATCHES = {
         stages=(1, 2), kind="correctness",
         reason="sums in one order on all ranks; DeepSpeed reduces in the order of arrival, and "
         "stage 1 loses gradients of earlier micro-batches",
-        gain="0.957 -> 0.977 of linear on four GPUs",
+        gain="stage 1: 0.957 -> 0.981 of linear on four GPUs",
     ),
     "gradients-one-by-one": Patch(
         targets=(f"{STAGES_1_2}.copy_grads_in_partition(param, group_idx=)",),

@@ -1,7 +1,7 @@
-"""Gradients of ZeRO 1 and 2 summed over the ranks in place and in one order."""
+"""ZeRO 1 and 2: gradients summed over the ranks in place and in one order, and bf16 states over the
+weights themselves."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,12 +9,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
 from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.leaves import decoder_layers
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 
 
 def order_gradients(
-    optimizer: Any, model: nn.Module, patches: Collection[str], *, to_owners: bool
+    optimizer: Any, model: nn.Module, patches: Collection[str]
 ) -> "GradientOrder | None":
     """Patch how `optimizer`, DeepSpeed's at stage 1 or 2, reduces and keeps gradients; None where
     DeepSpeed still reduces them, in line with backward."""
@@ -25,7 +24,7 @@ def order_gradients(
     elif fits and "gradients-one-by-one" in patches:
         keep_one_by_one(optimizer)
     if fits and (optimizer.overlap_comm or optimizer.cpu_offload):
-        return GradientOrder(optimizer, model, to_owners=to_owners)
+        return GradientOrder(optimizer, model)
     # DeepSpeed reduces beside backward in no fixed order, and at stage 1 loses the gradients that
     # only earlier micro-batches have.
     replace("gradient-order", optimizer, overlap_comm=False)
@@ -53,14 +52,11 @@ class GradientOrder:
     different ones together, and stage 1 only reduces those of the step's last micro-batch. Here
     the order is that of a backward pass, as in DistributedDataParallel (arXiv 2006.15704, section
     3.2.3): a gradient waits for those before it, and missing ones count as zeros at the end.
-    DeepSpeed also divides by the ranks, reduces on all of them and copies each bucket; here a
-    bucket's parts are summed in place, with `to_owners` each on the rank that updates its weights,
-    else on all.
+    DeepSpeed also divides by the ranks and copies each bucket, which is summed in place here.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, *, to_owners: bool) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
         self._optimizer = optimizer
-        self._to_owners = to_owners
         self.order = backward_order(optimizer, model)
         """Parameters with their group."""
         self._position = {parameter: place for place, (parameter, _) in enumerate(self.order)}
@@ -70,7 +66,6 @@ class GradientOrder:
         self._next = 0
         self._reducing = False
         self._end = optimizer.independent_gradient_partition_epilogue
-        check_target("gradient-order", optimizer, "reduce_ipg_grads")
         replace(
             "gradient-order",
             optimizer,
@@ -135,14 +130,16 @@ class GradientOrder:
         optimizer.reduce_ipg_grads()
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
-        with without_reductions(optimizer):
-            self._end()
+        # DeepSpeed would wait for the device; what it reduces here is empty by now.
+        beside, optimizer.overlap_comm = optimizer.overlap_comm, False
+        self._end()
+        optimizer.overlap_comm = beside
 
     def _sum(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Sum a bucket's gradients [elements] over the ranks, where DeepSpeed averages them.
         Collective."""
         optimizer = self._optimizer
-        bucket, group = optimizer.ipg_buckets[communication_data_type], optimizer.dp_process_group
+        bucket = optimizer.ipg_buckets[communication_data_type]
         if not bucket.params:
             return
         accelerator, stream = get_accelerator(), self._stream
@@ -156,82 +153,20 @@ class GradientOrder:
                 # A gradient larger than a bucket is released once its part has been kept.
                 tensor.record_stream(stream)
         with accelerator.stream(stream):
-            if not self._to_owners:
-                distributed.all_reduce(tensor, group=group)
-                return
-            for owner, start, end in owned_spans(optimizer, bucket.params):
-                rank = distributed.get_global_rank(group, owner)
-                distributed.reduce(tensor[start:end], rank, group=group)
-
-
-@contextmanager
-def without_reductions(optimizer: Any) -> Iterator[None]:
-    """In this context DeepSpeed ends a backward pass without reducing and without waiting."""
-    beside, optimizer.overlap_comm = optimizer.overlap_comm, False
-    optimizer.reduce_ipg_grads = lambda comm_dtype=None: None
-    try:
-        yield
-    finally:
-        del optimizer.reduce_ipg_grads
-        optimizer.overlap_comm = beside
+            distributed.all_reduce(tensor, group=optimizer.dp_process_group)
 
 
 def backward_order(optimizer: Any, model: nn.Module) -> list[tuple[nn.Parameter, int]]:
-    """Return the trained parameters with their group in the order in which a backward pass reaches
-    them; norms and biases of all layers come last, together."""
-    places = forward_places(model)
-    parameters = [
-        (parameter, group)
+    """Return the trained parameters with their group in about the order in which a backward pass
+    reaches them, the reverse of that of their modules; norms and biases come last, together."""
+    group_of = {
+        parameter: group
         for group, members in enumerate(optimizer.bit16_groups)
         for parameter in members
-        if parameter.requires_grad
-    ]
-    parameters.reverse()
-    parameters.sort(key=lambda item: (item[0].ndim < 2, -places[item[0]]))
-    return parameters
-
-
-def forward_places(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return when a forward pass first reads each parameter: 0 before the layers, 1 in the first of
-    them, and so on; what only the head has comes after the last."""
-    layers = decoder_layers(model)
-    place_of = {part: place for place, layer in enumerate(layers, 1) for part in layer.modules()}
-    causal = getattr(model, "causal", None)
-    head = causal.get_output_embeddings() if causal is not None else None
-    if head is not None:
-        place_of[head] = len(layers) + 1
-    places: dict[nn.Parameter, int] = {}
-    for part in model.modules():
-        for parameter in part.parameters(recurse=False):
-            place = place_of.get(part, 0)
-            places[parameter] = min(place, places.get(parameter, place))
-    return places
-
-
-def owned_spans(
-    optimizer: Any, parameters: list[tuple[int, int, int]]
-) -> list[tuple[int, int, int]]:
-    """Return the elements of a bucket by the rank that updates their weights: rank, start, end.
-
-    Two parameters of 6 and 4 elements, of which rank 0 owns the first 2: rank 0 has 0 to 2 and rank
-    1 the rest of both, as one span, 2 to 10.
-    """
-    spans: list[tuple[int, int, int]] = []
-    first = 0
-    for group, index, number in parameters:
-        offsets = optimizer.grad_start_offset[group]
-        owners = optimizer.param_to_partition_ids[group][number]
-        # DeepSpeed 0.19.0 holds offsets as floats.
-        starts = sorted((int(offsets[owner][number]), owner) for owner in owners)
-        size = optimizer.bit16_groups[group][index].numel()
-        ends = [*(start for start, _ in starts[1:]), size]
-        for (start, owner), end in zip(starts, ends, strict=True):
-            begin = first + start
-            if spans and spans[-1][0] == owner:
-                _, begin, _ = spans.pop()
-            spans.append((owner, begin, first + end))
-        first += size
-    return spans
+    }
+    parameters = [item for item in reversed([*model.parameters()]) if item in group_of]
+    parameters.sort(key=lambda parameter: parameter.ndim < 2)
+    return [(parameter, group_of[parameter]) for parameter in parameters]
 
 
 def _side_by_side(optimizer: Any) -> bool:
@@ -240,3 +175,25 @@ def _side_by_side(optimizer: Any) -> bool:
     dtype = optimizer.dtype
     own = optimizer.gradient_accumulation_dtype == dtype and [*optimizer.ipg_buckets] == [dtype]
     return optimizer.contiguous_gradients and own and not getattr(optimizer, "zenflow", False)
+
+
+def update_weights_themselves(optimizer: Any) -> None:
+    """Let the optimizer of stages 1 and 2 update the weights themselves. DeepSpeed gives it a copy
+    of this rank's, which only masters in a higher precision need."""
+    name = check_target("no-master-copy", optimizer, "single_partition_of_fp32_groups")
+    masters = getattr(optimizer, name)
+    for index, parts in enumerate(optimizer.parallel_partitioned_bit16_groups):
+        rank = distributed.get_rank(group=optimizer.real_dp_process_group[index])
+        assert masters[index].dtype == parts[rank].dtype
+        masters[index].data = parts[rank].data
+    # Made anew, for it holds views of the copy.
+    optimizer._link_all_hp_params()
+    without_padding = optimizer._get_groups_without_padding
+    # torch saves a view with all of the tensor behind it.
+    replace(
+        "no-master-copy",
+        optimizer,
+        _get_groups_without_padding=lambda groups_with_padding: [
+            item.clone() for item in without_padding(groups_with_padding)
+        ],
+    )

@@ -48,19 +48,22 @@ def configuration_page() -> str:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return f"""# Configuration
 
-Every setting has one place, in a YAML file or on the command line; the command line wins:
+Settings come from a YAML file and from the command line. If both set the same value, the command
+line wins:
 
 ```bash
 rlhf run sft recipe.yaml --optim.lr 1e-5 --model.dtype=bf16
 ```
 
-A section given as a scalar sets its first field, in YAML and on the command line:
-`--model Qwen/Qwen3-8B`, `--data chats.jsonl`, `--lora 16`, `--deepspeed zero3`. Hyphens may stand
-for underscores. All unknown names are reported together, with the nearest known ones. For a
-name that TRL, OpenRLHF or Axolotl uses, the error gives the name used here. With LoRA the default
-learning rate is ten times the trainer's.
+A scalar for a whole section sets its first field, in YAML and on the command line:
+`--model Qwen/Qwen3-8B`, `--data chats.jsonl`, `--lora 16`, `--deepspeed zero3`. In names, a hyphen
+may replace an underscore.
 
-`rlhf config NAME` prints what follows for any installed trainer, with the values in force:
+All unknown names are reported together, with the most similar known names. For a name from TRL,
+OpenRLHF or Axolotl, the error gives the name used here.
+
+`rlhf config NAME` prints every setting of an installed trainer, with its meaning and its value.
+This is the output of `rlhf config sft`:
 
 ```yaml
 {printed.rstrip()}
@@ -69,7 +72,7 @@ learning rate is ten times the trainer's.
 
 
 def backends_page() -> str:
-    """backends.md, with its tables of DeepSpeed's capabilities and patches."""
+    """Return backends.md with its tables of DeepSpeed's capabilities and patches."""
     page = (FOLDER / "backends.md").read_text()
     for name, rows in (("capabilities", _capabilities()), ("patches", _patches())):
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
@@ -216,10 +219,10 @@ def _default(value: ast.expr | None) -> str | None:
         case None:
             return None
         case ast.Call(ast.Name("field"), _, keywords):
-            given = {keyword.arg: keyword.value for keyword in keywords}
-            if "factory" in given:
-                return f"{ast.unparse(given['factory'])}()"
-            return ast.unparse(given["default"]) if "default" in given else None
+            arguments = {keyword.arg: keyword.value for keyword in keywords}
+            if "factory" in arguments:
+                return f"{ast.unparse(arguments['factory'])}()"
+            return ast.unparse(arguments["default"]) if "default" in arguments else None
     return ast.unparse(value)
 
 
@@ -241,20 +244,20 @@ def _call(node: Function, owner: str, result: str) -> str:
     return line
 
 
-def _parameters(given: ast.arguments) -> Iterator[str]:
+def _parameters(arguments: ast.arguments) -> Iterator[str]:
     """Yield the source of each parameter."""
-    names = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(names) - len(given.defaults)) + list(given.defaults)
+    names = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(names) - len(arguments.defaults)) + list(arguments.defaults)
     for name, default in zip(names, defaults, strict=True):
         yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
-    if given.vararg:
-        yield f"*{ast.unparse(given.vararg)}"
-    elif given.kwonlyargs:
+    if arguments.vararg:
+        yield f"*{ast.unparse(arguments.vararg)}"
+    elif arguments.kwonlyargs:
         yield "*"
-    for name, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+    for name, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
-    if given.kwarg:
-        yield f"**{ast.unparse(given.kwarg)}"
+    if arguments.kwarg:
+        yield f"**{ast.unparse(arguments.kwarg)}"
 
 
 def _block(text: str) -> str:

@@ -111,10 +111,7 @@ def patched(settings):
     return during, changed() - {"cdb", "_WORLD_GROUP"}
 
 
-FOR_SPEED = {
-    *("build_shm_op", "linear", "iter_params", "print_rank_0", "enable_nvtx"),
-    "reduce_scatter_coalesced",
-}
+FOR_SPEED = {"build_shm_op", "linear", "reduce_scatter_coalesced"}
 
 
 def test_patches_of_modules_end_with_their_run(single):

@@ -16,7 +16,6 @@ from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.ahead import fence_of, run_ahead
-from rlhf_plugin_deepspeed.patches.bookkeeping import look_up_once
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, gather_at_once
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
@@ -154,8 +153,6 @@ def _patch_stage_3(optimizer: Any, model: nn.Module, plan: Plan) -> Callable[[],
 
 def _patch_passes(offload: Any, model: nn.Module, plan: Plan) -> None:
     """Patch the passes of `model` at stage 3. `offload` is DeepSpeed's for one engine."""
-    if "bookkeeping" in plan.patches:
-        look_up_once(model)
     if "gathering" in plan.patches:
         name = check_target("gathering", offload, "__inflight_param_registry")
         assert getattr(offload, name) is model.ds_inflight_param_registry

@@ -17,7 +17,6 @@ from rlhf.readouts import (
     summed_logprobs,
     token_logprobs,
 )
-from rlhf.readouts.chunked import SummedLogprobs
 
 HIDDEN, VOCABULARY = 6, 11
 
@@ -183,8 +182,9 @@ def test_a_sum_of_many_predictions_in_fp16_has_the_gradient_of_its_mean() -> Non
     num = 6_000
     hidden = torch.full((num, HIDDEN), 20.0).half().requires_grad_()
     weight = (0.01 * torch.randn(VOCABULARY, HIDDEN)).half().requires_grad_()
-    targets = torch.zeros(num, dtype=torch.long)
-    total, *_ = SummedLogprobs.apply(hidden, weight, None, targets, Head(weight=weight), num, True)
+    rows, targets = torch.arange(num), torch.zeros(num, dtype=torch.long)
+    batch = evolve(packed(), predict_from=rows, predict=targets)
+    total = summed_logprobs(hidden, Head(weight=weight), batch)["sum"]
     found = torch.autograd.grad(-total / num, (hidden, weight))
     exact = [item.detach().float().requires_grad_() for item in (hidden, weight)]
     logprobs = (exact[0] @ exact[1].T).log_softmax(-1)[:, 0]

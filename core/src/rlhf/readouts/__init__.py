@@ -6,12 +6,11 @@ is a function `readout(hidden [T, H], head, batch) -> {name: tensor}`.
 
 from rlhf.model.exported import exported_model
 from rlhf.model.head import Head
-from rlhf.readouts.chunked import Gradients, scaled_by
+from rlhf.readouts.chunked import chunked_sum, predictions
 from rlhf.readouts.distillation import Mixture, distil, divergence
 from rlhf.readouts.logprobs import (
     answer_logprobs,
     hidden_at,
-    predictions,
     scores,
     summed_logprobs,
     token_logprobs,
@@ -20,7 +19,6 @@ from rlhf.readouts.logprobs import (
 from rlhf.readouts.teachers import Measure, Teacher, TopTeacher, WholeTeacher
 
 __all__ = [
-    "Gradients",
     "Head",
     "Measure",
     "Mixture",
@@ -28,12 +26,12 @@ __all__ = [
     "TopTeacher",
     "WholeTeacher",
     "answer_logprobs",
+    "chunked_sum",
     "distil",
     "divergence",
     "exported_model",
     "hidden_at",
     "predictions",
-    "scaled_by",
     "scores",
     "summed_logprobs",
     "token_logprobs",

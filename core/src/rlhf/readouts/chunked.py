@@ -1,12 +1,13 @@
 """Log-probabilities by chunks of logits, with their own backward: no tensor of predictions times
 vocabulary exists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
 
@@ -60,50 +61,75 @@ class ChunkedLogprobs(torch.autograd.Function):
         return *gradients.total(), None, None, None, None
 
 
-class SummedLogprobs(torch.autograd.Function):
-    """The sum of the first `count` of `ChunkedLogprobs`, and its gradient in the same pass."""
+def chunked_sum(
+    read: Callable[[slice, Tensor, Tensor, bool], tuple[Tensor, Tensor]],
+    total: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    head: Head,
+    batch: PackedBatch,
+    *,
+    names: Sequence[str],
+    chunk: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a scalar over the batch's N predictions, differentiable in hidden states, weight and
+    bias, and the values of `names` [N] without gradient.
+
+    `read(rows, logits, targets, with_gradient)` returns for n predictions, whose raw logits [n, V]
+    it may overwrite, the values [len(names), n] in float32, and, if `with_gradient`, the derivative
+    of the scalar by the logits [n, V] in their dtype. `total(values)` returns the scalar. The
+    gradient is computed together with the value, `chunk` predictions at a time (default: a few
+    thousand, by vocabulary and device), and only scaled in backward.
+    """
+    states, targets = predictions(hidden, batch)
+    inputs = (states, head.weight, head.bias)
+    grad = torch.is_grad_enabled()
+    needed = [grad and item is not None and item.requires_grad for item in inputs]
+    count, chunk = len(batch.predict), chunk or chunks.rows_at_once(head.weight)
+    values = states.new_empty(len(names), len(states), dtype=torch.float32)
+    gradients = Gradients(*inputs, needed, chunk, unscaled=True)
+
+    def act(rows: slice, logits: Tensor) -> None:
+        values[:, rows], gradient = read(rows, logits, targets[rows], any(needed))
+        if any(needed):
+            # Rows that only fill a block have no gradient.
+            gradient[max(count - rows.start, 0) :] = 0
+            gradients.add(rows, gradient)
+
+    with torch.no_grad():
+        chunks.each_chunk(act, *inputs, chunk)
+        parts = values[:, :count]
+        known = total(parts), gradients.total()
+    return KnownGradient.apply(known, *inputs), dict(zip(names, parts, strict=True))
+
+
+def predictions(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Return hidden states [M, H] and targets [M] of the batch's N predictions. On some devices
+    products are computed for M > N rows; the rows behind N are not read."""
+    rows = chunks.round_up(len(batch.predict), hidden.device)
+    places, targets = (chunks.pad_rows(item, rows) for item in (batch.predict_from, batch.predict))
+    return hidden.index_select(0, places), targets
+
+
+class KnownGradient(torch.autograd.Function):
+    """A scalar that was computed together with its gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        known: tuple[Tensor, tuple[Tensor | None, ...]],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        head: Head,
-        count: int,
-        with_gradient: bool,
-    ) -> tuple[Tensor, ...]:
-        values = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        needed = [with_gradient and needs for needs in ctx.needs_input_grad[:3]]
-        chunk = chunks.rows_at_once(weight)
-        gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
-        transform: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
-        # Rows that only fill a block have no gradient.
-        counted = chunks.pad_rows(values.new_ones(count), len(hidden))
-
-        def read(rows: slice, logits: Tensor) -> None:
-            target = targets[rows]
-            needs_copy = any(needed) and chunks.overwrites(logits)
-            parts = chunks.read(logits.clone() if needs_copy else logits, target, **transform)
-            values[:, rows] = torch.stack(parts)
-            if any(needed):
-                gradient = counted[rows]
-                for_logits = chunks.logit_gradient(
-                    logits, target, parts.normaliser, gradient, **transform
-                )
-                gradients.add(rows, for_logits)
-
-        chunks.each_chunk(read, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total())
+    ) -> Tensor:
+        value, gradients = known
+        ctx.save_for_backward(*gradients)
         ctx.dtype = hidden.dtype
-        _, *parts = values[:, :count]
-        ctx.mark_non_differentiable(*parts)
-        return parts[0].sum(), *parts
+        return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        return None, *(None if item is None else (item * gradient).to(ctx.dtype) for item in saved)
 
 
 class Gradients:
@@ -165,10 +191,3 @@ class Gradients:
         dtype = self._weight.dtype
         narrow = [None if item is None else item.to(dtype) for item in (weight, bias)]
         return self._for_hidden, *narrow
-
-
-def scaled_by(
-    gradient: Tensor, saved: Sequence[Tensor | None], dtype: torch.dtype
-) -> list[Tensor | None]:
-    """Return gradients that were computed in forward, each multiplied by backward's `gradient`."""
-    return [None if item is None else (item * gradient).to(dtype) for item in saved]

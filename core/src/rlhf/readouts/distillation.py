@@ -19,8 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, fused_on
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
-from rlhf.readouts.chunked import Gradients, scaled_by
-from rlhf.readouts.logprobs import predictions
+from rlhf.readouts.chunked import chunked_sum
 from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
 
 COMPARED_ROWS = 1024
@@ -83,74 +82,26 @@ def divergence(
     `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
     likely token is the same).
     """
-    states, targets = predictions(hidden, batch)
-    comparison = Comparison(
-        head=head, teacher=teacher, mixture=mixture, count=len(batch.predict),
-        with_gradient=torch.is_grad_enabled(),
+    compare_chunk = fused_compare if fused_on(hidden.device.type) else compare
+
+    def read(
+        rows: slice, raw: Tensor, targets: Tensor, with_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        return compare_chunk(
+            raw, targets, *teacher.chunk(rows), against=teacher.against,
+            measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
+            scale=head.scale, softcap=head.softcap, with_gradient=with_gradient,
+        )  # fmt: skip
+
+    loss, values = chunked_sum(
+        read, partial(_total, mixture=mixture), hidden, head, batch,
+        names=COMPARED, chunk=mixture.chunk or rows_at_once(head.weight),
     )  # fmt: skip
-    loss, *rest = ChunkedDivergence.apply(states, head.weight, head.bias, targets, comparison)
-    return {"loss": loss, **dict(zip(COMPARED, rest, strict=True))}
+    return {"loss": loss, **values}
 
 
 COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 """What is read of each prediction, without gradient."""
-
-
-@frozen(kw_only=True)
-class Comparison:
-    """What `ChunkedDivergence` needs beside the tensors that may have a gradient."""
-
-    head: Head
-    """The student's, for its scale and soft cap."""
-    teacher: Teacher
-    mixture: Mixture
-    count: int
-    """Number of predictions; rows behind them only fill a block."""
-    with_gradient: bool
-    """Whether autograd was on: inside `forward` it is always off."""
-
-
-class ChunkedDivergence(torch.autograd.Function):
-    """The sum over the predictions, and its gradient in the same pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        comparison: Comparison,
-    ) -> tuple[Tensor, ...]:
-        head, teacher, mixture = comparison.head, comparison.teacher, comparison.mixture
-        chunk = mixture.chunk or rows_at_once(weight)
-        read = hidden.new_empty(len(COMPARED), len(hidden), dtype=torch.float32)
-        needed = [comparison.with_gradient and needs for needs in ctx.needs_input_grad[:3]]
-        gradients = Gradients(hidden, weight, bias, needed, chunk, unscaled=True)
-        compare_chunk = fused_compare if fused_on(hidden.device.type) else compare
-
-        def look(rows: slice, raw: Tensor) -> None:
-            read[:, rows], gradient = compare_chunk(
-                raw, targets[rows], *teacher.chunk(rows), against=teacher.against,
-                measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
-                scale=head.scale, softcap=head.softcap, with_gradient=any(needed),
-            )  # fmt: skip
-            if any(needed):
-                # Rows that only fill a block have no gradient.
-                gradient[max(comparison.count - rows.start, 0) :] = 0
-                gradients.add(rows, gradient)
-
-        chunks.each_chunk(look, hidden, weight, bias, chunk)
-        ctx.save_for_backward(*gradients.total())
-        ctx.dtype = hidden.dtype
-        read = read[:, : comparison.count]
-        parts = read.unbind()
-        ctx.mark_non_differentiable(*parts)
-        return _total(read, mixture), *parts
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *scaled_by(gradient, ctx.saved_tensors, ctx.dtype), None, None
 
 
 def compare(
@@ -227,7 +178,7 @@ def _compiled_compare() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(compare)
 
 
-def _total(read: Tensor, mixture: Mixture) -> Tensor:
+def _total(read: Tensor, *, mixture: Mixture) -> Tensor:
     divergence, _, logprobs, *_ = read
     square = mixture.temperature**2
     return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()

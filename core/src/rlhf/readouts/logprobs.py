@@ -12,7 +12,10 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
-from rlhf.readouts.chunked import ChunkedLogprobs, SummedLogprobs
+from rlhf.readouts.chunked import ChunkedLogprobs, chunked_sum, predictions
+
+READ = ("logprobs", "entropy", "correct")
+"""What is read of each prediction."""
 
 
 def token_logprobs(
@@ -40,36 +43,32 @@ def token_logprobs(
         None if head.softcap is None else head.softcap / temperature,
         chunk or chunks.rows_at_once(head.weight),
     )
-    names = ("logprobs", "entropy", "correct")
-    return {name: value[: len(batch.predict)] for name, value in zip(names, values, strict=True)}
-
-
-def predictions(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return hidden states [M, H] and targets [M] of the batch's N predictions. On some devices
-    products are computed for M > N rows; the rows behind N are not read."""
-    rows = chunks.round_up(len(batch.predict), hidden.device)
-    places, targets = (chunks.pad_rows(item, rows) for item in (batch.predict_from, batch.predict))
-    return hidden.index_select(0, places), targets
+    return {name: value[: len(batch.predict)] for name, value in zip(READ, values, strict=True)}
 
 
 def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
     """Read `sum`, the scalar sum of the batch's log-probabilities, differentiable in hidden states,
     weight and bias; and the values of `token_logprobs` without gradient.
 
-    The gradient is computed together with the value, chunk by chunk, and only scaled in backward,
-    so each chunk's logits are computed once.
+    Each chunk's logits are computed only once (`chunked_sum`).
     """
-    states, targets = predictions(hidden, batch)
-    total, *rest = SummedLogprobs.apply(
-        states,
-        head.weight,
-        head.bias,
-        targets,
-        head,
-        len(batch.predict),
-        torch.is_grad_enabled(),
+    transform: dict[str, Any] = {"scale": head.scale, "softcap": head.softcap}
+
+    def read(
+        rows: slice, logits: Tensor, targets: Tensor, with_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        needs_copy = with_gradient and chunks.overwrites(logits)
+        parts = chunks.read(logits.clone() if needs_copy else logits, targets, **transform)
+        normaliser, *values = parts
+        if with_gradient:
+            ones = torch.ones_like(normaliser)
+            logits = chunks.logit_gradient(logits, targets, normaliser, ones, **transform)
+        return torch.stack(values), logits
+
+    total, values = chunked_sum(
+        read, lambda values: values[0].sum(), hidden, head, batch, names=READ
     )
-    return {"sum": total, **dict(zip(("logprobs", "entropy", "correct"), rest, strict=True))}
+    return {"sum": total, **values}
 
 
 def answer_logprobs(

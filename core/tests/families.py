@@ -16,8 +16,9 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
-from rlhf.model.probe import AttentionPath, blank_batch, choose_path
+from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.tokenizer import CHATML
+from rlhf.model.unfold import blank_batch
 
 WINDOW = 8
 VOCABULARY = 96

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
-from rlhf.model.probe import blank_batch
+from rlhf.model.unfold import blank_batch
 from rlhf.readouts import (
     Mixture,
     TopTeacher,

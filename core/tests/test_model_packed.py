@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf.engine import register_sharding
 from rlhf.model.packed import PackedModel
-from rlhf.model.probe import blank_batch
 from rlhf.model.unfold import (
+    blank_batch,
     branches_of,
     in_whole_blocks,
     padded_groups,
@@ -32,7 +32,7 @@ def batch_of(spans: Any) -> Any:
 
 def test_every_answer_gets_its_own_copy_of_the_prompt() -> None:
     batch = batch_of(SPANS)
-    tokens = [batch.tokens[path.places].tolist() for path in branches_of(batch)]
+    tokens = [batch.tokens[path].tolist() for path in branches_of(batch)]
     assert tokens == [
         [100, 101, 102, 103, 104],
         [100, 101, 102, 105, 106, 107, 108],
@@ -53,7 +53,7 @@ def test_an_unshared_row_leads_back_to_every_token() -> None:
 
 def test_padded_groups_hold_no_more_than_their_share() -> None:
     batch = batch_of(SPANS)
-    lengths = [[path.length for path in group] for group in padded_groups(batch, most=15)]
+    lengths = [[len(path) for path in group] for group in padded_groups(batch, most=15)]
     assert lengths == [[7, 5], [5, 3]]
     assert [len(group) for group in padded_groups(batch, most=0)] == [1, 1, 1, 1]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
-from rlhf.model.probe import blank_batch
+from rlhf.model.unfold import blank_batch
 from rlhf.readouts import (
     answer_logprobs,
     hidden_at,

@@ -15,6 +15,7 @@ from rlhf.model.head import Head
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
 from rlhf.model.task import label_head
+from rlhf.model.unfold import blank_batch
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 """Largest accepted error of a hidden state, as a share of its norm. A wrong mask gives 0.3 and
@@ -204,31 +205,3 @@ def probe_batch(engine: Engine, longest: int) -> PackedBatch:
     total = -(-total // BLOCK) * BLOCK
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
     return blank_batch(tokens, spans).to(engine.device)
-
-
-def blank_batch(tokens: Tensor, spans: tuple[tuple[int, tuple[int, ...]], ...]) -> PackedBatch:
-    """Return a packed batch of `tokens` [T] laid out by `spans`, with nothing to predict."""
-    example, branch, positions = (torch.zeros_like(tokens) for _ in range(3))
-    example.fill_(-1)
-    place = 0
-    for index, (prompt, answers) in enumerate(spans):
-        for number, length in enumerate((prompt, *answers)):
-            part = slice(place, place + length)
-            example[part], branch[part] = index, number
-            start = 0 if number == 0 else prompt
-            positions[part] = torch.arange(start, start + length)
-            place += length
-    empty = torch.zeros(0, dtype=torch.long)
-    return PackedBatch(
-        tokens=tokens,
-        positions=positions,
-        example=example,
-        branch=branch,
-        predict_from=empty,
-        predict_at=empty,
-        predict=empty,
-        answer=empty,
-        answer_example=empty,
-        answer_end=empty,
-        spans=spans,
-    )

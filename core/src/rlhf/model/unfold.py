@@ -1,51 +1,32 @@
-"""A packed batch unfolded into branches that share nothing, and the indices back into the batch."""
+"""A packed batch unfolded into branches that share nothing, and the indices back into the batch.
+
+A branch is one prompt with one of its answers, as the indices of its tokens in the packed row.
+"""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import attrs
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.masks import BLOCK
 
 
-@frozen
-class Branch:
-    """One prompt with one of its answers, as positions in the packed row."""
-
-    example: int
-    start: int
-    prompt: int
-    answer_start: int
-    answer: int
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return self.prompt + self.answer
-
-    @property
-    def places(self) -> list[int]:
-        """Indices of the branch's tokens in the packed row."""
-        prompt = range(self.start, self.start + self.prompt)
-        return [*prompt, *range(self.answer_start, self.answer_start + self.answer)]
-
-
-def branches_of(batch: PackedBatch) -> list[Branch]:
+def branches_of(batch: PackedBatch) -> list[list[int]]:
     """Return every branch of the batch; of a filler batch the whole row as one, so that its rank
     runs a forward too."""
     if not batch.spans:
-        return [Branch(0, 0, len(batch.tokens), len(batch.tokens), 0)]
-    branches = []
-    start = 0
-    for example, (prompt, answers) in enumerate(batch.spans):
-        place = start + prompt
+        return [list(range(len(batch.tokens)))]
+    branches, start = [], 0
+    for prompt, answers in batch.spans:
+        shared = range(start, start + prompt)
+        start += prompt
         for answer in answers or (0,):
-            branches.append(Branch(example, start, prompt, place, answer))
-            place += answer
-        start = place
+            branches.append([*shared, *range(start, start + answer)])
+            start += answer
     return branches
 
 
@@ -53,28 +34,30 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
     """Return one row in which every branch is its own example, and for each of the batch's T tokens
     its index in that row [T]."""
     branches = branches_of(batch)
-    lengths = [branch.length for branch in branches]
-    device = batch.tokens.device
-    places = torch.tensor([place for branch in branches for place in branch.places], device=device)
-    example = torch.repeat_interleave(
-        torch.arange(len(branches), device=device), torch.tensor(lengths, device=device)
-    )
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    empty = torch.zeros(0, dtype=torch.long, device=device)
-    row = PackedBatch(
-        tokens=batch.tokens[places],
-        positions=positions,
-        example=example,
-        branch=torch.zeros(len(places), dtype=torch.long, device=device),
-        predict_from=empty,
-        predict_at=empty,
-        predict=empty,
-        answer=empty,
-        answer_example=empty,
-        answer_end=empty,
-        spans=tuple((length, ()) for length in lengths),
-    )
-    return row, way_back(len(batch.tokens), branches, offsets(lengths), device)
+    lengths = [len(branch) for branch in branches]
+    places = [place for branch in branches for place in branch]
+    tokens = batch.tokens[torch.tensor(places, device=batch.tokens.device)]
+    row = blank_batch(tokens, tuple((length, ()) for length in lengths))
+    return row, way_back(batch, branches, lengths)
+
+
+def blank_batch(tokens: Tensor, spans: tuple[tuple[int, tuple[int, ...]], ...]) -> PackedBatch:
+    """Return a packed batch of `tokens` [T] laid out by `spans`, with nothing to predict."""
+    example, branch, positions = torch.zeros(3, len(tokens), dtype=torch.long)
+    example.fill_(-1)
+    place = 0
+    for index, (prompt, answers) in enumerate(spans):
+        for number, length in enumerate((prompt, *answers)):
+            part = slice(place, place + length)
+            example[part], branch[part] = index, number
+            start = 0 if number == 0 else prompt
+            positions[part] = torch.arange(start, start + length)
+            place += length
+    names = ("predict_from", "predict_at", "predict", "answer", "answer_example", "answer_end")
+    nothing: dict[str, Any] = dict.fromkeys(names, torch.zeros(0, dtype=torch.long))
+    return PackedBatch(
+        tokens=tokens, positions=positions, example=example, branch=branch, spans=spans, **nothing
+    ).to(tokens.device)
 
 
 def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
@@ -93,54 +76,38 @@ def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
     )
 
 
-def padded_groups(batch: PackedBatch, *, most: int) -> list[list[Branch]]:
+def padded_groups(batch: PackedBatch, *, most: int) -> list[list[list[int]]]:
     """Return the branches, sorted by length, in groups of at most `most` tokens when padded to
     their longest; a longer branch is a group by itself."""
-    groups: list[list[Branch]] = []
-    for branch in sorted(branches_of(batch), key=lambda branch: -branch.length):
-        if groups and (len(groups[-1]) + 1) * groups[-1][0].length <= most:
+    groups: list[list[list[int]]] = []
+    for branch in sorted(branches_of(batch), key=len, reverse=True):
+        if groups and (len(groups[-1]) + 1) * len(groups[-1][0]) <= most:
             groups[-1].append(branch)
         else:
             groups.append([branch])
     return groups
 
 
-def padded_rows(batch: PackedBatch, group: Sequence[Branch]) -> Tensor:
+def padded_rows(batch: PackedBatch, group: Sequence[list[int]]) -> Tensor:
     """Return token ids [rows, longest]. Padding is on the right, where a causal model does not see
     it."""
-    longest = group[0].length
-    places = [branch.places + [branch.start] * (longest - branch.length) for branch in group]
+    longest = len(group[0])
+    places = [branch + branch[:1] * (longest - len(branch)) for branch in group]
     return batch.tokens[torch.tensor(places, device=batch.tokens.device)]
 
 
-def padded_way_back(batch: PackedBatch, groups: Sequence[Sequence[Branch]]) -> Tensor:
+def padded_way_back(batch: PackedBatch, groups: Sequence[Sequence[list[int]]]) -> Tensor:
     """Return for each of the batch's T tokens its index in the groups' padded rows, laid end to end
     [T]."""
-    starts, place = [], 0
-    for group in groups:
-        starts += [place + index * group[0].length for index in range(len(group))]
-        place += len(group) * group[0].length
     branches = [branch for group in groups for branch in group]
-    return way_back(len(batch.tokens), branches, starts, batch.tokens.device)
+    return way_back(batch, branches, (len(group[0]) for group in groups for _ in group))
 
 
-def way_back(
-    num_tokens: int, branches: Sequence[Branch], starts: Sequence[int], device: torch.device
-) -> Tensor:
-    """Return for each token of the packed row its index in a layout where `branches` begin at
-    `starts` [T]. A prompt points at one of its copies; tokens that only round the row up point at
-    0."""
-    back = [0] * num_tokens
-    for branch, start in zip(branches, starts, strict=True):
-        for index, place in enumerate(branch.places):
-            back[place] = start + index
-    return torch.tensor(back, device=device)
-
-
-def offsets(lengths: Iterable[int]) -> list[int]:
-    """Return where each of the consecutive pieces begins."""
-    starts, place = [], 0
-    for length in lengths:
-        starts.append(place)
-        place += length
-    return starts
+def way_back(batch: PackedBatch, branches: Iterable[list[int]], widths: Iterable[int]) -> Tensor:
+    """Return for each of the batch's T tokens its index in a row that gives each of `branches` its
+    width [T]. A prompt points at one of its copies; tokens that only round T up point at 0."""
+    back = [0] * len(batch.tokens)
+    for branch, start in zip(branches, accumulate(widths, initial=0), strict=False):
+        for index, place in enumerate(branch, start):
+            back[place] = index
+    return torch.tensor(back, device=batch.tokens.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf import hookspecs
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
+from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS
 from rlhf_plugin_deepspeed.patches.install import path_of
 from rlhf_plugin_deepspeed.patches.table import PATCHES
 
@@ -72,9 +73,10 @@ This is the output of `rlhf config sft`:
 
 
 def backends_page() -> str:
-    """Return backends.md with its tables of DeepSpeed's capabilities and patches."""
+    """Return backends.md with its tables of DeepSpeed's presets, capabilities and patches."""
     page = (FOLDER / "backends.md").read_text()
-    for name, rows in (("capabilities", _capabilities()), ("patches", _patches())):
+    tables = {"presets": _presets(), "capabilities": _capabilities(), "patches": _patches()}
+    for name, rows in tables.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
         before, _, rest = page.partition(start)
@@ -105,8 +107,21 @@ PAGES = {
 }
 
 
+def _presets() -> list[tuple[str, ...]]:
+    head = ("preset", "stage", "optimizer", "weights", "choose it where")
+    rows = [head, ("---",) * len(head)]
+    for name, preset in PRESETS.items():
+        names = [name, *(other for other, same in OTHER_NAMES.items() if same == name)]
+        places = (preset.offload_optimizer, preset.offload_param)
+        on = ["CPU" if is_on else "accelerator" for is_on in places]
+        rows.append(
+            (", ".join(f"`{each}`" for each in names), str(preset.stage), *on, preset.reason)
+        )
+    return rows
+
+
 def _capabilities() -> list[tuple[str, ...]]:
-    head = ("feature", "setting", "stages", "precisions", "not with")
+    head = ("feature", "setting", "DeepSpeed", "stages", "precisions", "not with")
     return [
         head,
         ("---",) * len(head),
@@ -114,6 +129,7 @@ def _capabilities() -> list[tuple[str, ...]]:
             (
                 row.feature,
                 f"`{row.setting}`" if row.setting else "",
+                f">= {row.least}",
                 ", ".join(map(str, row.stages)),
                 ", ".join(row.precisions),
                 ", ".join(f"`{name}`" for name in row.excludes),

@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[1]
 CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
 CUDA_ONLY = {
     f"{CORE}/engine.py": "where kernels in Triton run",
-    f"{CORE}/loop/trace.py": "the profiler",
     f"{CORE}/model/attention.py": "flex attention",
     f"{CORE}/model/masks.py": "masks of flex attention",
     f"{CORE}/model/packed.py": "rows in blocks of flex attention",

@@ -191,10 +191,6 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
     ("words", "message"),
     [
         ("--model.quantize nf4", "model.quantize needs lora or model.adapter"),
-        (
-            "--model.quantize nf4 --lora 8 --model.dtype fp16",
-            "model.quantize needs model.dtype bf16 or fp32",
-        ),
         ("--model.adapter a --lora 8", "model.adapter continues an existing adapter; remove lora"),
         (
             "--model.adapter a --model.init random",

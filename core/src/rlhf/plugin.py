@@ -64,6 +64,9 @@ class BackendPlugin:
     check: Callable[[Any], None] | None = None
     """`check(config)` raises RLHFError for impossible combinations across sections. Called before
     torch is imported."""
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """`defaults(section)` returns changes of core's defaults by dotted name, such as
+    `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
 
 
 Rule = tuple[str, object]

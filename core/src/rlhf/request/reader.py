@@ -52,9 +52,9 @@ def read_config(
     """Return the request for the trainer `name` (or `name@distribution`).
 
     `overrides` are words of the command line; one may be the YAML file instead of `source`. The
-    layers, each over the one before: core's defaults, the trainer's, the YAML (or the demo's), the
-    overrides. With `inputs` False, model and data may be missing. Raises RLHFError with all
-    problems at once.
+    layers, each over the one before: core's defaults, the trainer's, the demo's, the backend's, the
+    YAML, the overrides. With `inputs` False, model and data may be missing. Raises RLHFError with
+    all problems at once.
     """
     words = parse_words(overrides)
     trainer = find("trainer", name)
@@ -69,6 +69,8 @@ def read_config(
     tree = merge(cls, {section: {} for section in sections}, file)
     for dotted, value in words.overrides:
         tree = merge(cls, tree, nested(dotted, value))
+    for dotted, value in record.defaults(tree[backend.name]).items() if record.defaults else ():
+        tree = merge(cls, nested(dotted, value), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
     if demo:
         tree = merge(cls, load_yaml(demo_file(trainer, plugin)), tree)

@@ -13,14 +13,13 @@ def contradictions(config: Config) -> list[str]:
     has_adapter = config.lora is not None or adapter is not None
     steps, constant, local = train.steps, optim.schedule == "constant", Path(model.path).is_dir()
     random, quantized = model.init == "random", model.quantize is not None
-    best, rounded = config.checkpoint.best, optim.states == "bf16"
+    best = config.checkpoint.best
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
     compiler = "model.fp8" if model.fp8 else "model.kernels compile"
     past = f"is past train.steps {steps}"
     exclusive = "cannot be combined with"
     return broken_rules(
         ("model.quantize needs lora or model.adapter", quantized and not has_adapter),
-        ("model.quantize needs model.dtype bf16 or fp32", quantized and model.dtype == "fp16"),
         ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
         (f"model.adapter {exclusive} model.init random", adapter and random),
         (f"model.quantize {exclusive} model.init random", quantized and random),
@@ -28,8 +27,6 @@ def contradictions(config: Config) -> list[str]:
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),
-        ("optim.states bf16 needs model.dtype bf16", rounded and model.dtype != "bf16"),
-        ("model.fp8 needs model.dtype bf16", model.fp8 and model.dtype != "bf16"),
         ("model.fp8 trains all weights; remove the adapter", model.fp8 and has_adapter),
         (
             "model.fp8 needs compiled layers; set model.kernels to auto",

@@ -2,8 +2,11 @@
 imported."""
 
 from rlhf.plugin import BackendPlugin
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check, defaults
 
 plugin = BackendPlugin(
-    config=DeepSpeedConfig, hooks="rlhf_plugin_deepspeed.backend:DeepSpeedBackend", check=check
+    config=DeepSpeedConfig,
+    hooks="rlhf_plugin_deepspeed.backend:DeepSpeedBackend",
+    check=check,
+    defaults=defaults,
 )

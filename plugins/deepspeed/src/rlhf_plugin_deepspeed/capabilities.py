@@ -1,5 +1,5 @@
 """What this backend can do, at which ZeRO stages and with which DeepSpeed: one table for the checks
-of the configuration and for docs/backends.md."""
+of the configuration, for `rlhf doctor` and for docs/backends.md."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,6 +12,14 @@ from rlhf_plugin_deepspeed.versions import older
 LEAST = "0.19.0"
 BEFORE = "0.20"
 """The first DeepSpeed that may be too different for the patches."""
+FAULTS = {
+    "0.16.4": "it cannot train with tensor parallelism",
+    "0.17.6": "it offloads an engine's states only at stage 3",
+    LEAST: "it loses gradients at stage 2 with the optimizer on the CPU",
+}
+"""What is wrong with every DeepSpeed before a version."""
+RAW = "deepspeed.config."
+"""The prefix of settings that are keys of DeepSpeed's own JSON."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 STAGES = (0, 1, 2, 3)
 
@@ -23,15 +31,19 @@ class Capability:
     feature: str
     setting: str
     """The key that turns it on, or "" where it is always on."""
+    least: str = LEAST
+    """The first DeepSpeed that has it."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
-    """Values of `model.dtype` that core's configuration allows with it."""
+    """Values of `model.dtype` that it can be combined with."""
     excludes: tuple[str, ...] = ()
     """Settings that it cannot be combined with."""
     optional_stage: bool = False
     """Whether `stage: auto` chooses among the stages at which it works."""
     alternative: str = ""
     """The remedy at another stage, as the end of an error."""
+    kind: type | None = None
+    """The type of the value, if the setting is a key of DeepSpeed's own JSON."""
 
     def works_at(self, stage: int | str) -> bool:
         """Return whether it works at a stage, or at the one that `auto` chooses."""
@@ -81,7 +93,7 @@ CAPABILITIES = (
     ),
     Capability(
         feature="master weights and moments in bf16",
-        setting="optim.states",
+        setting="optim.states bf16",
         precisions=("bf16",),
         excludes=("deepspeed.offload_optimizer",),
     ),
@@ -102,6 +114,50 @@ CAPABILITIES = (
     ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
+    Capability(
+        feature="first loss scale, as a power of 2",
+        setting=f"{RAW}fp16.initial_scale_power",
+        kind=int,
+        precisions=("fp16",),
+    ),
+    Capability(
+        feature="steps after which the loss scale doubles",
+        setting=f"{RAW}fp16.loss_scale_window",
+        kind=int,
+        precisions=("fp16",),
+    ),
+    Capability(
+        feature="communication beside computation",
+        setting=f"{RAW}zero_optimization.overlap_comm",
+        kind=bool,
+        stages=(1, 2, 3),
+    ),
+    Capability(
+        feature="gradients copied into buckets",
+        setting=f"{RAW}zero_optimization.contiguous_gradients",
+        kind=bool,
+        least="0.19.8",
+        stages=(1, 2),
+        excludes=("deepspeed.offload_optimizer",),
+    ),
+    Capability(
+        feature="elements that are updated at once",
+        setting=f"{RAW}zero_optimization.sub_group_size",
+        kind=int,
+        stages=(3,),
+    ),
+    Capability(
+        feature="elements that are gathered ahead",
+        setting=f"{RAW}zero_optimization.stage3_prefetch_bucket_size",
+        kind=int,
+        stages=(3,),
+    ),
+    Capability(
+        feature="elements until whose next use weights stay",
+        setting=f"{RAW}zero_optimization.stage3_max_reuse_distance",
+        kind=int,
+        stages=(3,),
+    ),
 )
 
 
@@ -109,10 +165,10 @@ def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
     wanted = f"run pip install 'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
     if older(version, LEAST):
-        raise RLHFError(
-            f"deepspeed {version} is too old: before {LEAST} it loses gradients at stage 2 with "
-            f"the optimizer on the CPU; {wanted}"
-        )
+        faults = [
+            f"before {last} {fault}" for last, fault in FAULTS.items() if older(version, last)
+        ]
+        raise RLHFError(f"deepspeed {version} is too old: {', '.join(faults)}; {wanted}")
     if not older(version, BEFORE):
         raise RLHFError(
             f"deepspeed {version} is too new: this backend patches internals of deepspeed "
@@ -120,11 +176,21 @@ def check_version(version: str) -> None:
         )
 
 
-def check_capabilities(settings: Collection[str], *, stage: int | str) -> None:
-    """Raise RLHFError for the first of `settings` that does not work at `stage`."""
+def check_capabilities(
+    settings: Collection[str], *, stage: int | str, precision: str, version: str
+) -> None:
+    """Raise RLHFError for the first of `settings` that does not work at `stage`, in `precision` or
+    with `version` of DeepSpeed."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue
+        if older(version, row.least):
+            raise RLHFError(
+                f"{row.setting} needs deepspeed {row.least}, but {version} is installed; run pip "
+                f"install 'deepspeed>={row.least},<{BEFORE}'"
+            )
+        if precision not in row.precisions:
+            raise RLHFError(f"{row.setting} needs model.dtype {' or '.join(row.precisions)}")
         for other in row.excludes:
             if other in settings:
                 raise RLHFError(
@@ -133,7 +199,7 @@ def check_capabilities(settings: Collection[str], *, stage: int | str) -> None:
         if not row.works_at(stage):
             raise RLHFError(
                 f"{row.setting} has no effect at ZeRO stage {stage}, only at "
-                f"{_listed(row.stages)}; {row.alternative}"
+                f"{_listed(row.stages)}; {row.alternative or 'remove it'}"
             )
 
 

@@ -1,13 +1,13 @@
 """The section `deepspeed:`: presets, what they set, and the combinations that are refused."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
 from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.capabilities import check_capabilities, check_version
+from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW, check_capabilities, check_version
 from rlhf_plugin_deepspeed.versions import installed_version
 
 optional = validators.optional
@@ -21,29 +21,107 @@ class Resolved:
     stage: int | str
     offload_optimizer: bool = False
     offload_param: bool = False
+    dtype: str | None = None
+    """The `model.dtype` that the preset stands for."""
+
+
+@frozen(kw_only=True)
+class Preset(Resolved):
+    """A preset and the reason to choose it."""
+
+    reason: str
 
 
 PRESETS = {
-    "ddp": Resolved(stage=0),
-    "zero": Resolved(stage=0),
-    **{f"zero{stage}": Resolved(stage=stage) for stage in range(4)},
-    **{
-        f"zero{stage}_{spelling}": Resolved(
-            stage=stage, offload_optimizer=True, offload_param=stage == 3
-        )
-        for stage in (1, 2, 3)
-        for spelling in ("offload", "cpuoffload")
-    },
+    "ddp": Preset(stage=0, reason="everything fits on each device"),
+    "zero1": Preset(stage=1, reason="the optimizer's states do not fit on each device"),
+    "zero2": Preset(stage=2, reason="the gradients do not fit either"),
+    "zero2_bf16": Preset(stage=2, dtype="bf16", reason="as `zero2`, with the dtype in its name"),
+    "zero2_fp16": Preset(stage=2, dtype="fp16", reason="as `zero2`, on devices without bf16"),
+    "zero3": Preset(stage=3, reason="the weights do not fit either; slower"),
+    "zero1_offload": Preset(
+        stage=1, offload_optimizer=True, reason="the states do not fit on all devices together"
+    ),
+    "zero2_offload": Preset(
+        stage=2, offload_optimizer=True, reason="as `zero1_offload`; gradients are on the CPU too"
+    ),
+    "zero3_offload": Preset(
+        stage=3,
+        offload_optimizer=True,
+        offload_param=True,
+        reason="the weights do not fit on all devices together; the slowest",
+    ),
 }
+OTHER_NAMES = {
+    "zero": "ddp",
+    "zero0": "ddp",
+    "zero1_cpuoffload": "zero1_offload",
+    "zero2_cpuoffload": "zero2_offload",
+    "zero3_cpuoffload": "zero3_offload",
+    "zero2-bf16": "zero2_bf16",
+    "zero2-fp16": "zero2_fp16",
+}
+"""Names that ROLL and trlX use."""
+REFUSED = {
+    name: f"{ours} decides it"
+    for ours, names in {
+        "batch.size": "train_batch_size",
+        "batch.tokens": "train_micro_batch_size_per_gpu gradient_accumulation_steps",
+        "optim": "optimizer",
+        "optim.clip": "gradient_clipping",
+        "optim.schedule": "scheduler",
+        "model.dtype": "bf16 fp16.enabled amp torch_autocast",
+        "model.recompute": "activation_checkpointing",
+        "deepspeed.stage": "zero_optimization.stage",
+        "deepspeed.offload_optimizer": "zero_optimization.offload_optimizer",
+        "deepspeed.offload_param": "zero_optimization.offload_param",
+        "deepspeed.bucket_size": "zero_optimization.reduce_bucket_size "
+        "zero_optimization.allgather_bucket_size",
+        "deepspeed.persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+        "observers": "tensorboard wandb csv_monitor",
+    }.items()
+    for name in names.split()
+} | {
+    "compile": "DeepCompile is not supported; set model.kernels to compile",
+    "tensor_parallel": "tensor parallelism is not supported",
+}
+"""Why a key of DeepSpeed's JSON cannot be set."""
 
 
 def known_preset(section: object, attribute: object, value: str) -> None:
     """Raise ValueError unless `value` is a preset or auto."""
-    names = ("auto", *PRESETS)
+    names = ("auto", *PRESETS, *OTHER_NAMES)
     if value not in names:
         near = difflib.get_close_matches(value, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; available: {', '.join(names)}"
         raise ValueError(f"unknown preset {value}{hint}")
+
+
+def allowed_keys(section: object, attribute: object, value: Mapping[str, Any]) -> None:
+    """Raise ValueError with every key of DeepSpeed's JSON that cannot be set beside a preset."""
+    kinds = {row.setting.removeprefix(RAW): row.kind for row in CAPABILITIES if row.kind}
+    problems = []
+    for key, given in leaves(value):
+        if why := [why for name, why in REFUSED.items() if f"{key}.".startswith(f"{name}.")]:
+            problems.append(f"remove {key} ({why[0]})")
+        elif key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.8)
+            hint = f"did you mean {near[0]}?" if near else f"available: {', '.join(kinds)}"
+            problems.append(f"{key} cannot be set here; {hint}")
+        elif [type(given)] != [kinds[key]] or given < 0:
+            expected = "true or false" if kinds[key] is bool else "a whole number"
+            problems.append(f"{key} expects {expected}, got {given}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of everything that is not a mapping."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 @frozen(kw_only=True)
@@ -55,9 +133,9 @@ class DeepSpeedConfig:
         "sequence_parallel": (1,),
     }
     preset: str = field(default="auto", validator=known_preset)
-    """auto, ddp (also zero, zero0), zero1, zero2, zero3, and zero1_offload, zero2_offload
-    (optimizer on the CPU), zero3_offload (optimizer and parameters on the CPU); `_cpuoffload` is
-    another spelling of `_offload`."""
+    """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set
+    model.dtype); zero1_offload, zero2_offload (optimizer on the CPU), zero3_offload (optimizer and
+    parameters on the CPU). `_cpuoffload` is another spelling of `_offload`."""
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
     weights. auto is the preset's, else the smallest whose states fit 60 % of the accelerator's
@@ -81,12 +159,15 @@ class DeepSpeedConfig:
     patches: Literal["all", "correctness"] = "all"
     """Which patches of DeepSpeed are installed: all of docs/backends.md, or only those that correct
     results need. A DeepSpeed newer than the tested ones gets only those."""
+    config: dict[str, Any] = field(factory=dict, validator=allowed_keys)
+    """Keys of DeepSpeed's own JSON beside the preset, such as `{zero_optimization: {overlap_comm:
+    false}}`. docs/backends.md lists them; a key that another setting decides is an error."""
 
 
 def resolve(section: DeepSpeedConfig) -> Resolved:
     """Return the section with the preset's values where it sets none. Raises RLHFError where it
     contradicts the preset."""
-    preset = PRESETS.get(section.preset)
+    preset: Resolved | None = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
     if preset is None:
         preset = Resolved(
             stage=3 if section.offload_param and section.stage == "auto" else section.stage
@@ -106,15 +187,30 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
         stage=preset.stage,
         offload_optimizer=preset.offload_optimizer or bool(section.offload_optimizer),
         offload_param=preset.offload_param or bool(section.offload_param),
+        dtype=preset.dtype,
     )
+
+
+def defaults(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes of core's defaults that follow from the preset, as the user wrote it."""
+    name = str(section.get("preset"))
+    preset = PRESETS.get(OTHER_NAMES.get(name, name))
+    return {"model.dtype": preset.dtype} if preset and preset.dtype else {}
 
 
 def check(config: Any) -> None:
     """Refuse what cannot run or would have no effect, before anything heavy is imported. Raises
     RLHFError."""
-    check_version(installed_version())
-    resolved = resolve(config.backend_section)
-    check_capabilities(settings_of(config, resolved), stage=resolved.stage)
+    section, precision, version = config.backend_section, config.model.dtype, installed_version()
+    check_version(version)
+    resolved = resolve(section)
+    if resolved.dtype not in (None, precision):
+        raise RLHFError(
+            f"model.dtype is {precision} but the preset {section.preset} is {resolved.dtype}; set "
+            "only one of the two"
+        )
+    settings = settings_of(config, resolved)
+    check_capabilities(settings, stage=resolved.stage, precision=precision, version=version)
 
 
 def settings_of(config: Any, resolved: Resolved) -> list[str]:
@@ -126,8 +222,18 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "deepspeed.persistence_threshold": section.persistence_threshold is not None,
         "deepspeed.bucket_size": section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
-        "optim.states": config.optim.states == "bf16",
+        "optim.states bf16": config.optim.states == "bf16",
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,
     }
-    return [name for name, is_on in settings.items() if is_on]
+    raw = [f"{RAW}{key}" for key, _ in leaves(section.config)]
+    return [name for name, is_on in settings.items() if is_on] + raw
+
+
+def overlay(settings: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's `settings` with the values of `raw` over them, key by key."""
+    merged = dict(settings)
+    for key, value in raw.items():
+        below = merged.get(key)
+        merged[key] = overlay(below, value) if isinstance(below, dict) else value
+    return merged

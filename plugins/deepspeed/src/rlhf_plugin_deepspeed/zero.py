@@ -7,7 +7,7 @@ from attrs import evolve
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, resolve, settings_of
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
 from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
@@ -60,7 +60,7 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
     return Plan(
         stage=stage,
         precision=precision,
-        settings=settings,
+        settings=overlay(settings, section.config),
         summary=summary + _patches(section),
         lighter=_lighter(config, resolved, shape, mesh, stage=stage),
         patches=patches,
@@ -117,7 +117,8 @@ def _lighter(
 
 
 def _preset(stage: int, resolved: Resolved) -> str:
-    return f"deepspeed.preset zero{stage}" + "_offload" * resolved.offload_optimizer
+    dtype = f" and model.dtype {resolved.dtype}" if resolved.dtype else ""
+    return f"deepspeed.preset zero{stage}{'_offload' * resolved.offload_optimizer}{dtype}"
 
 
 def _as_preset(stage: int, resolved: Resolved) -> Resolved:

@@ -1,4 +1,5 @@
-"""Fake distributions: metadata, entry points and modules in a temporary folder on sys.path."""
+"""An empty cache, and fake distributions: metadata, entry points and modules in a temporary folder
+on sys.path."""
 
 import importlib
 import sys
@@ -10,6 +11,13 @@ import packaging.requirements  # noqa: F401  The fixture hides site-packages.
 import pytest
 
 Install = Callable[..., Path]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, which no other test uses."""
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture

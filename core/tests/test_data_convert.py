@@ -23,6 +23,7 @@ from rlhf.trainer import Trainer
 
 FORMATS = Path(__file__).parents[3] / "shared" / "data" / "formats"
 real = pytest.mark.skipif(not FORMATS.exists(), reason="the shared rows are not here")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 class Plain(Trainer):
@@ -48,11 +49,6 @@ def made(format: str, entry: DataEntry, **data: Any) -> tuple[list[Row], Any, An
     trainer = trainer_class(Section(separator="\n"), tokenizer)
     examples = prepare(config, trainer, tokenizer, which="train")
     return trainer.seen, examples, tokenizer
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
 
 
 def convert(name: str, columns: dict[str, Any]) -> list[dict[str, Any]]:

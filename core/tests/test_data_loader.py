@@ -64,8 +64,7 @@ class NoTokenizer:
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+def config(tmp_path: Path, cache: Path) -> Config:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"number": n}) + "\n" for n in range(NUM_ROWS)))
     return Config(

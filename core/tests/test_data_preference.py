@@ -294,10 +294,8 @@ def test_a_wrong_row_is_named_with_what_to_do(
     assert refusal(format, **columns) == message
 
 
-def test_a_cut_pair_keeps_what_fits_of_each_answer_and_a_lost_one_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_a_cut_pair_is_dropped_if_no_difference_is_left(tmp_path: Path) -> None:
     rows = [
         {"prompt": "say", "chosen": "one two three four", "rejected": "five"},
         {"prompt": "say " * 5, "chosen": "one", "rejected": "two"},

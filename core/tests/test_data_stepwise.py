@@ -141,8 +141,7 @@ def test_steps_without_a_mark_or_a_token_are_refused() -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+def path(tmp_path: Path, cache: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 

@@ -60,10 +60,10 @@ def text_of(shown: Console) -> str:
     return shown.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("cache")
 def test_rows_lengths_and_fill_are_shown_without_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     word_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": "ask one", "completion": "say two"}] * 5 + [{"text": "one " * 50}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -11,6 +11,7 @@ from engines import Shards
 from families import chatml_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from small_models import SIZES
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,15 +31,6 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import CHATML
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "initializer_range": 0.2,
-}
 FAMILIES = {
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "untied": LlamaConfig(**SIZES),

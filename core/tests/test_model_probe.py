@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from engines import BareEngine
+from small_models import SIZES
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -17,17 +18,6 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path, probe_batch
-
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
 
 
 def engine_of(causal: Any, precision: str = "fp32") -> Any:
@@ -71,13 +61,17 @@ class AsksItsMask(LlamaForCausalLM):
 
 
 def test_a_model_that_drops_the_tree_is_found_out() -> None:
-    choice = choose_path(engine_of(seeded(DropsItsMask, LlamaConfig(**SIZES))), Mesh())
+    choice = choose_path(
+        engine_of(seeded(DropsItsMask, LlamaConfig(**SIZES, pad_token_id=0))), Mesh()
+    )
     assert choice.path == "padded"
     assert choice.reason.startswith("packed was off by ")
 
 
 def test_a_model_that_cannot_run_with_the_tree_is_reported_by_its_error() -> None:
-    choice = choose_path(engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES))), Mesh())
+    choice = choose_path(
+        engine_of(seeded(AsksItsMask, LlamaConfig(**SIZES, pad_token_id=0))), Mesh()
+    )
     assert str(choice) == (
         "padded rows with the model's own attention (packed failed with AttributeError: "
         "'TreeMask' object has no attribute 'shape')"
@@ -88,13 +82,15 @@ def test_a_model_that_cannot_run_with_the_tree_is_reported_by_its_error() -> Non
 @pytest.mark.parametrize("config_class", [LlamaConfig, MixtralConfig])
 def test_rounding_to_16_bits_is_not_taken_for_an_error(precision: str, config_class: Any) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    causal = seeded(AutoModelForCausalLM.from_config, config_class(**SIZES)).to(dtype)
+    causal = seeded(AutoModelForCausalLM.from_config, config_class(**SIZES, pad_token_id=0)).to(
+        dtype
+    )
     assert choose_path(engine_of(causal, precision), Mesh()).path == "tree"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_wrong_mask_is_found_in_16_bits_too(precision: str) -> None:
-    causal = seeded(DropsItsMask, LlamaConfig(**SIZES))
+    causal = seeded(DropsItsMask, LlamaConfig(**SIZES, pad_token_id=0))
     causal = causal.to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     assert choose_path(engine_of(causal, precision), Mesh()).path == "padded"
 
@@ -109,6 +105,7 @@ def phi3_with_longrope() -> Any:
     }
     return Phi3Config(
         **SIZES,
+        pad_token_id=0,
         max_position_embeddings=256,
         original_max_position_embeddings=64,
         rope_parameters=rope,
@@ -125,7 +122,7 @@ def test_positions_that_depend_on_the_longest_row_run_one_path_at_a_time() -> No
 
 
 def test_a_head_that_is_not_the_models_is_refused() -> None:
-    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES))
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
     # The head reads the scale from the config, and Llama's forward does not.
     causal.config.logit_scale = 2.0
     with pytest.raises(RLHFError) as caught:
@@ -138,7 +135,7 @@ def test_a_head_that_is_not_the_models_is_refused() -> None:
 
 
 def test_the_probe_reaches_beyond_the_window_but_not_beyond_the_longest_path() -> None:
-    config = LlamaConfig(**SIZES)
+    config = LlamaConfig(**SIZES, pad_token_id=0)
     config.sliding_window = 700
     engine = engine_of(seeded(AutoModelForCausalLM.from_config, config))
     assert probe_batch(engine, 8192).spans[0] == (700, (24, 17))

@@ -10,6 +10,7 @@ import torch
 from engines import BareEngine, WholeWeights
 from families import chatml_tokenizer
 from peft import PeftModel
+from small_models import SIZES
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -39,15 +40,6 @@ from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.tokenizer import with_padding
 from rlhf.readouts import scores, token_scores
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 48,
-    "initializer_range": 0.2,
-}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, pad_token_id=4),
     "gpt2": GPT2Config(vocab_size=40, n_positions=64, n_embd=32, n_layer=2, n_head=2),

@@ -1,0 +1,166 @@
+"""Every kind of file gives the same rows, and errors name the file and the line."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from numbered_words import (
+    EXPECTED,
+    ROWS,
+    Raw,
+    examples_of,
+    ids,
+    write_lines,
+)
+
+from rlhf.config.sections import DataEntry
+from rlhf.data.example import Example
+from rlhf.data.files import Source
+from rlhf.errors import RLHFError
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS, indent=1))
+    write_lines(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    rows.to_csv(tmp_path / "rows.csv")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "folder")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "plain").mkdir()
+    rows.to_parquet(tmp_path / "plain" / "rows.parquet")
+    arrow = next((tmp_path / "folder").glob("*.arrow"))
+    names = [
+        "rows.json",
+        "rows.jsonl",
+        "rows.jsonl.gz",
+        "rows.csv",
+        "rows.parquet",
+        "folder",
+        "splits",
+        "plain",
+    ]
+    for path in [*(tmp_path / name for name in names), arrow]:
+        examples = examples_of(str(path))
+        assert ids(examples) == EXPECTED, path
+        assert examples.lengths.tolist() == [4] * 10
+        assert examples.counts["tokens"].tolist() == [3] * 10
+
+
+def test_cells_of_csv_are_text_except_labels_and_margins(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "prompt,completion,label,margin\n1,None,True,0.5\n2,NA,0,\nq,007,false,2\n,nan,maybe,1e3\n"
+    )
+    for place in (path, path.with_suffix(".csv.gz")):
+        if place != path:
+            place.write_bytes(gzip.compress(path.read_bytes()))
+        source = Source(DataEntry(path=str(place)), "train", "unpaired")
+        rows = source.read(tmp_path)
+        assert [dict(source.row(row, 0).columns) for row in rows] == [
+            {"prompt": "1", "completion": "None", "label": True, "margin": 0.5},
+            {"prompt": "2", "completion": "NA", "label": 0},
+            {"prompt": "q", "completion": "007", "label": False, "margin": 2},
+            {"completion": "nan", "label": "maybe", "margin": 1000.0},
+        ]
+
+
+def test_the_demo_gives_rows_of_the_trainers_format() -> None:
+    examples = examples_of(DataEntry(path="demo:equations", limit=7), data={"max_tokens": 4096})
+    assert len(examples) == 7
+    assert examples.name(3) == "demo:equations row 3"
+
+
+def test_an_array_may_begin_after_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"\xef\xbb\xbf\n \r\n" + b'[{"prompt": "a", "completion": "b"}]')
+    (example,) = examples_of(str(path))
+    assert len(example.answers) == 1
+
+
+def test_nested_mappings_keep_their_own_keys(tmp_path: Path) -> None:
+    rows = [{"number": n, "tools": [{"properties": {f"key{n}": {"type": "x"}}}]} for n in range(2)]
+    seen = []
+
+    class Looking(Raw):
+        def example(self, row: Any) -> Example:
+            seen.append(row["tools"])
+            return super().example(row)
+
+    examples_of(write_lines(tmp_path / "rows.jsonl", rows), trainer=Looking)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    examples_of(str(tmp_path / "rows.parquet"), trainer=Looking)
+    assert seen == [row["tools"] for row in rows] * 2
+
+
+def test_columns_are_renamed_and_limits_are_kept(tmp_path: Path) -> None:
+    rows = [{"question": row["prompt"], "answer": row["completion"]} for row in ROWS]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    names = {"prompt": "question", "completion": "answer"}
+    assert ids(examples_of(DataEntry(path=path, columns=names, limit=4))) == EXPECTED[:4]
+    with pytest.raises(RLHFError) as caught:
+        examples_of(DataEntry(path=path, columns={"prompt": "query"}))
+    assert str(caught.value) == (
+        f"{path} line 1: data.train maps `prompt` to column `query`, which does not exist; "
+        "columns: question, answer"
+    )
+
+
+BAD_FILES = [
+    (
+        "rows.jsonl",
+        b'{"text": "w1"}\n{"text" "w2"}\n',
+        "{} line 2: not valid JSON: Expecting ':' delimiter: line 1 column 9 (char 8)",
+    ),
+    (
+        "rows.jsonl",
+        b'["w1", "w2"]\n3\n',
+        "{}: not valid JSON: Extra data: line 2 column 1 (char 13)",
+    ),
+    ("rows.jsonl", b'{"text": "w1"}\n17\n', "{} line 2: a row must be a JSON object, not 17"),
+    (
+        "rows.jsonl",
+        b'{"text": "w1"}\n\xff\xfe\n',
+        "{} line 2: not UTF-8: 'utf-8' codec can't decode byte 0xff in position 0: "
+        "invalid start byte",
+    ),
+    ("rows.jsonl.gz", b"no gzip", "{} line 1: cannot be read: Not a gzipped file (b'no')"),
+    (
+        "rows.txt",
+        b"w1\n",
+        "data.train: unknown file type {}; use one of "
+        ".jsonl, .jsonl.gz, .json, .json.gz, .ndjson, .csv, .csv.gz, .parquet, .arrow",
+    ),
+    ("rows.jsonl", b"", "data.train: no rows in {}"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_a_bad_file_is_named_with_its_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(RLHFError) as caught:
+        examples_of(str(path))
+    assert str(caught.value) == message.format(path)
+
+
+def test_a_missing_file_or_split_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "absent.jsonl"
+    with pytest.raises(RLHFError) as caught:
+        examples_of(str(path))
+    assert str(caught.value) == f"data.train: no such file or folder: {path}"
+    rows = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    rows.save_to_disk(tmp_path / "splits")
+    with pytest.raises(RLHFError) as caught:
+        examples_of(DataEntry(path=str(tmp_path / "splits"), split="dev"))
+    assert (
+        str(caught.value) == f"data.train: {tmp_path}/splits has no split 'dev'; available: train"
+    )

@@ -1,0 +1,105 @@
+"""Rows that are too long or empty are dropped, cut or refused, and counted."""
+
+from pathlib import Path
+
+import pytest
+from numbered_words import ROWS, Demonstrations, Raw, Section, examples_of, ids, write_lines
+
+from rlhf.errors import RLHFError
+from rlhf.run.dataset import Dataset
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def long_rows(path: Path) -> str:
+    long = " ".join(["w1"] * 20)
+    rows = [ROWS[0], {"prompt": "w0", "completion": long}, {"prompt": long, "completion": "w0"}]
+    return write_lines(path, rows)
+
+
+def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = long_rows(tmp_path / "rows.jsonl")
+    examples = examples_of(path, data={"max_tokens": 10})
+    assert len(examples) == 1
+    assert str(examples.report) == (
+        "3 rows; 2 too long (dropped), 66.7 %; 1 examples of 4 tokens; 3 trained on, 75.0 %"
+    )
+    assert examples.report.lost == {"too_long": (f"{path} line 2", f"{path} line 3")}
+
+
+def test_long_rows_are_cut_at_the_end_without_an_eos_over_the_last_token(tmp_path: Path) -> None:
+    path = long_rows(tmp_path / "rows.jsonl")
+    examples = examples_of(path, data={"max_tokens": 10, "too_long": "cut"})
+    assert ids(examples)[1] == ([2], [3] * 9)
+    assert (examples.report.cut, examples.report.empty) == (1, 1)
+    assert examples.longest_path.max() == 10
+
+
+def test_a_tree_is_dropped_if_an_answer_has_lost_its_trained_tokens(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"number": 0}])
+    examples = examples_of(path, trainer=Raw, data={"max_tokens": 3, "too_long": "cut"})
+    assert [list(answer.tokens) for answer in examples[0].answers] == [[3, 4], [6]]
+    with pytest.raises(RLHFError, match="1 with nothing to train on"):
+        examples_of(path, trainer=Raw, data={"max_tokens": 2, "too_long": "cut"})
+
+
+def test_a_long_row_can_be_an_error(tmp_path: Path) -> None:
+    path = long_rows(tmp_path / "rows.jsonl")
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path, data={"max_tokens": 10, "too_long": "error"})
+    assert str(caught.value) == (
+        f"{path} line 2: the row has 22 tokens, more than data.max_tokens 10; "
+        "raise it or set data.too_long to drop or cut"
+    )
+
+
+def test_data_without_anything_to_train_on_names_rows(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"text": ""}, {"text": " ".join(["w1"] * 99)}])
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path)
+    assert str(caught.value) == (
+        "data.train: no trainable rows left of 2: 1 longer than data.max_tokens 64 "
+        f"({path} line 2), 1 with nothing to train on ({path} line 1)"
+    )
+
+
+def test_an_example_over_the_budget_names_the_least_sufficient_one(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [*ROWS, {"text": "w1 w2 w3 w4 w5 w6 w7"}])
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path, batch={"tokens": 6})
+    assert str(caught.value) == (
+        f"{path} line 11: the example has 8 tokens, more than batch.tokens 6; "
+        "set batch.tokens to at least 8 or lower data.max_tokens"
+    )
+
+
+def test_a_warning_says_what_to_do_if_many_rows_are_lost(tmp_path: Path) -> None:
+    long = {"prompt": "w0", "completion": "w1 " * 20}
+    few = examples_of(write_lines(tmp_path / "few.jsonl", [*ROWS, long]), data={"max_tokens": 10})
+    assert few.report.warning("train") is None
+    path = write_lines(tmp_path / "many.jsonl", [*ROWS, long, long, {"text": ""}])
+    dropped = examples_of(path, data={"max_tokens": 10}).report
+    assert dropped.warning("train") == (
+        "data.train: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
+        "are too long, or set data.too_long to cut; check 1 rows with nothing to train on with "
+        "`rlhf inspect`"
+    )
+    cut = examples_of(path, data={"max_tokens": 10, "too_long": "cut"}).report
+    assert cut.warning("eval") == (
+        "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
+        "are too long; check 1 rows with nothing to train on with `rlhf inspect`"
+    )
+
+
+def test_the_first_lines_of_a_run_warn_of_lost_rows(tmp_path: Path) -> None:
+    long = {"prompt": "w0", "completion": "w1 " * 20}
+    train = examples_of(write_lines(tmp_path / "train.jsonl"))
+    held_out = examples_of(
+        write_lines(tmp_path / "eval.jsonl", [*ROWS, long, long]), data={"max_tokens": 10}
+    )
+    trainer = Demonstrations(Section(), None)
+    assert Dataset(trainer=trainer, train=train, eval=None).warnings() == []
+    assert Dataset(trainer=trainer, train=train, eval=held_out).warnings() == [
+        "warning    data.eval: 16.7 % of the rows are dropped or cut; raise data.max_tokens for 2 "
+        "rows that are too long, or set data.too_long to cut"
+    ]

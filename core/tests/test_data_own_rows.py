@@ -1,0 +1,117 @@
+"""Trainers that read rows of their own format, and errors of a trainer's `example`."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from numbered_words import Demonstrations, Raw, examples_of, write_lines
+
+from rlhf.data.example import Example
+from rlhf.data.tokens import encode
+from rlhf.errors import RLHFError
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+class Questions(Raw):
+    """Encodes raw rows as core encodes its own formats."""
+
+    def example(self, row: Any) -> Example:
+        encoded = encode(self.tokenizer, row["question"], *row["replies"], tools=row.get("tools"))
+        return Example(encoded.prompt, encoded.answers)
+
+
+def test_a_trainer_with_rows_of_its_own_encodes_them_as_core_does(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ 'w39 ' }}{% endif %}{% for m in messages %}{{ m.content + ' ' }}"
+        "{% if m.role == 'assistant' %}{{ '</s> ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'w38 ' }}{% endif %}"
+    )
+    talk = [{"role": "user", "content": "w1"}]
+    said = [{"role": "assistant", "content": "w3"}]
+    pairs = [
+        {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4 w5"},
+        {"prompt": talk, "chosen": said, "rejected": "w4", "tools": [{"name": "add"}]},
+        {"prompt": "w1", "chosen": "w3 " * 9, "rejected": "w4"},
+    ]
+    questions = [
+        {"question": row["prompt"], "replies": [row["chosen"], row["rejected"]]}
+        | ({"tools": row["tools"]} if "tools" in row else {})
+        for row in pairs
+    ]
+
+    class Pairs(Demonstrations):
+        row_format = "preference"
+
+    settings: dict[str, Any] = {"template": template, "data": {"max_tokens": 9, "too_long": "cut"}}
+    core = examples_of(write_lines(tmp_path / "pairs.jsonl", pairs), trainer=Pairs, **settings)
+    mine = examples_of(
+        write_lines(tmp_path / "mine.jsonl", questions), trainer=Questions, **settings
+    )
+    assert [tree_of(example) for example in mine] == [tree_of(example) for example in core]
+    assert (mine.report.cut, core.report.cut) == (1, 1)
+
+
+def tree_of(example: Example) -> tuple[list[int], list[tuple[list[int], Any]]]:
+    answers = [
+        (list(a.tokens), None if a.trained is None else list(a.trained)) for a in example.answers
+    ]
+    return list(example.prompt), answers
+
+
+def test_a_row_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
+    for replies, message in [
+        ([], "a row needs at least one answer"),
+        ([3], "`answers[0]` must be text or a list of messages, not int"),
+        (
+            [[{"role": "assistant", "content": "w1"}]],
+            "this is a conversation, but the tokenizer has no chat template; "
+            "set data.chat_template to a file or to chatml",
+        ),
+    ]:
+        path = write_lines(tmp_path / "rows.jsonl", [{"question": "w0", "replies": replies}])
+        with pytest.raises(RLHFError) as caught:
+            examples_of(path, trainer=Questions)
+        assert str(caught.value) == f"{path} line 1: {message}"
+
+
+def test_a_trainer_that_gives_a_wrong_tree_is_named_with_the_row(tmp_path: Path) -> None:
+    class Wrong(Raw):
+        def example(self, row: Any) -> Example:
+            return attrs.evolve(super().example(row), values={"rank": [1.0]})
+
+    path = write_lines(tmp_path / "rows.jsonl", [{"number": 1}])
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path, trainer=Wrong)
+    assert str(caught.value) == (
+        f"{path} line 1: Wrong.example() returned 1 of values 'rank' for 2 answers"
+    )
+
+
+def test_a_trainer_that_returns_no_example_is_named_with_the_row(tmp_path: Path) -> None:
+    class Wrong(Raw):
+        def example(self, row: Any) -> Any:
+            return None
+
+    path = write_lines(tmp_path / "rows.jsonl", [{"number": 1}])
+    with pytest.raises(RLHFError) as caught:
+        examples_of(path, trainer=Wrong)
+    assert str(caught.value) == (
+        f"{path} line 1: Wrong.example() returned NoneType instead of an Example"
+    )
+
+
+def test_the_row_on_which_a_trainer_raises_is_named(tmp_path: Path) -> None:
+    class Picky(Raw):
+        def example(self, row: Any) -> Any:
+            if row["number"] == 1:
+                raise RLHFError("`number` is 1")
+            return row["question"]
+
+    with pytest.raises(RLHFError) as caught:
+        examples_of(write_lines(tmp_path / "one.jsonl", [{"number": 1}]), trainer=Picky)
+    assert str(caught.value) == f"{tmp_path}/one.jsonl line 1: `number` is 1"
+    with pytest.raises(KeyError) as missing:
+        examples_of(write_lines(tmp_path / "two.jsonl", [{"number": 2}]), trainer=Picky)
+    assert missing.value.__notes__ == [f"the row is {tmp_path}/two.jsonl line 1"]

@@ -1,0 +1,235 @@
+"""Errors of models, adapters and tokenizers that a user can fix."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import SIZES, config_of, load, write_model
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from rlhf.config.sections import Config, DataConfig, LoraConfig
+from rlhf.errors import RLHFError
+from rlhf.model.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(
+        tmp_path_factory.mktemp("llama"), LlamaConfig(**SIZES, tie_word_embeddings=True)
+    )
+
+
+def failing(config: Config, **options: Any) -> str:
+    with pytest.raises(RLHFError) as caught:
+        load(config, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_path_that_is_not_a_model_is_reported(tmp_path: Path) -> None:
+    assert failing(config_of(str(tmp_path / "nothing"))).startswith(
+        f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a readable "
+        f"model on the hub: "
+    )
+    assert failing(config_of("")) == "model.path is empty; pass a model folder or a name on the hub"
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "T5ForConditionalGeneration"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM"),
+        (T5Config(), "t5"),
+    ],
+)
+def test_other_than_causal_models_are_refused_before_weights_are_read(
+    config: Any, what: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    assert failing(config_of(str(tmp_path))) == (
+        f"model.path {tmp_path} is {what}, not a causal language model; choose one that "
+        f"transformers opens with AutoModelForCausalLM"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_a_head_is_refused(tmp_path: Path, stage: int) -> None:
+    LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    assert failing(config_of(str(tmp_path)), stage=stage) == (
+        f"{tmp_path} has no weights for lm_head.weight of LlamaForCausalLM: model.path must be a "
+        f"complete causal language model"
+    )
+
+
+def test_a_config_without_weights_says_how_to_make_some(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    message = failing(config_of(str(tmp_path)))
+    assert message.startswith(f"cannot load the weights of {tmp_path}: ")
+    assert message.endswith("; check model.path, or set model.init to random for new weights")
+
+
+def changed(folder: str, target: Path, **settings: Any) -> str:
+    """A copy of a model folder whose config.json says something else."""
+    shutil.copytree(folder, target)
+    tree = json.loads((target / "config.json").read_text()) | settings
+    (target / "config.json").write_text(json.dumps(tree))
+    return str(target)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_another_shape_are_named(llama: str, tmp_path: Path, stage: int) -> None:
+    path = changed(llama, tmp_path / "model", intermediate_size=40)
+    assert failing(config_of(path), stage=stage) == (
+        f"{path} has model.layers.0.mlp.down_proj.weight of shape [32, 48] where its config.json "
+        "specifies [32, 40]: weights and config must belong to one model"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("left", [0, 1000])
+def test_a_torn_file_of_weights_is_reported(
+    llama: str, tmp_path: Path, left: int, stage: int
+) -> None:
+    path = changed(llama, tmp_path / "model")
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
+        file.truncate(left)
+    message = failing(config_of(path), stage=stage)
+    assert message.startswith(
+        f"cannot load the weights of {path}: Error while deserializing header"
+    )
+    assert message.endswith("; check model.path, or set model.init to random for new weights")
+
+
+def test_unused_weights_are_reported(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(llama, tmp_path / "model", num_hidden_layers=1)
+    load(config_of(path))
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: {path} has 9 weights that LlamaForCausalLM does not use, such as "
+        "model.layers.1.input_layernorm.weight"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": "x"}, {"num_attention_heads": 3}])
+def test_an_invalid_model_config_is_reported(
+    llama: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    path = changed(llama, tmp_path / "model", **settings)
+    # Which line says so depends on how much of a config transformers looks at.
+    assert path in failing(config_of(path))
+
+
+def test_an_adapter_that_does_not_load_is_reported(llama: str, tmp_path: Path) -> None:
+    module = load(config_of(llama, lora=LoraConfig(rank=2)))
+    module.model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "r": 4}))
+    start = f"cannot load the adapter {tmp_path} into LlamaForCausalLM: "
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})).startswith(
+        f"{start}Error(s) in"
+    )
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})).startswith(
+        f"{start}Error while"
+    )
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path} has no adapter_model.safetensors; pass a complete adapter folder"
+    )
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path} is not an adapter folder: it has no readable adapter_config.json"
+    )
+
+
+def test_every_target_of_an_adapter_must_exist(llama: str) -> None:
+    modules = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    for targets, unknown in ((("q_proj", "nope"), "nope"), ((), "[]")):
+        assert failing(config_of(llama, lora=LoraConfig(targets=targets))) == (
+            f"lora.targets {unknown} names no module of LlamaForCausalLM; its linear modules: "
+            f"{modules}"
+        )
+
+
+def test_a_pattern_that_freezes_nothing_gets_similar_names(llama: str) -> None:
+    assert failing(config_of(llama, model={"freeze": ("*.embed_token.*",)})).startswith(
+        "model.freeze pattern *.embed_token.* matches no parameter; similar names: "
+        "model.embed_tokens.weight, "
+    )
+    assert failing(config_of(llama, model={"freeze": ("*",)})) == (
+        "model.freeze * leaves nothing to train; freeze fewer parameters"
+    )
+
+
+def test_wrong_targets_of_an_adapter_are_reported(llama: str) -> None:
+    assert failing(config_of(llama, lora=LoraConfig(targets=("q_porj",)))) == (
+        "lora.targets q_porj names no module of LlamaForCausalLM; its linear modules: "
+        "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
+    assert failing(config_of(llama, lora=LoraConfig(targets=("q_proj", "lm_head")))) == (
+        "lora.targets names the head lm_head, whose adapter would not affect the "
+        "log-probabilities; remove lm_head"
+    )
+
+
+def test_four_bits_are_refused_without_lora_without_cuda_and_at_stage_3(llama: str) -> None:
+    assert failing(config_of(llama, model={"quantize": "nf4"})) == (
+        "model.quantize nf4 freezes the whole model; add lora to train an adapter"
+    )
+    config = config_of(llama, model={"quantize": "nf4"}, lora=LoraConfig())
+    assert failing(config) == "model.quantize nf4 needs a CUDA device; this run is on cpu"
+    assert failing(config, stage=3) == (
+        "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
+        "remove model.quantize"
+    )
+
+
+def tokenizer_folder(folder: Path) -> str:
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path)
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages[0]['content'] }}")
+    turns = [{"role": "user", "content": "hi"}]
+
+    def rendered(template: str) -> str:
+        config = config_of("", model={"tokenizer": path}, data=DataConfig(chat_template=template))
+        return load_tokenizer(config).apply_chat_template(turns, tokenize=False)
+
+    assert rendered(str(own)) == "hi"
+    assert rendered("chatml") == "<|im_start|>user\nhi<|im_end|>\n"
+    with pytest.raises(RLHFError, match=r"^data.chat_template nosuch is not a file; pass a "):
+        rendered("nosuch")
+    own.write_bytes(b"\xe9")
+    with pytest.raises(RLHFError, match=rf"^cannot read data.chat_template {own}: 'utf-8' codec"):
+        rendered(str(own))
+
+
+def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for name in ("gone", "file"):
+        with pytest.raises(RLHFError) as caught:
+            load_tokenizer(config_of(str(tmp_path / name)))
+        assert str(caught.value) == (
+            f"{tmp_path / name} is not a folder; pass a model folder or a name on the hub"
+        )
+
+
+def test_a_missing_tokenizer_is_reported(llama: str) -> None:
+    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; set model.tokenizer$"):
+        load_tokenizer(config_of(llama))

@@ -1,0 +1,115 @@
+"""The cache of the reference: its values, its parts on disk and what it depends on."""
+
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from pair_runs import make_run, packed, write_inputs
+from transformers import LlamaForCausalLM
+
+from rlhf.data.packing import pack
+from rlhf.errors import RLHFError
+from rlhf.readouts import token_logprobs
+from rlhf.reference import table
+from rlhf.reference.digest import weights_digest
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def test_the_cache_equals_an_engine_for_every_row(folder: Path) -> None:
+    run = make_run(folder)
+    engine, cached = run.reference("engine"), run.reference("cache")
+    for numbers in ([0, 5, 7], [11], list(range(12))):
+        batch = pack(run.examples[0], numbers)
+        expected = engine.token_logprobs(batch)
+        assert torch.allclose(cached.token_logprobs(batch), expected, atol=1e-5)
+        assert torch.allclose(
+            cached.answer_logprobs(batch), engine.answer_logprobs(batch), atol=1e-4
+        )
+        values = batch.values["reference_logprobs"]
+        assert int((~values.isnan()).sum()) == len(batch.predict)
+
+
+def test_the_cache_is_computed_once_and_found_by_the_next_run(folder: Path) -> None:
+    first, second = make_run(folder), make_run(folder)
+    first.reference("cache")
+    second.reference("cache")
+    assert "12 examples computed in" in first.notes[0]
+    assert "as configured; found in" in second.notes[0]
+
+
+def test_a_filler_has_no_logprobs(folder: Path) -> None:
+    run = make_run(folder)
+    cached = run.reference("cache")
+    assert cached.answer_logprobs(pack(run.examples[0], [])).shape == (0,)
+
+
+def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "PART", 5)
+    whole = make_run(folder)
+    expected = whole.reference("cache").token_logprobs(packed(whole))
+    parts = sorted(cache.glob("reference/*/*/*.npy"))
+    assert [path.name[:7] for path in parts] == ["000000-", "000001-", "000002-"]
+    parts[0].unlink()
+    parts[1].write_bytes(parts[1].read_bytes()[:-4] + b"\0\0\0\0")
+    again = make_run(folder)
+    found = again.reference("cache").token_logprobs(packed(again))
+    assert "10 examples computed" in again.notes[0]
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert sorted(cache.glob("reference/*/*/*.npy")) == parts
+
+
+def test_weights_precision_and_tokens_change_the_key(folder: Path, tmp_path: Path) -> None:
+    run = make_run(folder)
+    own = weights_digest(run.config)
+    half = attrs.evolve(run.config, model=attrs.evolve(run.config.model, dtype="bf16"))
+    assert weights_digest(half) != own
+    products = attrs.evolve(run.config, model=attrs.evolve(run.config.model, fp8="rowwise"))
+    assert weights_digest(products) != own
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    model.save_pretrained(tmp_path / "same")
+    (tmp_path / "same" / "config.json").write_bytes((folder / "model/config.json").read_bytes())
+    same = attrs.evolve(run.config.model, path=str(tmp_path / "same"))
+    assert weights_digest(attrs.evolve(run.config, model=same)) == own
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(tmp_path / "same")
+    assert weights_digest(attrs.evolve(run.config, model=same)) != own
+    file = run.examples[0].files[0]
+    tokens = file._chunks[0]["tokens"][1].copy()
+    digest = file.digest()
+    tokens[3] += 1
+    file._chunks[0]["tokens"] = (file._chunks[0]["tokens"][0], tokens)
+    assert file.digest() != digest
+
+
+def test_the_cache_has_only_the_answers_of_the_rows(folder: Path) -> None:
+    run = make_run(folder)
+    reference = run.reference("cache")
+    expected = (
+        "the reference's mode is cache, which only has log-probabilities of the data's own "
+        "answers; choose adapter or engine"
+    )
+    with pytest.raises(RLHFError) as error:
+        reference(packed(run), token_logprobs)
+    assert str(error.value) == expected
+    with pytest.raises(RLHFError) as error:
+        reference.token_logprobs(attrs.evolve(packed(run), values={}))
+    assert str(error.value) == expected
+
+
+def test_cached_logprobs_are_split_by_answer(folder: Path) -> None:
+    run = make_run(folder)
+    run.reference("cache")
+    example = run.examples[0][4]
+    given = example.values["reference_logprobs"]
+    assert [len(row) for row in given] == [len(answer.tokens) for answer in example.answers]
+    assert all(row.dtype == np.float32 for row in given)

@@ -138,8 +138,9 @@ def run_apart(words: list[str], place: Path, inputs: tiny.Inputs) -> None:
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_every_yaml_of_the_docs_is_read(block: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(block)
-    assert read_config("sft", source=tmp_path / "config.yaml", inputs=False).config is not None
+    file = tmp_path / "config.yaml"
+    file.write_text(block)
+    assert read_config("sft", overrides=[str(file)], inputs=False).config is not None
 
 
 YAML_FILES = [
@@ -154,8 +155,9 @@ def test_every_yaml_file_of_the_repository_is_read(path: Path) -> None:
     trainers = {row.name for row in installed() if row.kind == "trainer"}
     own = {*yaml.safe_load(path.read_text()), *path.relative_to(ROOT).parts[:2]} & trainers
     trainer = own.pop() if own else "sft"
-    rows = ["--data.eval", "rows.jsonl"]  # Which the command line brings where the file does not.
-    assert read_config(trainer, source=path, overrides=rows, inputs=False).config is not None
+    # The command line brings held-out rows where the file does not.
+    words = [str(path), "--data.eval", "rows.jsonl"]
+    assert read_config(trainer, overrides=words, inputs=False).config is not None
 
 
 @pytest.mark.parametrize("block", blocks("python"))

@@ -15,6 +15,7 @@ REMOVED = {
     "sft": {
         "deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1},
         "train": {"trace": None},
+        "data": {"train": [{"path": "d.jsonl", "convert": None}]},
     },
     "rm": {"rm": {"loss": "log_exp"}, "deepspeed": {"tensor_parallel": 1}},
 }
@@ -34,7 +35,7 @@ def recorded(name: str, folder: Path, removed: dict[str, dict[str, Any]]) -> lis
 @pytest.mark.parametrize("name", REMOVED)
 def test_an_old_run_is_read_for_export_and_for_resuming(name: str, tmp_path: Path) -> None:
     words = recorded(name, tmp_path, REMOVED[name])
-    read_config(name, source=tmp_path / "config.yaml", overrides=[])
+    read_config(name, recorded=tmp_path / "config.yaml")
     request = read_config(name, overrides=[*words, "--resume"])
     with pytest.raises(RLHFError) as caught:
         check_resumable(request, tmp_path)
@@ -44,14 +45,25 @@ def test_an_old_run_is_read_for_export_and_for_resuming(name: str, tmp_path: Pat
 def test_a_removed_setting_with_another_value_is_refused(tmp_path: Path) -> None:
     recorded("sft", tmp_path, {"deepspeed": {"tensor_parallel": 2}})
     with pytest.raises(RLHFError, match=r"deepspeed\.tensor_parallel: unknown setting"):
-        read_config("sft", source=tmp_path / "config.yaml", overrides=[])
+        read_config("sft", recorded=tmp_path / "config.yaml")
 
 
 def test_a_removed_value_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
     recorded("sft", tmp_path, {"model": {"recompute": "offload"}})
     with pytest.raises(RLHFError) as caught:
-        read_config("sft", source=tmp_path / "config.yaml", overrides=[])
+        read_config("sft", recorded=tmp_path / "config.yaml")
     assert (
         "model.recompute: expected one of auto, none, selective, full, "
         'got "offload"; offload was removed, use full'
     ) in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["rm.loss bradley_terry", "deepspeed.tensor_parallel 1"])
+def test_a_user_is_told_that_a_setting_is_gone(setting: str, tmp_path: Path) -> None:
+    dotted, value = setting.split()
+    section, name = dotted.split(".")
+    file = tmp_path / "rm.yaml"
+    file.write_text(f"{section}: {{{name}: {value}}}")
+    for words in ([f"--{dotted}", value], [str(file)]):
+        with pytest.raises(RLHFError, match=rf"{section}\.{name}: unknown setting"):
+            read_config("rm", overrides=words, inputs=False)

@@ -285,7 +285,7 @@ def test_a_configuration_survives_its_tree_its_yaml_and_pickling(toy: Path) -> N
     request = read_config("toy", overrides=[*GIVEN, *words])
     config = request.config
     file = yaml_file(toy, yaml.safe_dump(to_tree(config)))
-    again = read_config("toy", source=Path(file)).config
+    again = read_config("toy", overrides=[file]).config
     assert again == config
     assert changed_keys(yaml.safe_load(Path(file).read_text()), to_tree(config)) == {}
     assert pickle.loads(pickle.dumps(request)) == request
@@ -309,7 +309,7 @@ def test_what_is_printed_has_the_documentation_of_each_field(toy: Path) -> None:
     ) in text
     off = describe(read_config("toy", inputs=False))
     assert "\nlora: null\n  # Rank of the update.\n  # rank: 16\n" in off
-    assert "An entry has path, subset, split, weight, limit, columns, convert." in text
+    assert "An entry has path, subset, split, weight, limit, columns." in text
 
 
 def test_every_field_of_core_is_documented() -> None:

@@ -124,7 +124,7 @@ def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     request = resumed(folder, "--model.fp8", "tensorwise")
     begun = yaml.safe_load((folder / "config.yaml").read_text())
-    del begun["optim"]["states"], begun["sft"], begun["train"]["trace"]
+    del begun["optim"]["states"], begun["sft"], begun["train"]["patience"]
     (folder / "config.yaml").write_text(yaml.safe_dump(begun))
     assert check_resumable(request, folder) is None
 

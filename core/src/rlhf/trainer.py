@@ -15,7 +15,6 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
-from rlhf.data.mismatch import Mismatched
 from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
@@ -26,7 +25,6 @@ __all__ = [
     "Example",
     "Examples",
     "Loss",
-    "Mismatched",
     "Packable",
     "PackedBatch",
     "Reference",
@@ -126,9 +124,9 @@ class Trainer(abc.ABC):
     def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
         """Return the examples that `survey` sees: by default those of the loss, in its batches.
 
-        Another sequence of the same length, such as `Mismatched`, is packed for the survey only,
-        under the same budget; its i-th example counts for the i-th example of the data. `draw` is
-        new in every epoch and the same on every rank. Called in loader processes too.
+        Another sequence of the same length is packed for the survey only, under the same budget;
+        its i-th example counts for the i-th example of the data. `draw` is new in every epoch and
+        the same on every rank. Called in loader processes too.
         """
         return examples
 

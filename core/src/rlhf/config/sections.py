@@ -72,6 +72,7 @@ class ModelConfig:
 class DataEntry:
     """One source of rows."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"convert": (None,)}
     path: str
     """File (JSON, JSON lines, CSV, Parquet, Arrow), folder saved by datasets, or hub name."""
     subset: str | None = None
@@ -84,9 +85,6 @@ class DataEntry:
     """Use only this many rows, the first ones."""
     columns: dict[str, str] = field(factory=dict)
     """Renamed columns: `{prompt: question}` reads `prompt` from the column `question`."""
-    convert: Literal["prm800k", "math_shepherd", "sharegpt"] | None = None
-    """Convert rows, after renaming, from the format of PRM800K, of Math-Shepherd, or from messages
-    with `from` and `value` (ShareGPT)."""
 
 
 @documented

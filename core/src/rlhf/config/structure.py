@@ -131,12 +131,8 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
     """Return the reader of a class; cattrs' own stops at the first validator that fails."""
     fields = {item.name: item for item in attrs.fields(attrs.resolve_types(cls)) if item.init}
 
-    removed = getattr(cls, "removed_settings", {})
-
     def read(value: Any, _: Any) -> Any:
         tree = as_mapping(cls, value)
-        # Run folders of earlier versions hold every setting, those without effect too.
-        tree = {key: item for key, item in tree.items() if item not in removed.get(key, ())}
         problems: list[tuple[Path, str]] = [((str(key),), "") for key in tree if key not in fields]
         problems += [
             ((name,), "is required")

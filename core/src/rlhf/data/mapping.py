@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
 from rlhf.data.columns import RawRow, errors_at
-from rlhf.data.convert import converted
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import LINE, Source
 from rlhf.data.formats import format_of
@@ -47,17 +46,11 @@ class RowsToTrees:
         numbers = [int(self.numbers[index]) for index in indices]
         columns = table.to_pylist()
         lines = [row.get(LINE, 0) if self.source.has_lines else 0 for row in columns]
-        raw = [
-            converted(self.source.row(row, number), self.source.entry.convert)
-            for row, number in zip(columns, numbers, strict=True)
-        ]
-        tokenised = iter(self._rows([row for rows in raw for row in rows]))
+        raw = [self.source.row(row, number) for row, number in zip(columns, numbers, strict=True)]
         out: list[Tree] = []
-        for rows, number, line in zip(raw, numbers, lines, strict=True):
-            made = []
-            for row in rows:
-                with errors_at(row.where):
-                    made += [self._tree(number, line, item) for item in next(tokenised)]
+        for row, items, number, line in zip(raw, self._rows(raw), numbers, lines, strict=True):
+            with errors_at(row.where):
+                made = [self._tree(number, line, item) for item in items]
             out += made or [Tree(number, line, trees.EMPTY)]
         return trees.to_table(out)
 

@@ -17,7 +17,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, write_whole, writing
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree
+from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree, without_removed
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
@@ -90,7 +90,8 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
     # Read anew, for the defaults of settings that an older release did not have.
-    config, _ = structure(before, type(request.config))
+    cls = type(request.config)
+    config, _ = structure(without_removed(cls, before), cls)
     before = before if config is None else to_tree(config)
     changes = {
         key: values

@@ -53,7 +53,7 @@ def write_model(folder: Path, target: Path) -> None:
     run = folder.parent.parent
     trainer_name = _recorded(run / "versions.json", "trainer")
     task = _recorded(run / "plan.json", "policy", "task")
-    request = read_config(trainer_name, source=run / "config.yaml", overrides=[])
+    request = read_config(trainer_name, recorded=run / "config.yaml")
     config = request.config
     backend, _ = load_hooks(config)
     weights = backend.read_weights(directory=folder / "policy")

@@ -15,7 +15,7 @@ from rlhf.plugin import TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.request.rules import contradictions, missing_inputs
-from rlhf.request.settings_tree import load_yaml, merge, nested
+from rlhf.request.settings_tree import load_yaml, merge, nested, without_removed
 from rlhf.request.words import parse_words
 
 
@@ -44,27 +44,30 @@ class Request:
 def read_config(
     name: str,
     *,
-    source: Path | None = None,
+    recorded: Path | None = None,
     overrides: Sequence[str] = (),
     inputs: bool = True,
     argv: Sequence[str] = (),
 ) -> Request:
     """Return the request for the trainer `name` (or `name@distribution`).
 
-    `overrides` are words of the command line; one may be the YAML file instead of `source`. The
-    layers, each over the one before: core's defaults, the trainer's, the demo's, the backend's, the
-    YAML, the overrides. With `inputs` False, model and data may be missing. Raises RLHFError with
+    `overrides` are words of the command line; one may be the YAML file. The layers, each over the
+    one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.
+    Instead of a user's YAML, `recorded` is the config.yaml of a run folder, which may hold settings
+    that have since been removed. With `inputs` False, model and data may be missing. Raises
+    RLHFError with all problems at once.
     all problems at once.
     """
     words = parse_words(overrides)
     trainer = find("trainer", name)
     plugin = load_record(trainer)
-    file = load_yaml(source or words.source)
+    file = load_yaml(recorded or words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
     backend = find_backend(chosen if chosen is None else str(chosen))
     record = load_record(backend)
     cls = config_class(trainer.name, plugin.config, backend.name, record.config)
 
+    file = without_removed(cls, file) if recorded else file
     sections = ("model", "data", "optim", trainer.name, backend.name)
     tree = merge(cls, {section: {} for section in sections}, file)
     for dotted, value in words.overrides:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import yaml
@@ -29,6 +29,23 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
         expected = "expected sections such as `optim: {lr: 1e-5}`"
         raise RLHFError(f"{path} contains a {type(tree).__name__}; {expected}")
     return tree or {}
+
+
+def without_removed(kind: Any, tree: Any) -> Any:
+    """Return a tree of type `kind` from the config.yaml of a run folder without the settings that
+    its classes list as `removed_settings`.
+
+    A run records every setting, also those that had no effect and have since been removed.
+    """
+    if isinstance(tree, list) and get_args(kind):
+        return [without_removed(get_args(kind)[0], item) for item in tree]
+    section = section_class(kind)
+    if section is None or not isinstance(tree, Mapping):
+        return tree
+    kinds = {item.name: item.type for item in attrs.fields(attrs.resolve_types(section))}
+    removed = getattr(section, "removed_settings", {})
+    kept = {key: item for key, item in tree.items() if item not in removed.get(key, ())}
+    return {key: without_removed(kinds.get(key), item) for key, item in kept.items()}
 
 
 def merge(cls: type, under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class TrainerConformance:
         config = read_config(self.trainer, overrides=bench.words).config
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-        again = read_config(self.trainer, source=file).config
+        again = read_config(self.trainer, overrides=[str(file)]).config
         assert again == config, "a configuration that is written and read again differs"
 
     def test_the_curve_means_something(self, bench: Bench) -> None:

@@ -17,7 +17,6 @@ from rlhf.trainer import (
     Example,
     Examples,
     Loss,
-    Mismatched,
     Packable,
     PackedBatch,
     Run,
@@ -25,6 +24,7 @@ from rlhf.trainer import (
     Trainer,
 )
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
+from rlhf_plugin_kto.mismatch import Mismatched
 
 SIDES = ("chosen", "rejected")
 """Names of desirable and undesirable rows in metrics, as in TRL."""

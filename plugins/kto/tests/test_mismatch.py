@@ -1,11 +1,14 @@
 """Prompts with the completions of other rows."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlhf.data.mismatch import partners
 from rlhf.errors import RLHFError
+from rlhf.trainer import Answer, Example
+from rlhf_plugin_kto.mismatch import Mismatched, partners
 
 
 def draw(epoch: int) -> np.random.Generator:
@@ -51,3 +54,28 @@ def test_rows_that_leave_no_partner_are_an_error(groups: NDArray[np.int64], larg
         f"{largest} of {len(groups)} examples come from one row, so they cannot all be paired "
         "with the completion of another row; add rows or lower the weight of this one"
     )
+
+
+class Rows(list[Example]):
+    """Rows of n tokens after a prompt of two, with what `Examples` knows of them."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(Example([n, n], [Answer([n] * size)]) for n, size in enumerate(sizes))
+        self.sources = np.arange(len(sizes))
+        self.prompt_lengths = np.full(len(sizes), 2)
+        self.longest_path = 2 + np.array(sizes)
+        self.value_kinds: dict[str, str] = {}
+
+
+def test_an_answer_is_cut_where_the_data_ends() -> None:
+    rows: Any = Rows(1, 5, 9, 3)
+    rows[1] = Example([1] * 6, rows[1].answers)
+    rows.prompt_lengths[1], rows.longest_path[1] = 6, 11
+    for epoch in range(20):
+        mismatched = Mismatched(rows, draw(epoch))
+        for number, example in enumerate(mismatched):
+            (answer,) = example.answers
+            assert list(example.prompt) == list(rows[number].prompt)
+            assert number not in answer.tokens
+            size = len(example.prompt) + len(answer.tokens)
+            assert size == mismatched.lengths[number] <= 11

@@ -1,5 +1,5 @@
-"""Every prompt with the completion of another row: the pairs over which KTO estimates its KL
-divergence."""
+"""Every prompt with the completion of another row: the pairs over which the KL divergence is
+estimated."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -7,9 +7,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf.data.example import Answer, Example
-from rlhf.data.examples import Examples
 from rlhf.errors import RLHFError
+from rlhf.trainer import Answer, Example, Examples
 
 
 def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:

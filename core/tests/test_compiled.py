@@ -9,18 +9,19 @@ import torch
 import transformers
 from families import FAMILIES, llama, row
 
+from rlhf.config.sections import ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
-from rlhf.model.kernels import compiled, fp8
-from rlhf.model.kernels.compiled import (
+from rlhf.model.kernels import fp8, layers
+from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
+from rlhf.model.kernels.layers import (
     check_compilable,
     check_packed,
     compile_layers,
-    rehearse_compiled,
+    rehearse_layers,
 )
-from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.registry.gateway import build_gateways
@@ -45,8 +46,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """How many graphs were compiled so far, with attention that can be compiled here."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiler = torch.compile(compiled._run, backend="aot_eager")
-    monkeypatch.setattr(compiled, "_compiler", lambda: compiler)
+    compiler = torch.compile(layers._run, backend="aot_eager")
+    monkeypatch.setattr(layers, "_compiler", lambda: compiler)
     monkeypatch.setattr(attention, "split_tree", dense)
     yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
@@ -118,7 +119,8 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
     def kept(*, fp8: bool) -> int:
         with torch.device("meta"):
             module = llama(hidden_size=64, intermediate_size=128)
-        rehearse_compiled(decoder(module.causal), "tensorwise" if fp8 else None, again=False)
+        settings = ModelConfig(kernels="compile", fp8="tensorwise" if fp8 else None)
+        rehearse_layers(decoder(module.causal), settings)
         batch = row(90, 40, 30).to(torch.device("meta"))
         with LiveBytes(known=list(module.parameters())) as counter:
             hidden = module.packed_row(batch)
@@ -233,7 +235,7 @@ def test_what_fp8_needs_is_reported(
             raise PackageNotFoundError(name)
         return torchao
 
-    monkeypatch.setattr(compiled, "fused_on", lambda kind: True)
+    monkeypatch.setattr(layers, "fused_on", lambda kind: True)
     monkeypatch.setattr(fp8, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
     words = ["--model.fp8", "rowwise", "--model.dtype", "bf16"]

@@ -9,9 +9,9 @@ import transformers
 from families import FAMILIES, SIZES, gradients, tree_batch
 
 from rlhf.model.head import Head
-from rlhf.model.kernels.compiled import compile_layers
 from rlhf.model.kernels.fused import FAMILIES as FUSED
 from rlhf.model.kernels.fused import fuse
+from rlhf.model.kernels.layers import compile_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.readouts import WholeTeacher, token_logprobs

@@ -132,8 +132,8 @@ def test_a_sink_takes_its_share_of_the_softmax() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
     options: dict[str, Any] = {"dropout": 0.0, "scale": 0.5, "softcap": None}
-    plain = attention.scored(query, key, value, None, sinks=None, **options)
-    sunk = attention.scored(query, key, value, None, sinks=sinks, **options)
+    plain = attention.attend_example(query, key, value, None, sinks=None, **options)
+    sunk = attention.attend_example(query, key, value, None, sinks=sinks, **options)
     scores = (query @ key.transpose(2, 3) * 0.5).masked_fill(
         ~torch.ones(5, 5, dtype=torch.bool).tril(), float("-inf")
     )

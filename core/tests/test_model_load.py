@@ -19,8 +19,8 @@ from transformers import (
 from rlhf import engine
 from rlhf.config.sections import LoraConfig, TrainConfig
 from rlhf.engine import free, is_sharded, register_sharding, whole_shape
-from rlhf.model.parameter_groups import parameter_groups
 from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.trainable import parameter_groups
 
 
 @pytest.fixture(scope="module")

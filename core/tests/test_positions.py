@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from rlhf.errors import RLHFError
-from rlhf.model.positions import check_positions
+from rlhf.model.shape import check_positions
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 REACH = {"max_position_embeddings": 32}

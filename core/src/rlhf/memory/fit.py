@@ -12,7 +12,7 @@ from rlhf.engine import Mesh, gib
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import NotRehearsed, Rehearsed, rehearse
-from rlhf.model.kernels.compiled import compiles
+from rlhf.model.kernels.layers import compiles
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
 

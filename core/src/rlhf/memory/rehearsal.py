@@ -23,9 +23,10 @@ from rlhf.engine import Engine, Mesh, ModelShape, Plan, Readout
 from rlhf.errors import RLHFError, first_line
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import step_bytes
-from rlhf.model.description import describe
 from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import PackedModel
+from rlhf.model.probe import candidates_of
+from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.task import Task
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE, CachedReference, EngineReference, choose_mode
@@ -172,10 +173,11 @@ class Rehearsal:
         config, hooks = self.config, self.hooks
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
-        described = describe(config, task, longest=self.longest, device=self.mesh.device)
-        if described.paths[:1] != ("tree",):
-            raise UnknownError(f"{described.reason}, which is not known without values")
-        module, shape = described.module, described.shape
+        module = empty_model(config, task)
+        shape = shape_of(module)
+        paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
+        if paths[:1] != ("tree",):
+            raise UnknownError(f"{reason}, which is not known without values")
         plan = hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
         if not dropout:
             without_dropout(module)

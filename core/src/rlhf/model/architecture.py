@@ -26,10 +26,8 @@ def read_architecture(config: Config, task: Task = "causal") -> Any:
             f"model.path {path} is neither a folder with a config.json nor a readable model on the "
             f"hub: {first_line(error)}"
         ) from error
-    own_code = "AutoModelForCausalLM" in (getattr(architecture, "auto_map", None) or {})
     written = written_class(architecture)
-    known = type(architecture) in FORMS["causal"].mapping and not written.endswith("ForMaskedLM")
-    if not known and not own_code:
+    if not FORMS["causal"].supports(architecture) or written.endswith("ForMaskedLM"):
         raise RLHFError(
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"

@@ -82,7 +82,7 @@ def tree_attention(
         )
         return output, None
     else:
-        output = scored(query, key, value, attention_mask, dropout=dropout, **options)
+        output = attend_example(query, key, value, attention_mask, dropout=dropout, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -90,14 +90,14 @@ def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **opti
     """Compute one product per example on the CPU: a dense mask of the whole row would take the
     square of its length."""
     lengths = list(mask.tree.lengths)
-    parts = [list(tensor.split(lengths, dim=2)) for tensor in (query, key, value)]
-    simple = options["softcap"] is None and options["sinks"] is None
-    attend: Callable[..., Tensor] = plain if simple else scored
+    *examples, rest = zip(
+        *(part.split(lengths, dim=2) for part in (query, key, value)), strict=True
+    )
     outputs = [
-        attend(*(part[index] for part in parts), dense, **options)
-        for index, dense in enumerate(mask.dense)
+        attend_example(query, key, value, dense, **options)
+        for (query, key, value), dense in zip(examples, mask.dense, strict=True)
     ]
-    outputs.append(attend_self(*(part[-1] for part in parts), **options))
+    outputs.append(attend_self(*rest, **options))
     return torch.cat(outputs, dim=2)
 
 
@@ -124,30 +124,7 @@ def attend_self(
     return repeat_heads(value, query) * share.to(value.dtype)
 
 
-def plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: None,
-    sinks: None,
-) -> Tensor:
-    """Compute SDPA of one example [1, heads, L, D]; causal if `mask` [L, L] is None."""
-    return scaled_dot_product_attention(
-        query,
-        repeat_heads(key, query),
-        repeat_heads(value, query),
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scale,
-    )
-
-
-def scored(
+def attend_example(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -158,9 +135,16 @@ def scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with explicit scores, for soft caps and sinks, which SDPA does not have. A
-    sink is a score without a value: it only takes a share of the softmax."""
-    scores = query @ repeat_heads(key, query).transpose(2, 3)
+    """Compute attention of one example [1, heads, L, D], causal if `mask` [L, L] is None: by SDPA,
+    or with explicit scores for soft caps and sinks, which SDPA does not have. A sink is a score
+    without a value: it only takes a share of the softmax."""
+    key, value = repeat_heads(key, query), repeat_heads(value, query)
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            scale=scale,
+        )  # fmt: skip
+    scores = query @ key.transpose(2, 3)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = soft_capped(scores, softcap)
     if mask is None and query.shape[2] > 1:
@@ -172,7 +156,7 @@ def scored(
         scores = torch.cat((scores, sink), dim=-1)
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
     shares = nn.functional.dropout(shares[..., : key.shape[2]], p=dropout)
-    return shares @ repeat_heads(value, query)
+    return shares @ value
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
-"""The shape of a configured model, on the meta device: no weight is read, no memory is used."""
+"""What is known of a configured model before any weight is read: its shape and its positions."""
+
+from typing import Any
 
 import torch
+from torch import nn
 
 from rlhf.config.sections import Config
 from rlhf.engine import ModelShape
+from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
 from rlhf.model.kernels.fused import check_gates_known
@@ -41,3 +45,27 @@ def shape_of(module: PackedModel) -> ModelShape:
         head=head.numel(),
         lookup=0 if embedding is head else embedding.numel(),
     )
+
+
+def check_positions(causal: Any, longest: int, name: str) -> list[str]:
+    """Return a line for the start of the run if the longest row exceeds the positions in the
+    model's configuration. Raises RLHFError if positions come from a table, which ends there."""
+    known = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    if known is None or longest <= known:
+        return []
+    what = f"{name} has {known:,} positions but the longest row has {longest:,} tokens"
+    if _looked_up(causal, known):
+        raise RLHFError(
+            f"{what}; set data.max_tokens to {known} (data.too_long drops or cuts longer rows)"
+        )
+    return [
+        f"positions  {what}: tokens past position {known:,} are outside the model's context and "
+        "train poorly"
+    ]
+
+
+def _looked_up(causal: Any, known: int) -> bool:
+    """Return whether an embedding has one row per position, or two more (OPT)."""
+    tokens = causal.get_input_embeddings()
+    tables = [part for part in causal.modules() if isinstance(part, nn.Embedding)]
+    return any(part is not tokens and part.num_embeddings - known in (0, 1, 2) for part in tables)

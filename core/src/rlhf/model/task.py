@@ -10,11 +10,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-)
 
 from rlhf.errors import RLHFError
 
@@ -32,33 +27,27 @@ class Form:
 
     auto: Any
     """The auto class that opens such a model."""
-    mapping: Any
-    """The families that support the task: from config class to model class."""
-    suffix: str
-    """Suffix of its model classes' names."""
     labels: tuple[str, ...] = ()
     """Names of the head's outputs; empty for the vocabulary."""
     peft: str = "CAUSAL_LM"
     """peft's name of the task; for a classifier peft trains and saves the head."""
 
+    @property
+    def suffix(self) -> str:
+        """Suffix of its model classes' names."""
+        return self.auto.__name__.removeprefix("AutoModel")
+
+    def supports(self, architecture: Any) -> bool:
+        """Return whether transformers, or the model's own code, has a class for the task."""
+        own_code = self.auto.__name__ in (getattr(architecture, "auto_map", None) or {})
+        return own_code or type(architecture) in self.auto._model_mapping
+
 
 FORMS: dict[Task, Form] = {
-    "causal": Form(
-        auto=AutoModelForCausalLM, mapping=MODEL_FOR_CAUSAL_LM_MAPPING, suffix="ForCausalLM"
-    ),
-    "sequence": Form(
-        auto=AutoModelForSequenceClassification,
-        mapping=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        suffix="ForSequenceClassification",
-        labels=("reward",),
-        peft="SEQ_CLS",
-    ),
+    "causal": Form(auto=AutoModelForCausalLM),
+    "sequence": Form(auto=AutoModelForSequenceClassification, labels=("reward",), peft="SEQ_CLS"),
     "token": Form(
-        auto=AutoModelForTokenClassification,
-        mapping=MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        suffix="ForTokenClassification",
-        labels=("wrong", "right"),
-        peft="TOKEN_CLS",
+        auto=AutoModelForTokenClassification, labels=("wrong", "right"), peft="TOKEN_CLS"
     ),
 }
 
@@ -69,8 +58,7 @@ def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
     form = FORMS[task]
     if task == "causal":
         return
-    own_code = form.auto.__name__ in (getattr(architecture, "auto_map", None) or {})
-    if type(architecture) not in form.mapping and not own_code:
+    if not form.supports(architecture):
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
             f"(model.path {path}); choose a family that has one, such as llama, qwen3 or mistral"

@@ -15,15 +15,14 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
-from rlhf.model.description import describe
 from rlhf.model.dropout import without_dropout
-from rlhf.model.kernels.compiled import check_packed, compile_layers, compiles
+from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
-from rlhf.model.parameter_groups import parameter_groups
 from rlhf.model.parts import decoder
-from rlhf.model.positions import check_positions
-from rlhf.model.probe import AttentionPath, choose_path
+from rlhf.model.probe import AttentionPath, candidates_of, choose_path
+from rlhf.model.shape import check_positions, empty_model, shape_of
 from rlhf.model.task import Task
+from rlhf.model.trainable import parameter_groups
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import own_logprobs, with_logprobs
 from rlhf.reference.digest import cache_folder
@@ -100,11 +99,12 @@ class RunContext:
         config = self.config
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
-        described = describe(config, task, longest=self.longest, device=self.device)
+        empty = empty_model(config, task)
+        shape = shape_of(empty)
         name = f"{role} {config.model.path}"
-        self.notes += check_positions(described.module.causal, self.longest, name)
-        paths, shape = described.paths, described.shape
-        check_packed(config.model, paths[0] if paths else "separate", described.reason)
+        self.notes += check_positions(empty.causal, self.longest, name)
+        paths, reason = candidates_of(empty.causal, self.longest, self.device)
+        check_packed(config.model, paths[0] if paths else "separate", reason)
         plan = self.hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
         engine, schedule = self._prepared(role, config, plan, task, dropout=dropout)
         attention = choose_path(engine, self.mesh, longest=self.longest)

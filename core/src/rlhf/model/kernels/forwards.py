@@ -9,7 +9,7 @@ reads what the ones before it left:
    it then replaces Liger's forwards by stand-ins.
 3. `gates.recompute_products`: gated layers keep both factors and not their product. It looks up in
    the forward of step 2 which fused product a layer uses.
-4. `compiled.compile_layers`: after the start-up probe, which must compare the model's own numbers.
+4. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
    decoder layers, whose compiled forwards contain all of it.
 

@@ -1,17 +1,33 @@
 """A decoder's layers, changed as `model.kernels`, `model.fp8` and `model.recompute` say.
 
-`forwards` says in which order.
+`forwards` says in which order. torch.compile makes one function for all layers of a kind. It is
+compiled for the first row it meets, and once more, with the number of blocks left open, for rows of
+all lengths.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._functorch import config as functorch
 
 from rlhf.config.sections import ModelConfig
 from rlhf.engine import fused_on
-from rlhf.model.kernels.compiled import check_compilable, compiles, rehearse_compiled
+from rlhf.errors import RLHFError
+from rlhf.model.attention import in_blocks, let_recompile
+from rlhf.model.kernels.forwards import replace_forward
+from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
-from rlhf.model.kernels.gates import recompute_products
+from rlhf.model.kernels.gates import gates_of, recompute_products
+from rlhf.model.kernels.meta import MetaGate
+from rlhf.model.kernels.norms import fuse_norms
+from rlhf.model.masks import TreeMask
+from rlhf.model.parts import layers_of
+
+Forward = Callable[..., Any]
 
 
 def check_layers(architecture: Any, model: ModelConfig, device: torch.device) -> None:
@@ -20,6 +36,39 @@ def check_layers(architecture: Any, model: ModelConfig, device: torch.device) ->
     check_fusible(architecture, model.kernels, device)
     check_gates_known(architecture, model.recompute)
     check_compilable(model, device)
+
+
+def check_compilable(model: ModelConfig, device: torch.device) -> None:
+    """Raise RLHFError if `device` cannot run what `model.kernels` or `model.fp8` asks for."""
+    if not compiles(model):
+        return
+    if not fused_on(device.type):
+        raise RLHFError(
+            f"{setting(model)} needs a CUDA device with Triton, but this run is on {device.type}; "
+            f"remove {setting(model)}"
+        )
+    if model.fp8 is not None:
+        check_fp8(model.fp8, device)
+
+
+def check_packed(model: ModelConfig, path: str, reason: str) -> None:
+    """Raise RLHFError if compiled layers would never run, since `path` has no packed row, for this
+    `reason`."""
+    if compiles(model) and path not in ("tree", "packed"):
+        raise RLHFError(
+            f"{setting(model)} needs packed rows, but this model runs on the path '{path}' "
+            f"({reason}); remove {setting(model)}"
+        )
+
+
+def compiles(model: ModelConfig) -> bool:
+    """Return whether layers are compiled; products in FP8 are slow otherwise."""
+    return model.kernels == "compile" or model.fp8 is not None
+
+
+def setting(model: ModelConfig) -> str:
+    """Return the setting that asks for compiled layers."""
+    return "model.kernels compile" if model.fp8 is None else f"model.fp8 {model.fp8}"
 
 
 def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str:
@@ -35,11 +84,64 @@ def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str
 
 def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
     """Change the layers of a decoder on the meta device so that it keeps what the real one keeps;
-    without an accelerator it keeps what the model's own layers keep."""
-    if compiles(model):
-        rehearse_compiled(decoder, model.fp8, again=model.recompute == "full")
-    else:
-        kernels = model.kernels if fused_on("meta") else "none"
-        fuse(decoder, kernels, torch.device("meta"))
-    if model.recompute == "selective":
-        recompute_products(decoder, products_of(decoder))
+    without an accelerator it keeps what the model's own layers keep.
+
+    Compiled layers are like fused kernels: they keep the inputs of norms and the factors of gates,
+    and nothing between. Layers that are computed again in backward do not keep those either.
+    """
+    if not compiles(model):
+        change_layers(decoder, model, torch.device("meta"))
+        return
+    if model.recompute != "full":
+        recompute_products(decoder, {id(layer): MetaGate.apply for layer in gates_of(decoder)})
+    fuse_norms(decoder)
+    if model.fp8 is not None:
+        rehearse_fp8(layers_of(decoder))
+
+
+def compile_layers(decoder: Any, recipe: str | None) -> str:
+    """Have the layers of a transformers decoder compiled when they first meet a packed row, with
+    products in FP8 by torchao's `recipe` unless it is None. Return one line on what was done."""
+    layers = layers_of(decoder)
+    line = "layers     compiled by torch.compile"
+    if recipe is not None:
+        num_products = to_fp8(layers, recipe)
+        line += f", {num_products} products in FP8 ({recipe}) by torchao {version('torchao')}"
+    # torch.compile would fuse a norm and what follows it, such as a transposed cast, into one slow
+    # kernel.
+    if fused_on(next(decoder.parameters()).device.type):
+        fuse_norms(decoder)
+    for layer in layers:
+        replace_forward(layer, _compiled(layer.forward))
+    return line
+
+
+def _compiled(own: Forward) -> Forward:
+    """Return a layer's `own` forward, compiled for packed rows."""
+
+    def forward(hidden: Tensor, *rest: Any, **options: Any) -> Any:
+        # Some families pass the mask by position, others by name.
+        if not any(isinstance(item, TreeMask) for item in (*rest, *options.values())):
+            return own(hidden, *rest, **options)
+        return _compiler()(own, in_blocks(hidden, dim=1), rest, options)
+
+    return forward
+
+
+def _run(own: Forward, blocks: Tensor, rest: Any, options: Any) -> Any:
+    return own(blocks.flatten(1, 2), *rest, **options)
+
+
+@lru_cache
+def _compiler() -> Forward:
+    let_recompile()
+    return torch.compile(_run, backend=_inductor)
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """Compile with torch's compiler, free to compute again in backward what a product there reads:
+    of a gated layer it then keeps only both factors, for one more write."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     141 if the output has no reader any more. A defect raises, which Python turns into 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = _parser().parse_args(words)
+        options = _parser(words).parse_args(words)
         code = _act(options, words)
         sys.stdout.flush()
         return code
@@ -90,7 +90,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "Post-training with pluggable workflows and backends."
     parser = _Parser(prog="rlhf", description=text)
     parser.add_argument("--version", action=_Version, nargs=0, help="print rlhf-core's version")
@@ -117,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("output", metavar="OUTPUT", help="a new folder")
+    text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
+    command = commands.add_parser("launch", help=text, description=text)
+    if argv[:1] == ["launch"]:
+        from rlhf.commands.launch import add_kinds  # late: start-up time
+
+        add_kinds(command, WORDS)
     return parser
 
 
@@ -141,8 +147,13 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
         options.command, options.words = "config", []
     inputs = options.command != "config"
+    argv = ["run", options.name, *options.words] if options.command == "launch" else argv
     request = read_config(options.name, overrides=options.words, inputs=inputs, argv=argv)
     match options.command:
+        case "launch":
+            from rlhf.commands.launch import launch_command
+
+            return launch_command(request, options)
         case "config":
             from rlhf.commands.config import config_command as command
         case "inspect":

@@ -5,6 +5,7 @@ import sys
 
 from rlhf.errors import RLHFError
 from rlhf.folder import run_folder
+from rlhf.launch.hosts import check_world, place_of_host
 from rlhf.launch.local import Ranks, die_with_parent, num_devices
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
@@ -14,6 +15,7 @@ from rlhf.request.reader import Request
 def run_command(request: Request) -> int:
     """Train; returns the exit code 0, 2 or 143."""
     join_slurm()
+    check_world(request.nproc)
     if "RANK" in os.environ:
         ours = PARENT in os.environ
         if request.nproc is not None and not ours:
@@ -24,15 +26,21 @@ def run_command(request: Request) -> int:
         die_with_parent()
         from rlhf.run.rank import run_rank
 
-        # Without a launcher of ours, rank 0 verifies where it can tell the other ranks.
-        return run_rank(request, verified=ours)
-    run_folder.check_resumable(request, run_folder.choose(request))
-    ranks = request.nproc or (1 if request.demo else num_devices())
+        # Else rank 0 verifies where it can tell the ranks of all launchers.
+        one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        return run_rank(request, verified=ours and one_launcher)
+    place = place_of_host()
+    if place.hosts == 1:
+        run_folder.check_resumable(request, run_folder.choose(request))
+    ranks = request.nproc or place.nproc or (1 if request.demo else num_devices())
     from rlhf.run.dataset import prepare_data
     from rlhf.run.rank import run_rank
 
-    if ranks == 1:
+    if ranks * place.hosts == 1:
         return run_rank(request, verified=True)
     prepare_data(request)
     command = [sys.executable, "-m", "rlhf", *request.argv]
-    return Ranks(command, ranks, request.config.checkpoint.stop_timeout).wait()
+    checkpoint = request.config.checkpoint
+    return Ranks(
+        command, ranks, checkpoint.stop_timeout, place=place, signals=checkpoint.stop_signals
+    ).wait()

@@ -22,6 +22,12 @@ def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
         positive(instance, attribute, value)
 
 
+def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
+    allowed = ("TERM", "USR1", "USR2", "HUP", "QUIT", "XCPU")
+    if not value or set(value) - set(allowed):
+        raise ValueError(f"must be a list of {', '.join(allowed)}")
+
+
 def _has_direction(instance: object, attribute: object, value: str) -> None:
     objective(value)
 
@@ -201,6 +207,8 @@ class CheckpointConfig:
     (-), if its name does not tell."""
     stop_timeout: float = field(default=600.0, validator=positive)
     """Seconds in which a stopped run may save before its ranks are killed."""
+    stop_signals: tuple[str, ...] = field(default=("TERM",), validator=_can_be_caught)
+    """Signals on which a run saves and ends, such as [TERM, USR1]; Ctrl-C is always one."""
 
 
 @documented

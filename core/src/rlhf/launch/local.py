@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
+from rlhf.launch.hosts import ONE_HOST, Place
+from rlhf.launch.signals import PARENT, catch, numbers, quit_on_next_ctrl_c, restore
 
 STOPPED, INTERRUPTED = 143, 130
 PR_SET_PDEATHSIG = 1
@@ -43,22 +44,32 @@ class Ranks:
     """`count` processes of one command with the variables of torch's rendezvous."""
 
     def __init__(
-        self, command: Sequence[str], count: int, patience: float, *, grace: float = 10.0
+        self,
+        command: Sequence[str],
+        count: int,
+        patience: float,
+        *,
+        grace: float = 10.0,
+        place: Place = ONE_HOST,
+        signals: Sequence[str] = ("TERM",),
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
-        other ranks may end by themselves after one has failed; both in seconds."""
+        other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
+        run."""
         self._patience, self._grace = patience, grace
         self._deadline: float | None = None
         # Installed first: a signal after the first start must reach the ranks.
-        self._previous = catch(self._on_signal)
+        self._previous = catch(self._on_signal, signals)
+        self._stop = numbers(signals)[0]
         self.processes: list[subprocess.Popen[bytes]] = []
-        port = str(_free_port())
+        port = str(place.port or _free_port())
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-        for rank in range(count):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            place |= {"LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
-            self.processes.append(subprocess.Popen(command, env=os.environ | place))
+        shared = {"WORLD_SIZE": str(count * place.hosts), "LOCAL_WORLD_SIZE": str(count)}
+        shared |= {"MASTER_ADDR": place.address, "MASTER_PORT": port, PARENT: str(os.getpid())}
+        for local in range(count):
+            ranks = {"RANK": str(place.host * count + local), "LOCAL_RANK": str(local)}
+            variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
+            self.processes.append(subprocess.Popen(command, env=variables))
 
     def wait(self) -> int:
         """Return the exit code of the run; the first rank that fails ends the others."""
@@ -90,7 +101,7 @@ class Ranks:
         self._deadline = self._deadline or time.monotonic() + self._patience
         for process in self.processes:
             if process.poll() is None:
-                process.terminate()
+                process.send_signal(self._stop)
 
     def _end(self, grace: float) -> int:
         """Give the other ranks time to end with the same error, then kill them."""

@@ -1,9 +1,9 @@
-"""SIGTERM and Ctrl-C: a run saves before it ends; a second Ctrl-C ends it at once."""
+"""The signals on which a run saves before it ends; a second Ctrl-C ends it at once."""
 
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -15,14 +15,21 @@ STOPPING = (
 Handlers = dict[int, Any]
 
 
-def catch(handler: Callable[[int, FrameType | None], None]) -> Handlers:
-    """Install `handler` for SIGTERM and Ctrl-C and return the previous handlers.
+def numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of signals: TERM is 15."""
+    return [signal.Signals[f"SIG{name}"] for name in names]
+
+
+def catch(
+    handler: Callable[[int, FrameType | None], None], names: Sequence[str] = ("TERM",)
+) -> Handlers:
+    """Install `handler` for the named signals and Ctrl-C and return the previous handlers.
 
     Does nothing outside of the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    return {number: signal.signal(number, handler) for number in (*numbers(names), signal.SIGINT)}
 
 
 def restore(handlers: Handlers) -> None:

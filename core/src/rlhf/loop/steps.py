@@ -25,7 +25,7 @@ from rlhf.loop.stop import StopWatch
 def train(session: Session, *, first_step: int) -> str:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
     "done", "stop_at", "hours", "patience" or "signal". Collective."""
-    stop = StopWatch(session.config.train, session.mesh)
+    stop = StopWatch(session.config, session.mesh)
     _freeze_heap(session.engine.device)
     try:
         with closing(stop):

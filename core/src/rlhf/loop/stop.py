@@ -6,7 +6,7 @@ import signal
 import time
 from types import FrameType
 
-from rlhf.config.sections import TrainConfig
+from rlhf.config.sections import Config
 from rlhf.engine import Deferred, Mesh, on_device
 from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
 
@@ -15,15 +15,16 @@ class StopWatch:
     """Decides after every step whether to stop. A signal on one rank reaches all ranks with the
     next step, so no rank waits for it and all of them stop after the same step."""
 
-    def __init__(self, train: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self._mesh = mesh
+        train = config.train
         self._stop_at = train.stop_at
         self._until = time.monotonic() + train.hours * 3600 if train.hours else None
         # A plain bool: a lock would deadlock when a second signal interrupts the handler.
         self._signalled = False
         self._votes: Deferred | None = None
         """How many ranks want to stop after the previous step, by reason."""
-        self._previous = catch(self._on_signal)
+        self._previous = catch(self._on_signal, config.checkpoint.stop_signals)
 
     def reason(self, steps_done: int) -> str | None:
         """Return why to stop now, "signal", "hours" or "stop_at", or None to continue; the same on

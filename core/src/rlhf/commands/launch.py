@@ -1,0 +1,122 @@
+"""`rlhf launch`: print or start a job over several hosts."""
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import RLHFError
+from rlhf.launch import jobs
+from rlhf.request.reader import Request
+
+PROGRAMS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "-f", "-"]}
+"""What reads a job from its standard input."""
+
+
+def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
+    """Add the parsers of `rlhf launch KIND`."""
+    kinds = command.add_subparsers(metavar="KIND", dest="kind", required=True)
+    for kind, text in {
+        "slurm": "a batch script that continues the run when its time is up",
+        "hostfile": "one command per host, for hosts that share a file system",
+        "kubernetes": "a TrainJob for Kubeflow's trainer",
+    }.items():
+        parser = kinds.add_parser(
+            kind, help=text, description=text, usage=f"rlhf launch {kind} [OPTIONS] NAME {words}"
+        )
+        if kind == "hostfile":
+            parser.add_argument("--hosts", required=True, type=Path, help="lines NAME slots=N")
+            parser.add_argument("--port", type=_count, default=jobs.PORT, help="of the first host")
+        else:
+            parser.add_argument("--nodes", type=_count, required=True, help="number of hosts")
+            parser.add_argument("--gpus", type=_count, required=True, help="devices of each host")
+        if kind == "slurm":
+            text = "a further option of sbatch, such as partition=gpu; may be repeated"
+            parser.add_argument("--sbatch", action="append", default=[], help=text)
+        if kind == "kubernetes":
+            parser.add_argument("--image", required=True, help="container image with rlhf")
+            text = "persistent volume claim and where it is mounted, as CLAIM=/path"
+            parser.add_argument("--volume", required=True, help=text)
+            parser.add_argument("--resource", default="nvidia.com/gpu", help="name of a device")
+        start = {"hostfile": "run this host's share"}.get(kind, "submit the job")
+        parser.add_argument("--start", action="store_true", help=f"{start} instead of printing it")
+        parser.add_argument("name", metavar="NAME", help="the trainer")
+        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def launch_command(request: Request, options: argparse.Namespace) -> int:
+    """Print the job or start it; returns the exit code."""
+    if request.config.output is None or request.overwrite:
+        raise RLHFError(
+            "a job needs --output and no --overwrite: it continues in the same folder when it "
+            "is started again"
+        )
+    resume = [] if request.resume is not None else ["--resume"]
+    arguments = ["-m", "rlhf", *request.argv, *resume]
+    if options.kind == "hostfile":
+        return _host_file([sys.executable, *arguments], options)
+    return _submit(_job(request, arguments, options), options)
+
+
+def _job(request: Request, arguments: list[str], options: argparse.Namespace) -> str:
+    sizes: dict[str, Any] = {"hosts": options.nodes, "nproc": options.gpus, "name": request.name}
+    if options.kind == "slurm":
+        return jobs.slurm_script(
+            [sys.executable, *arguments],
+            seconds_to_save=request.config.checkpoint.stop_timeout,
+            folder=Path.cwd(),
+            options=options.sbatch,
+            stop_signal=request.config.checkpoint.stop_signals[0],
+            **sizes,
+        )
+    claim, _, mount = options.volume.partition("=")
+    output = Path(str(request.config.output))
+    if not claim or not mount.startswith("/"):
+        raise RLHFError(f"--volume expects CLAIM=/path, got {options.volume!r}")
+    if not output.is_relative_to(mount):
+        raise RLHFError(
+            f"output {output} is not on the volume at {mount}, which all pods share; "
+            f"set --output {mount.rstrip('/')}/{output.name}"
+        )
+    return jobs.train_job(
+        ["python", *arguments],
+        image=options.image, claim=claim, mount=mount, resource=options.resource, **sizes,
+    )  # fmt: skip
+
+
+def _submit(job: str, options: argparse.Namespace) -> int:
+    if not options.start:
+        print(job, end="")
+        return 0
+    program = PROGRAMS[options.kind]
+    if shutil.which(program[0]) is None:
+        raise RLHFError(
+            f"{program[0]} is not installed here; write the job to a file without --start and "
+            "submit it where it is"
+        )
+    return subprocess.run(program, input=job, text=True, check=False).returncode
+
+
+def _host_file(command: list[str], options: argparse.Namespace) -> int:
+    where = jobs.places(jobs.read_hosts(options.hosts), port=options.port)
+    if not options.start:
+        print(jobs.host_commands(command, where), end="")
+        return 0
+    names = (socket.gethostname(), socket.gethostname().partition(".")[0])
+    place = next((where[name] for name in names if name in where), None)
+    if place is not None:
+        os.execve(command[0], command, os.environ | jobs.variables(place))
+    raise RLHFError(
+        f"this host is {names[0]}, which {options.hosts} does not list; run the printed command "
+        "of this host"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return int(text)

@@ -1,0 +1,84 @@
+"""The place of this machine among the hosts of a run.
+
+The variables are those that torchrun reads instead of its flags and that Kubeflow sets: PET_NNODES,
+PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE.
+"""
+
+import os
+
+from attrs import frozen
+
+from rlhf.errors import RLHFError
+
+PORT = 29500
+"""torchrun's default for the port of the rendezvous."""
+
+
+@frozen
+class Place:
+    """One of the hosts of a run, each with the same number of ranks."""
+
+    hosts: int = 1
+    host: int = 0
+    address: str = "127.0.0.1"
+    """Of the first host."""
+    port: int | None = None
+    """None: any free one."""
+    nproc: int | None = None
+    """Ranks of each host; None: one per device."""
+
+
+ONE_HOST = Place()
+
+
+def place_of_host() -> Place:
+    """Return the place that the environment describes. Raises RLHFError if part of it is
+    missing."""
+    env = os.environ
+    hosts, nproc = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "")
+    ranks = int(nproc) if nproc.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
+    if hosts == "1":
+        return Place(nproc=ranks)
+    values = {"PET_NNODES": hosts, "PET_MASTER_PORT": env.get("PET_MASTER_PORT", str(PORT))}
+    missing = [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]
+    if missing:
+        raise RLHFError(
+            f"PET_NNODES is {hosts}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; set the rank of this host and the "
+            "address of the first, or unset PET_NNODES"
+        )
+    values["PET_NODE_RANK"] = env["PET_NODE_RANK"]
+    for name, value in values.items():
+        if not value.isdecimal():
+            raise RLHFError(f"{name} is {value!r}, which is not a number")
+    if int(env["PET_NODE_RANK"]) >= int(hosts):
+        raise RLHFError(
+            f"PET_NODE_RANK is {env['PET_NODE_RANK']}, but the {hosts} hosts are counted from 0"
+        )
+    return Place(
+        hosts=int(hosts),
+        host=int(env["PET_NODE_RANK"]),
+        address=env["PET_MASTER_ADDR"],
+        port=int(values["PET_MASTER_PORT"]),
+        nproc=ranks,
+    )
+
+
+def check_world(nproc: int | None) -> None:
+    """Raise RLHFError if the environment promises more ranks than were started.
+
+    Such a run would train by itself in each process, each with all of the data.
+    """
+    env = os.environ
+    world, hosts = env.get("WORLD_SIZE"), env.get("PET_NNODES", "1")
+    if world and hosts.isdecimal() and world.isdecimal() and int(world) < int(hosts):
+        raise RLHFError(
+            f"PET_NNODES is {hosts}, but WORLD_SIZE is {world}; start ranks on every host, or "
+            "unset PET_NNODES"
+        )
+    tasks = env.get("SLURM_NTASKS", "1")
+    if world is None and nproc is None and "SLURM_STEP_ID" not in env and tasks != "1":
+        raise RLHFError(
+            f"SLURM_NTASKS is {tasks}, but this is one process; start the ranks with "
+            "`srun python -m rlhf run ...`, or give --nproc to use this machine only"
+        )

@@ -1,0 +1,120 @@
+"""A run over two hosts: the same command on each, in network namespaces where that is allowed."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+ADDRESSES = ("10.98.7.1", "10.98.7.2")
+
+
+def on_host(
+    number: int, words: Sequence[str], *, address: str, port: int, before: Sequence[str] = (),
+    **variables: str,
+) -> subprocess.Popen[str]:  # fmt: skip
+    """Start one host's share of a run, one rank."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PET_NNODES": "2"} | variables
+    environment |= {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": address}
+    environment |= {"PET_MASTER_PORT": str(port), "PET_NPROC_PER_NODE": "1"}
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "rlhf", "run", "sft", *words],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    return [process.returncode for process in processes], "\n".join(outputs)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
+    inputs: tiny.Inputs, tmp_path: Path
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "400", "--resume")
+    words += ["--checkpoint.stop_signals", "[USR1]"]
+    place = {"address": "127.0.0.1", "RLHF_CACHE": str(inputs.cache)}
+    port = free_port()
+    hosts = [on_host(number, words, port=port, **place) for number in range(2)]
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or '"step": 2' not in metrics.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hosts[1].send_signal(signal.SIGUSR1)
+    codes, output = finish(hosts)
+    assert codes == [143, 143], output
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    last = int(saved.name.removeprefix("step-"))
+
+    words += ["--train.stop_at", str(last + 2)]
+    port = free_port()
+    codes, output = finish([on_host(n, words, port=port, **place) for n in range(2)])
+    assert codes == [0, 0], output
+    steps = tiny.steps(tiny.read_metrics(tmp_path / "run"), "step")
+    assert steps == list(range(1, last + 3))
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces that are joined by a cable."""
+    names = [f"rlhf{os.getpid()}{side}" for side in "ab"]
+    cable = [f"v{os.getpid()}{side}" for side in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add {cable[0]} type veth peer name {cable[1]}"]
+    for name, end, address in zip(names, cable, ADDRESSES, strict=True):
+        commands += [
+            f"ip link set {end} netns {name}",
+            f"ip -n {name} address add {address}/24 dev {end}",
+            f"ip -n {name} link set {end} up",
+            f"ip -n {name} link set lo up",
+        ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(shlex.split(command), check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"no network namespaces here: {error}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+@pytest.mark.matrix
+def test_two_hosts_that_see_each_other_over_a_network_only(
+    inputs: tiny.Inputs, tmp_path: Path, namespaces: list[str]
+) -> None:
+    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--deepspeed.stage", "2")
+    hosts = [
+        on_host(
+            number, words, address=ADDRESSES[0], port=29500, RLHF_CACHE=str(inputs.cache),
+            GLOO_SOCKET_IFNAME=f"v{os.getpid()}{'ab'[number]}",
+            before=["ip", "netns", "exec", name],
+        )
+        for number, name in enumerate(namespaces)
+    ]  # fmt: skip
+    codes, output = finish(hosts)
+    assert codes == [0, 0], output
+    alone = tmp_path / "alone"
+    words = tiny.words(
+        inputs, alone, "--train.steps", "3", "--deepspeed.stage", "2", "--nproc", "2"
+    )
+    assert subprocess.run([sys.executable, "-m", "rlhf", "run", "sft", *words]).returncode == 0
+    expected, losses = (
+        tiny.steps(tiny.read_metrics(path), "loss") for path in (alone, tmp_path / "run")
+    )
+    assert losses == expected

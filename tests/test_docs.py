@@ -76,6 +76,7 @@ def place(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path
         shutil.copy(inputs.train, folder / name)
     for name, kind in ROWS.items():
         tiny.write(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
+    (folder / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
     recipe = {
         "model": {"path": "base-model", "dtype": "fp32"}, "data": "chats.jsonl",
         "batch": 4, "train": {"steps": 4},

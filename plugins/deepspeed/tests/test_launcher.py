@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -14,3 +16,48 @@ def test_the_launcher_of_deepspeed_may_pass_its_argument() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"name": "deepspeed"') == 2
     assert "--local_rank=1" in done.stderr + done.stdout
+
+
+MEETS = """
+import os, sys
+from datetime import timedelta
+from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.rendezvous import meet
+try:
+    meet(timedelta(seconds=3))
+except RLHFError as error:
+    print(error)
+"""
+
+
+def started(rank: int, port: int) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"LOCAL_RANK": "0", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {name: value for name, value in os.environ.items() if "ELASTIC" not in name}
+    command = [sys.executable, "-c", MEETS]
+    return subprocess.Popen(command, env=environment | place, stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    missing = (
+        f"2 of 4 ranks did not connect to 127.0.0.1:{port} within 0.05 minutes: 1, 3; see "
+        "their output, or raise deepspeed.timeout\n"
+    )
+    messages = [
+        process.communicate(timeout=120)[0] for process in [started(0, port), started(2, port)]
+    ]
+    assert messages[0] == missing
+    # Rank 0 may have ended already.
+    assert messages[1] in (missing, "rank 0 ended before all ranks had connected\n")
+
+
+def test_a_rank_that_does_not_reach_the_first_says_where_it_tried() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # Nothing listens here.
+        port = probe.getsockname()[1]
+        message = started(1, port).communicate(timeout=120)[0]
+    assert message.startswith(f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port} (")
+    assert message.endswith("); check MASTER_ADDR and MASTER_PORT, or raise deepspeed.timeout\n")

@@ -14,12 +14,12 @@ from deepspeed.utils import groups
 from torch import distributed
 
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 from rlhf_plugin_deepspeed.patches.table import in_force
+from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
 
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where users configure torch's allocator; the first is today's name."""
 
@@ -30,31 +30,22 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     accelerator = get_accelerator()
     expand_segments(accelerator.device_name())
     _check_precision(config.model.dtype)
-    launcher = _launcher_variables()
+    launcher = launcher_variables()
     local_rank = _local_rank()
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     accelerator.set_device(local_rank)
     backend = accelerator.communication_backend_name()
-    if not distributed.is_initialized() and not launcher:
+    if not distributed.is_initialized():
+        rank, world = (int(os.environ[name]) for name in RENDEZVOUS[:2]) if launcher else (0, 1)
         # A store in memory needs no port, so runs on one machine never collide.
+        store = meet(timeout) if launcher else distributed.HashStore()
         distributed.init_process_group(
-            backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend, store=store, rank=rank, world_size=world, timeout=timeout
         )
     if in_force("no-shm-build", setting=config.backend_section.patches):
         # `comm.torch` is torch itself.
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
-    try:
-        deepspeed.init_distributed(
-            backend, auto_mpi_discovery=False, timeout=timeout, verbose=False
-        )
-    except (ValueError, distributed.DistNetworkError, distributed.DistStoreError) as error:
-        if not launcher:
-            raise
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RLHFError(
-            f"the ranks cannot connect at {place} ({first_line(error)}); check "
-            "MASTER_ADDR and MASTER_PORT"
-        ) from error
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     # DeepSpeed communicates over a copy of the world's group, which otherwise has torch's timeout.
     distributed.distributed_c10d._set_pg_timeout(timeout, groups._clone_world_group())
     return _mesh(local_rank)
@@ -93,24 +84,6 @@ def leave() -> None:
     if "RANK" not in os.environ:
         # Without a launcher `join` set it, and half a rendezvous is refused.
         os.environ.pop("LOCAL_RANK", None)
-
-
-def _launcher_variables() -> list[str]:
-    """Return the variables of the rendezvous that a launcher set. Raises RLHFError for half of
-    them."""
-    given = [name for name in RENDEZVOUS if name in os.environ]
-    if not distributed.is_initialized() and len(given) not in (0, len(RENDEZVOUS)):
-        missing = ", ".join(name for name in RENDEZVOUS if name not in os.environ)
-        raise RLHFError(
-            f"the launcher set {', '.join(given)} but not {missing}; start the ranks with "
-            "torchrun, or unset them to run one process"
-        )
-    for name in given:
-        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
-            raise RLHFError(
-                f"the launcher set {name} to {os.environ[name]!r}, which is not a number"
-            )
-    return given
 
 
 def _check_precision(precision: str) -> None:

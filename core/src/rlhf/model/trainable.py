@@ -26,7 +26,7 @@ def prepare_trainable(
     adapter it is wrapped by peft. `shape_only` is for the meta device: it leaves out an adapter's
     values."""
     if config.model.quantize is not None and not shape_only:
-        freeze_quantised(causal)
+        causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
     model = with_adapter(causal, config, task, shape_only=shape_only)
     freeze(model, config.model.freeze)
     if config.model.recompute == "full":
@@ -51,12 +51,6 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         raise RLHFError(
             f"model.freeze {', '.join(patterns)} leaves nothing to train; freeze fewer parameters"
         )
-
-
-def freeze_quantised(causal: Any) -> None:
-    """Freeze a base in 4 bits; adapters, which are trained, are added later."""
-    for parameter in causal.parameters():
-        parameter.requires_grad_(False)
 
 
 def recompute(causal: Any) -> None:

@@ -82,7 +82,8 @@ def divergence(
     `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
     likely token is the same).
     """
-    compare_chunk = fused_compare if fused_on(hidden.device.type) else compare
+    fused = fused_on(hidden.device.type)
+    compare_chunk = fused_compare if fused else compare
 
     def read(
         rows: slice, raw: Tensor, targets: Tensor, with_gradient: bool
@@ -95,7 +96,7 @@ def divergence(
 
     loss, values = chunked_sum(
         read, partial(_total, mixture=mixture), hidden, head, batch,
-        names=COMPARED, chunk=mixture.chunk or rows_at_once(head.weight),
+        names=COMPARED, chunk=mixture.chunk or (None if fused else COMPARED_ROWS),
     )  # fmt: skip
     return {"loss": loss, **values}
 
@@ -154,12 +155,6 @@ def compare(
         # d/dx of softcap * tanh(x / softcap).
         gradient = gradient * (1 - (logits / softcap).square())
     return read, gradient.to(raw.dtype)
-
-
-def rows_at_once(weight: Tensor) -> int:
-    """Return how many predictions of a student's head `weight` are compared at the same time."""
-    fused = fused_on(weight.device.type)
-    return chunks.rows_at_once(weight) if fused else COMPARED_ROWS
 
 
 def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf.config.sections import Config, OptimConfig
-from rlhf.loop.learning_rate import DefaultSchedule, rate
+from rlhf.loop.defaults import DefaultHooks
+from rlhf.loop.learning_rate import rate
 
 
 def test_cosine_without_warmup_is_f_of_k_over_n() -> None:
@@ -40,7 +41,7 @@ def test_the_first_step_moves() -> None:
 def test_the_default_hook_sets_the_rate_of_the_step_that_comes_next() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     config = Config(optim=OptimConfig(lr=2.0, schedule="linear", warmup=0))
-    schedule = DefaultSchedule().build_schedule(optimizer, config, 4)
+    schedule = DefaultHooks().build_schedule(optimizer, config, 4)
     seen = []
     for _ in range(4):
         seen.append(schedule.get_last_lr()[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 from attrs import frozen
@@ -43,6 +43,23 @@ class RunRecord:
     """The whole configuration."""
     steps: int
     """Optimizer steps of the whole schedule."""
+
+
+@documented
+@frozen(kw_only=True)
+class Finding:
+    """One line of `rlhf doctor`."""
+
+    subject: str
+    """What was looked at, such as `compiler`."""
+    here: str
+    """What there is."""
+    state: Literal["ok", "optional", "missing"] = "ok"
+    """missing: every run needs it, and the exit code is 2. optional: only `feature` needs it."""
+    feature: str = ""
+    """What needs it."""
+    remedy: str = ""
+    """The command that installs it, or what to do."""
 
 
 class BackendHooks:
@@ -152,6 +169,14 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def close_mesh(self, mesh: Mesh) -> bool:
         """End the process group. Returns True."""
+
+    @hookspec(firstresult=True)
+    def diagnose(self) -> Sequence[Finding]:
+        """Return what this machine has for the backend and what is missing, for `rlhf doctor`.
+
+        Called in one process without a group. A `rlhf.hookspecs.Finding` has `subject`, `here`
+        (what there is), `state` (`ok`; `optional`, if only `feature` needs it; `missing`, if every
+        run does), `feature` and `remedy`. Core's default finds nothing."""
 
 
 class ObserverHooks:

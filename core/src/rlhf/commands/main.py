@@ -113,6 +113,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "load each plugin; exit 2 if one is broken"
     command.add_argument("check", nargs="?", choices=["check"], help=text)
     command.add_argument("--json", action="store_true", help="print the list as JSON")
+    text = (
+        "what this machine has, what a feature lacks, and the remedy; exit 2 if a run cannot start"
+    )
+    command = commands.add_parser("doctor", help=text, description=text)
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
     for name, (source, text) in FOLDER_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
@@ -133,6 +138,10 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
             from rlhf.commands.plugins import check_plugins, list_plugins
 
             return check_plugins() if options.check else list_plugins(as_json=options.json)
+        case "doctor":
+            from rlhf.commands.doctor import doctor_command
+
+            return doctor_command(as_json=options.json)
         case "export":
             from rlhf.commands.export import export_command
 

@@ -3,8 +3,11 @@ complete or absent."""
 
 import errno
 import hashlib
+import os
 import re
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ REFUSED = {
 }  # fmt: skip
 SIGNS = ("No space left on device", "PytorchStreamWriter failed", "unexpected pos")
 """What safetensors and torch say about a full disk, instead of an error number."""
+SPEED_BLOCK, SPEED_SECONDS = 2**20, 1.0
 SHARED_MEMORY = re.compile(r"/dev/shm|</torch_|nccl", re.IGNORECASE)
 """Signs that shared memory is full and not a disk: segments of data loaders and NCCL."""
 
@@ -59,6 +63,31 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     part.replace(path)
+
+
+def free_space(folder: Path) -> int:
+    """Return the bytes that are free where `folder` is, or will be."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def write_speed(folder: Path) -> float:
+    """Return the bytes per second at which a file of up to 256 MiB is written and flushed to the
+    disk of `folder`, in about a second. Raises RLHFError if the folder cannot be written."""
+    block, start = os.urandom(SPEED_BLOCK), time.perf_counter()
+    with writing(folder), tempfile.TemporaryFile(dir=_existing(folder)) as file:
+        for number in range(1, 257):
+            file.write(block)
+            if number % 16 == 0:
+                file.flush()
+                os.fsync(file.fileno())
+                if time.perf_counter() - start > SPEED_SECONDS:
+                    break
+        return number * SPEED_BLOCK / (time.perf_counter() - start)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest folder above that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def sha256(path: Path) -> str:

@@ -3,11 +3,7 @@ early."""
 
 import math
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-
-from rlhf.config.sections import Config, OptimConfig
-from rlhf.hookspecs import hookimpl
+from rlhf.config.sections import OptimConfig
 
 
 def rate(step: int, *, steps: int, optim: OptimConfig) -> float:
@@ -23,11 +19,3 @@ def rate(step: int, *, steps: int, optim: OptimConfig) -> float:
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     decay = 1 - progress if optim.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return optim.min_lr + (1 - optim.min_lr) * decay
-
-
-class DefaultSchedule:
-    """Core's default for the hook `build_schedule`."""
-
-    @hookimpl(trylast=True)
-    def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
-        return LambdaLR(optimizer, lambda step: rate(step, steps=steps, optim=config.optim))

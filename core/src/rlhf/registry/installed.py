@@ -85,12 +85,13 @@ def find_backend(name: str | None) -> Installed:
     return find("backend", names[0])
 
 
-def is_satisfied(requirement: str) -> bool:
-    """Return whether an installed distribution satisfies a requirement such as `peft>=0.18`."""
+def is_satisfied(requirement: str, *, extra: str = "") -> bool:
+    """Return whether an installed distribution satisfies a requirement such as `peft>=0.18`; one of
+    an extra counts only if it is `extra`."""
     from packaging.requirements import Requirement  # late: start-up time
 
     parsed = Requirement(requirement)
-    if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+    if parsed.marker is not None and not parsed.marker.evaluate({"extra": extra}):
         return True
     try:
         version = metadata.version(parsed.name)

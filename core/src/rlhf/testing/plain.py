@@ -18,7 +18,7 @@ from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh, ModelShape, Plan, Readout, StepOutcome
 from rlhf.errors import RLHFError
-from rlhf.hookspecs import hookimpl
+from rlhf.hookspecs import Finding, hookimpl
 
 FILE = "plain.pt"
 
@@ -193,6 +193,10 @@ class PlainBackend:
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
         return True
+
+    @hookimpl
+    def diagnose(self) -> Sequence[Finding]:
+        return (Finding(subject="plain backend", here="one process, fp32"),)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.engine import Mesh, ModelShape, Plan
-from rlhf.hookspecs import hookimpl
+from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.config import resolve
+from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
@@ -128,6 +129,10 @@ class DeepSpeedBackend:
         if self._started_group:
             meshes.leave()
         return True
+
+    @hookimpl
+    def diagnose(self) -> Sequence[Finding]:
+        return diagnose()
 
 
 @contextmanager

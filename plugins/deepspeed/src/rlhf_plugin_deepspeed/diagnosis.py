@@ -1,0 +1,141 @@
+"""What this machine has for DeepSpeed, for `rlhf doctor`. Nothing is compiled."""
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import accelerator_name, installed_ops
+from deepspeed.ops.op_builder import builder as builders
+from torch import distributed
+from torch.utils import cpp_extension
+
+from rlhf.errors import RLHFError
+from rlhf.hookspecs import Finding
+from rlhf_plugin_deepspeed.capabilities import (
+    BEFORE,
+    CAPABILITIES,
+    LEAST,
+    PRECISIONS,
+    check_version,
+)
+from rlhf_plugin_deepspeed.patches.table import NEWEST
+from rlhf_plugin_deepspeed.versions import installed_version, older
+
+OPERATORS = {
+    "FusedAdamBuilder": "training on the accelerator; torch's AdamW takes its place",
+    "CPUAdamBuilder": "deepspeed.offload_optimizer; torch's AdamW takes its place",
+    "AsyncIOBuilder": "offload to NVMe, which rlhf does not offer",
+}
+"""What each operator is for. On a CPU without offload, torch's AdamW is used in any case."""
+
+
+def diagnose() -> list[Finding]:
+    """Return the findings on DeepSpeed's version, precisions, communication and operators."""
+    version = installed_version()
+    found = [_version(version), *_too_new_for(version), _precisions(), _communication()]
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return found + [_operator(name) for name in OPERATORS if not (on_cpu and "Fused" in name)]
+
+
+def _version(version: str) -> Finding:
+    try:
+        check_version(version)
+    except RLHFError as error:
+        message, _, remedy = str(error).partition("; run ")
+        return Finding(subject="deepspeed", here=message, state="missing", remedy=remedy)
+    if not older(NEWEST, version):
+        return Finding(subject="deepspeed", here=f"{version}, with all patches")
+    return Finding(
+        subject="deepspeed",
+        here=f"{version}, with correctness patches only",
+        state="optional",
+        feature="patches for speed",
+        remedy=f"pip install 'deepspeed=={NEWEST}'",
+    )
+
+
+def _too_new_for(version: str) -> Iterator[Finding]:
+    """Yield the capabilities that the installed version lacks."""
+    for row in CAPABILITIES:
+        if older(LEAST, row.least) and older(version, row.least):
+            yield Finding(
+                subject="deepspeed",
+                here=f"{version} is older than {row.least}",
+                state="optional",
+                feature=row.setting or row.feature,
+                remedy=f"pip install 'deepspeed>={row.least},<{BEFORE}'",
+            )
+
+
+def _precisions() -> Finding:
+    accelerator = get_accelerator()
+    supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    here = [name for name in PRECISIONS if name not in supports or supports[name]()]
+    if "bf16" in here:
+        return Finding(subject="model.dtype", here=", ".join(here))
+    return Finding(
+        subject="model.dtype",
+        here=", ".join(here),
+        state="optional",
+        feature="model.dtype bf16, the default",
+        remedy=f"set model.dtype to {here[-1]}",
+    )
+
+
+def _communication() -> Finding:
+    name = str(get_accelerator().communication_backend_name())
+    if distributed.is_backend_available(name):
+        version = ".".join(map(str, torch.cuda.nccl.version())) if name == "nccl" else ""
+        return Finding(subject="communication", here=f"{name} {version}".strip())
+    return Finding(
+        subject="communication",
+        here=f"torch has no {name}",
+        state="missing",
+        remedy="install a build of torch for this accelerator",
+    )
+
+
+def _operator(name: str) -> Finding:
+    builder: Any = get_accelerator().create_op_builder(name)
+    library = Path(cpp_extension._get_build_directory(builder.name, False), f"{builder.name}.so")
+    if installed_ops.get(builder.name) and accelerator_name == get_accelerator()._name:
+        here = "installed with DeepSpeed"
+    elif library.is_file():
+        here = "compiled"
+    else:
+        here, remedy = _obstacle(builder)
+        if remedy:
+            return Finding(
+                subject=builder.name, here=here, state="optional", feature=OPERATORS[name],
+                remedy=remedy,
+            )  # fmt: skip
+    return Finding(subject=builder.name, here=here)
+
+
+def _obstacle(builder: Any) -> tuple[str, str]:
+    """Return what prevents the operator from being compiled, and the remedy, or "" for it."""
+    compiler = os.environ.get("CXX") or "c++"
+    if not shutil.which(compiler):
+        return f"cannot be compiled: {compiler} is missing", "apt install g++"
+    if not cpp_extension.is_ninja_available():
+        return "cannot be compiled: ninja is missing", "pip install ninja"
+    if torch.version.cuda and get_accelerator().device_name() == "cuda":
+        try:
+            with redirect_stdout(io.StringIO()):
+                builders.assert_no_cuda_mismatch(builder.name)
+        except Exception as error:
+            remedy = f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it"
+            return f"cannot be compiled: {str(error).splitlines()[0]}", remedy
+    with redirect_stdout(io.StringIO()):
+        fits = builder.is_compatible(verbose=False)
+    if not fits and builder.name == "async_io":
+        return "cannot be compiled: libaio is missing", "apt install libaio-dev"
+    if not fits:
+        return "cannot be compiled here", "python -m deepspeed.env_report"
+    return "not compiled yet; its first use takes half a minute", ""

@@ -1,0 +1,89 @@
+"""What `rlhf doctor` says about DeepSpeed."""
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+from torch.utils import cpp_extension
+
+from rlhf_plugin_deepspeed import diagnosis
+
+
+def found(subject):
+    return next(each for each in diagnosis.diagnose() if each.subject == subject)
+
+
+@pytest.fixture
+def version(monkeypatch):
+    return lambda number: monkeypatch.setattr(diagnosis, "installed_version", lambda: number)
+
+
+@pytest.fixture
+def cpu_adam(monkeypatch, tmp_path):
+    """The finding on an operator that was never compiled here."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return lambda: found("cpu_adam")
+
+
+def test_a_deepspeed_out_of_range_is_missing_with_the_command(version):
+    version("0.18.9")
+    (old, *_) = diagnosis.diagnose()
+    assert (old.subject, old.state) == ("deepspeed", "missing")
+    assert old.here.startswith("deepspeed 0.18.9 is too old: before 0.19.0 it loses gradients")
+    assert old.remedy == "pip install 'deepspeed>=0.19,<0.20'"
+
+
+def test_a_deepspeed_newer_than_the_tested_ones_lacks_the_patches_for_speed(version):
+    version("0.19.99")
+    newer = found("deepspeed")
+    assert (newer.state, newer.feature) == ("optional", "patches for speed")
+    assert newer.remedy == f"pip install 'deepspeed=={diagnosis.NEWEST}'"
+
+
+def test_what_a_later_deepspeed_brought_is_told_before(version):
+    version("0.19.4")
+    ok, lacks = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
+    assert (ok.state, lacks.state) == ("ok", "optional")
+    assert lacks.feature == "deepspeed.config.zero_optimization.contiguous_gradients"
+    assert lacks.remedy == "pip install 'deepspeed>=0.19.8,<0.20'"
+
+
+def test_an_accelerator_without_bf16_needs_another_dtype(monkeypatch):
+    monkeypatch.setattr(get_accelerator(), "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    assert found("model.dtype").here == "fp32, fp16"
+    assert found("model.dtype").remedy == "set model.dtype to fp16"
+
+
+def test_gloo_is_what_ranks_on_the_cpu_use():
+    assert (found("communication").state, found("communication").here) == ("ok", "gloo")
+
+
+def test_an_operator_is_compiled_or_will_be(cpu_adam, tmp_path):
+    assert cpu_adam().here == "not compiled yet; its first use takes half a minute"
+    (folder,) = tmp_path.rglob("cpu_adam")
+    (folder / "cpu_adam.so").touch()
+    assert cpu_adam().here == "compiled"
+
+
+def test_an_operator_without_a_compiler_is_told_with_its_substitute(cpu_adam, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lacks = cpu_adam()
+    assert lacks.here == "cannot be compiled: no-such-compiler is missing"
+    assert lacks.feature == "deepspeed.offload_optimizer; torch's AdamW takes its place"
+    assert (lacks.state, lacks.remedy) == ("optional", "apt install g++")
+    monkeypatch.undo()
+
+
+def test_an_operator_without_ninja_is_told(cpu_adam, monkeypatch):
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
+    assert cpu_adam().remedy == "pip install ninja"
+
+
+def test_libaio_is_told(cpu_adam, monkeypatch, capfd):
+    builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
+    monkeypatch.setattr(builder, "has_function", lambda *_, **__: False)
+    lacks = found("async_io")
+    assert lacks.here == "cannot be compiled: libaio is missing"
+    assert lacks.remedy == "apt install libaio-dev"
+    monkeypatch.setattr(builder, "has_function", lambda *_, **__: True)
+    assert found("async_io").state == "ok"
+    assert capfd.readouterr().out == ""

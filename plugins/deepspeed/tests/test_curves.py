@@ -4,6 +4,7 @@ gloo."""
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow
@@ -217,3 +218,24 @@ def test_frozen_parameters_stay_and_do_not_count_in_the_norm(pair, settings):
     changed = {name for name in weights if not torch.equal(weights[name], start[name])}
     assert changed.isdisjoint({*frozen, "model.head.weight", "model.scale"})
     assert "model.layers.0.up.bias" in changed
+
+
+def reductions(precision, states):
+    """Calls of DeepSpeed's reduction of gradients in a step."""
+    backend, calls = DeepSpeedBackend(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DeepSpeedEngine, "allreduce_gradients", lambda *given, **more: calls.append(given)
+        )
+        config = configure(DeepSpeedConfig(stage=0), dtype=precision, states=states)
+        _, _, mesh = follow(backend, Case(config=config, steps=1))
+    backend.close_mesh(mesh)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("precision", "states"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
+)
+def test_one_rank_reduces_nothing(single, pair, precision, states):
+    assert single.run(reductions, precision, states) == [0]
+    assert pair.run(reductions, precision, states) == [1, 1]

@@ -1,6 +1,7 @@
 """Engines around DeepSpeed's: gradients that add over ranks, and no step that does harm."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -93,7 +94,10 @@ class TrainingEngine(InferenceEngine):
         if self.precision == "fp16" and not isinstance(optimizer, ZeROOptimizer):
             # Stage 0 divides by the loss scale in its step but does not multiply by it in backward.
             loss = loss * optimizer.loss_scale
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
+        # One rank has nothing to add up; DeepSpeed would copy gradients into buckets and back.
+        alone = self.stage == 0 and self.mesh.world == 1
+        with self.deepspeed.no_sync() if alone else nullcontext():
+            self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on

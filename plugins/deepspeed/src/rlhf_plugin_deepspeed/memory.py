@@ -11,8 +11,8 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
-"""Elements up to which stage 3 gathers more: those kept for their next use (DeepSpeed's
-`stage3_max_live_parameters`, 1e9) and those that the device has not read yet."""
+"""Elements that stage 3 gathers beside the shards: those kept for their next use (DeepSpeed's
+`stage3_max_live_parameters`, 1e9), and room for those that the device has not read yet."""
 BUCKET = 500_000_000
 """Elements that stage 0 reduces at once."""
 NF4 = 0.53

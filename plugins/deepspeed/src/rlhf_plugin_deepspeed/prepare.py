@@ -6,7 +6,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,9 +14,8 @@ from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
-from rlhf_plugin_deepspeed.patches.ahead import fence_of, run_ahead
 from rlhf_plugin_deepspeed.patches.checks import check_once
-from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, gather_at_once
+from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, fence_of, gather_at_once
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 from rlhf_plugin_deepspeed.patches.shards import MissingGradients, reduce_at_once
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
@@ -54,8 +52,8 @@ def prepare_training(
     settings = _settings(model, plan, ranks=mesh.world, rounded=isinstance(optimizer, RoundedAdamW))
     with rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    if plan.stage == 0:
-        _finish_stage_0(runner, plan, mesh)
+    if plan.stage == 0 and not _is_plain(plan):
+        forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None and plan.precision == "fp16":
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
@@ -121,13 +119,6 @@ def _is_plain(plan: Plan) -> bool:
     return plan.stage == 0 and not any(plan.settings[name]["enabled"] for name in ("bf16", "fp16"))
 
 
-def _finish_stage_0(runner: Any, plan: Plan, mesh: Mesh) -> None:
-    if not _is_plain(plan):
-        forget_first_step(runner.basic_optimizer)
-    elif "no-reduction-alone" in plan.patches and mesh.world == 1:
-        replace("no-reduction-alone", runner, enable_backward_allreduce=False)
-
-
 def _patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> GradientOrder | None:
     if plan.stage not in (1, 2):
         return None
@@ -156,10 +147,6 @@ def _patch_passes(offload: Any, model: nn.Module, plan: Plan) -> None:
     if "gathering" in plan.patches:
         name = check_target("gathering", offload, "__inflight_param_registry")
         assert getattr(offload, name) is model.ds_inflight_param_registry
-    if "run-ahead" in plan.patches:
-        leaves: list[Any] = [module for module in model.modules() if z3_leaf_module(module)]
-        sizes = [sum(item.ds_numel for item in module.parameters()) for module in leaves]
-        run_ahead(offload, layer=max(sizes, default=0))
 
 
 def _choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:

@@ -1,12 +1,14 @@
-"""Parameters of ZeRO-3 gathered with fewer waits and fewer collectives."""
+"""Parameters of ZeRO-3 gathered with fewer waits and fewer collectives, and after their update."""
 
+from collections.abc import Callable
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 from torch import nn
 
-from rlhf_plugin_deepspeed.patches.install import replace
+from rlhf_plugin_deepspeed.patches.install import check_target, replace
 
 
 class WholeLayers(InflightParamRegistry):
@@ -42,3 +44,13 @@ def gather_at_once(optimizer: Any) -> None:
         return None
 
     replace("gathering", first, all_gather=all_gather)
+
+
+def fence_of(offload: Any) -> Callable[[], None]:
+    """Return a function that keeps gatherings, which run on a stream of their own, behind an update
+    that was launched. `offload` is DeepSpeed's for one engine."""
+    stream = getattr(offload, check_target("gather-after-update", offload, "__allgather_stream"))
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return lambda: None
+    return lambda: stream.wait_stream(accelerator.current_stream())

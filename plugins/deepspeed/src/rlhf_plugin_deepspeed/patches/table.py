@@ -57,12 +57,6 @@ PATCHES = {
         reason="at the smallest loss scale DeepSpeed raises a bare Exception; the loop reports "
         "step and rows",
     ),
-    "no-reduction-alone": Patch(
-        targets=("deepspeed.runtime.engine:DeepSpeedEngine.enable_backward_allreduce",),
-        stages=(0,), kind="speed",
-        reason="one rank does not copy gradients into buckets and back",
-        gain="part of 55 -> 20 ms after backward",
-    ),
     "check-every-precision": Patch(
         targets=(f"{STAGES_1_2}.check_grad_overflow",),
         stages=(1, 2), kind="correctness", states="fp32",
@@ -153,17 +147,6 @@ PATCHES = {
         "what stays whole after a step",
         gain="see `linear`",
     ),
-    "run-ahead": Patch(
-        targets=(
-            f"{COORDINATOR}.fetch_sub_module(current_submodule, forward)",
-            f"{COORDINATOR}.release_sub_module(submodule, forward)",
-            f"{COORDINATOR}.__max_ongoing_fetch_events",
-            f"{COORDINATOR}.__n_available_params",
-        ),
-        stages=(3,), kind="speed",
-        reason="memory bounds how far ahead the host gathers, not two events",
-        gain="139.9k -> 148.2k tokens/s on four GPUs of one host, nothing on another",
-    ),
     "gather-after-update": Patch(
         targets=(f"{OFFLOAD}.__allgather_stream",),
         stages=(3,), kind="correctness",
@@ -183,7 +166,7 @@ PATCHES = {
         ),
         stages=(3,), kind="speed", states="bf16",
         reason="the update over bf16 states clips and skips on the device",
-        gain="with `run-ahead`: 430 -> 406 ms a step on four GPUs",
+        gain="with a patch since removed: 430 -> 406 ms a step on four GPUs",
     ),
 }  # fmt: skip
 

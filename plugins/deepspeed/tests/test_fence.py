@@ -11,8 +11,8 @@ from rlhf.testing.problem import Case, configure, losses, start
 from rlhf_plugin_deepspeed import prepare
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.patches import gathering
-from rlhf_plugin_deepspeed.patches.gathering import fence_of
+from rlhf_plugin_deepspeed.patches import stage_3
+from rlhf_plugin_deepspeed.patches.stage_3 import fence_of
 
 
 def test_gathering_stays_behind_the_update(monkeypatch):
@@ -20,7 +20,7 @@ def test_gathering_stays_behind_the_update(monkeypatch):
     accelerator = SimpleNamespace(
         is_synchronized_device=lambda: False, current_stream=lambda: Stream("compute", waits)
     )
-    monkeypatch.setattr(gathering, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(stage_3, "get_accelerator", lambda: accelerator)
     name = "_DeepSpeedZeRoOffload__allgather_stream"
     fence_of(SimpleNamespace(**{name: Stream("gathering", waits)}))()
     assert waits == ["gathering waits for compute"]

@@ -11,9 +11,9 @@ from torch import nn
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.patches import shards
+from rlhf_plugin_deepspeed.patches import stage_3
 from rlhf_plugin_deepspeed.patches.install import restore_modules
-from rlhf_plugin_deepspeed.patches.shards import (
+from rlhf_plugin_deepspeed.patches.stage_3 import (
     MissingGradients,
     deepspeed_reduce_scatter,
     keep_shards,
@@ -113,7 +113,7 @@ def test_zeros_wait_for_the_update_and_are_waited_for(monkeypatch):
         ),
         independent_gradient_partition_epilogue=lambda: accelerator.seen.append("end"),
     )  # fmt: skip
-    monkeypatch.setattr(shards, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(stage_3, "get_accelerator", lambda: accelerator)
     MissingGradients(optimizer)
     finish = optimizer.independent_gradient_partition_epilogue
 

@@ -15,9 +15,8 @@ from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
-from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, fence_of, gather_at_once
-from rlhf_plugin_deepspeed.patches.install import check_target, replace
-from rlhf_plugin_deepspeed.patches.shards import MissingGradients, reduce_at_once
+from rlhf_plugin_deepspeed.patches.install import replace
+from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, fence_of, reduce_at_once
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
     GradientOrder,
     order_gradients,
@@ -58,7 +57,7 @@ def prepare_training(
     if scaler is not None and plan.precision == "fp16":
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
     order = _patch_stages_1_and_2(runner.optimizer, model, plan)
-    fence = _patch_stage_3(runner.optimizer, model, plan)
+    fence = _patch_stage_3(runner.optimizer, plan)
     return TrainingEngine(
         model,
         runner=runner,
@@ -87,7 +86,6 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         settings["bf16"].pop("bf16_master_weights_and_grads", None)
         settings["bf16"].pop("bf16_optimizer_states", None)
         runner, *_ = deepspeed.initialize(model=model, config=settings)
-        _patch_passes(runner.optimizer, model, plan)
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
@@ -128,25 +126,15 @@ def _patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> Gradi
     return order_gradients(optimizer, model, plan.patches)
 
 
-def _patch_stage_3(optimizer: Any, model: nn.Module, plan: Plan) -> Callable[[], None]:
+def _patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
     if plan.stage != 3:
         return lambda: None
-    if "gathering" in plan.patches:
-        gather_at_once(optimizer)
     if "reduction" in plan.patches:
         reduce_at_once(optimizer)
     MissingGradients(optimizer)
     check_once(optimizer, plan.patches)
-    _patch_passes(optimizer.parameter_offload, model, plan)
     return fence_of(optimizer.parameter_offload)
-
-
-def _patch_passes(offload: Any, model: nn.Module, plan: Plan) -> None:
-    """Patch the passes of `model` at stage 3. `offload` is DeepSpeed's for one engine."""
-    if "gathering" in plan.patches:
-        name = check_target("gathering", offload, "__inflight_param_registry")
-        assert getattr(offload, name) is model.ds_inflight_param_registry
 
 
 def _choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
@@ -168,8 +156,6 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
             parameter.data = parameter.data.to(dtype).contiguous()
     if plan.stage < 3:
         return []
-    if "gathering" in plan.patches:
-        model.ds_inflight_param_registry = WholeLayers()
     mark_experts(model)
     return mark_layers(model, plan.patches)
 

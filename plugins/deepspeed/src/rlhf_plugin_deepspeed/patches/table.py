@@ -36,8 +36,6 @@ class Patch:
 ZERO = "deepspeed.runtime.zero"
 STAGES_1_2 = f"{ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE_3 = f"{ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3"
-OFFLOAD = f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload"
-COORDINATOR = f"{ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 PATCHES = {
     "group-reset": Patch(
@@ -106,7 +104,7 @@ PATCHES = {
         stages=(3,), kind="speed", lasts="run",
         reason="torch's keeps the gathered weight; DeepSpeed's, off by "
         "`memory_efficient_linear: false`, takes 16 % of the host's time",
-        gain="with `gathering`: 520 -> 345 ms a step on two CPU ranks",
+        gain="with a patch since removed: 520 -> 345 ms a step on two CPU ranks",
     ),
     "reduction": Patch(
         targets=(
@@ -136,19 +134,8 @@ PATCHES = {
         "a loss may run it twice",
         gain="31.6k -> 46.7k tokens/s on one GPU",
     ),
-    "gathering": Patch(
-        targets=(
-            f"{OFFLOAD}.__inflight_param_registry",
-            f"{ZERO}.partition_parameters:Init._convert_to_deepspeed_param.all_gather("
-            "param_list, async_op, hierarchy)",
-        ),
-        stages=(3,), kind="speed",
-        reason="one wait for all that is gathered together, and one collective instead of 141 for "
-        "what stays whole after a step",
-        gain="see `linear`",
-    ),
     "gather-after-update": Patch(
-        targets=(f"{OFFLOAD}.__allgather_stream",),
+        targets=(f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload.__allgather_stream",),
         stages=(3,), kind="correctness",
         reason="the stream that gathers waits for the update of the weights",
     ),

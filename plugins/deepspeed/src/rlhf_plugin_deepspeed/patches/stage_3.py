@@ -1,7 +1,7 @@
-"""Gradients of ZeRO-3 reduced in fewer pieces, without a wait of the host, and zeros for those that
-are missing."""
+"""ZeRO-3: gradients reduced in fewer pieces, without a wait of the host, zeros for those that are
+missing, and weights gathered after their update."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -132,3 +132,13 @@ class MissingGradients:
                 self._keep([item], [zeros])
         if not in_line:
             stream.synchronize()
+
+
+def fence_of(offload: Any) -> Callable[[], None]:
+    """Return a function that keeps gatherings, which run on a stream of their own, behind an update
+    that was launched. `offload` is DeepSpeed's for one engine."""
+    stream = getattr(offload, check_target("gather-after-update", offload, "__allgather_stream"))
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return lambda: None
+    return lambda: stream.wait_stream(accelerator.current_stream())

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
 from rlhf.testing.ranks import ranks_fixture
+from sft_runs import Inputs
 
 one = ranks_fixture(1)
 two = ranks_fixture(2)
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tiny.Inputs:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     """A tiny model folder and two files of rows, made once."""
-    return tiny.make(tmp_path_factory.mktemp("inputs"))
+    return sft_runs.make(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(autouse=True)

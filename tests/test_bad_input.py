@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
 from rlhf.commands.main import main
+from sft_runs import Inputs
 
 NEEDS = "a row needs `messages`, `text`, or `prompt` and `completion`, but this one has"
 TALK = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]'
@@ -124,12 +125,12 @@ ROWS = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_are_none(
-    name: str, inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, expected = ROWS[name]
     path = tmp_path / name
     path.write_bytes(content)
-    words = [*tiny.words(inputs, tmp_path / "run"), "--data.train", str(path), "--nproc", "1"]
+    words = [*sft_runs.words(inputs, tmp_path / "run"), "--data.train", str(path), "--nproc", "1"]
     assert error_line(["run", "sft", *words], capsys) == expected.format(path=path)
     assert not (tmp_path / "run").exists()
 
@@ -143,11 +144,11 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_that_fails_is_told_with_the_row(
-    name: str, inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, reason = TEMPLATES[name]
     (tmp_path / "template").write_text(text)
-    words = [*tiny.words(inputs, tmp_path / "run"), "--data.chat_template"]
+    words = [*sft_runs.words(inputs, tmp_path / "run"), "--data.chat_template"]
     assert error_line(["run", "sft", *words, str(tmp_path / "template")], capsys) == (
         f"{inputs.train} line 1: the chat template refuses the conversation ({reason}); change the "
         "row or set data.chat_template"
@@ -185,22 +186,22 @@ SETTINGS = {
 
 @pytest.mark.parametrize("given", SETTINGS)
 def test_settings_that_cannot_be(
-    given: str, inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head, *rest = given.replace("TRAIN", str(inputs.train)).split(" ", 1)
     more = [head, *rest] if "{" in given else given.split()
-    words = ["run", "sft", *tiny.words(inputs, tmp_path / "run"), *more]
+    words = ["run", "sft", *sft_runs.words(inputs, tmp_path / "run"), *more]
     assert error_line(words, capsys) == SETTINGS[given].replace("TRAIN", str(inputs.train))
     assert not (tmp_path / "run").exists()
 
 
 def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
-    inputs: tiny.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(inputs.model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
-    words = [*tiny.words(inputs, tmp_path / "run"), "--model", str(folder)]
+    words = [*sft_runs.words(inputs, tmp_path / "run"), "--model", str(folder)]
     line = error_line(["run", "sft", *words, "--model.init", "random"], capsys)
     start = f"{inputs.train} line 1: {folder} has embeddings for 20 tokens but none for '"
     assert line.startswith(start)
@@ -211,12 +212,12 @@ def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
 
 
 def test_a_launcher_has_the_say_about_ranks(
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["run", "sft", *tiny.words(inputs, tmp_path / "run")]
+    words = ["run", "sft", *sft_runs.words(inputs, tmp_path / "run")]
     monkeypatch.setenv("RANK", "0")
     assert error_line([*words, "--nproc", "2"], capsys) == (
         "--nproc 2 has no effect under a launcher, which starts the ranks; remove it"
@@ -228,13 +229,13 @@ def test_a_launcher_has_the_say_about_ranks(
 
 
 def test_a_cache_that_cannot_be_written_is_told(
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file"))
-    assert error_line(["run", "sft", *tiny.words(inputs, tmp_path / "run")], capsys) == (
+    assert error_line(["run", "sft", *sft_runs.words(inputs, tmp_path / "run")], capsys) == (
         f"cannot write to {tmp_path}/file/examples (Not a directory); choose another location"
     )

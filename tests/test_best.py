@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from torch import distributed
 
-import tiny
+import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.loop.stop import StopWatch
 from rlhf.request.reader import read_config
+from rlhf.testing import column
 from rlhf.testing.ranks import RankFailure, Ranks
+from sft_runs import Inputs
 
 EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")
 """An evaluation after every other step; only the newest checkpoint stays, and the best. The loss is
@@ -38,28 +40,28 @@ STAGES = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_best_checkpoint_outlives_rotation_and_is_the_exported_model(
-    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     words = (*EVALUATED, "--train.steps", "6", *STAGES[stage])
-    given = tiny.words(inputs, tmp_path / "run", *words)
-    (_, metrics), _ = two.run(tiny.run, given, str(inputs.cache))
+    given = sft_runs.words(inputs, tmp_path / "run", *words)
+    (_, metrics), _ = two.run(sft_runs.run, given, str(inputs.cache))
     losses = list(evaluations(metrics).values())
     assert losses == sorted(losses, reverse=True)
     assert kept(tmp_path / "run") == [2, 6]
     # The model of a run that ends there is the same to the last bit.
     until = ("--train.stop_at", "2", "--checkpoint.best", "null")
-    given = tiny.words(inputs, tmp_path / "until", *words, *until)
-    two.run(tiny.run, given, str(inputs.cache))
+    given = sft_runs.words(inputs, tmp_path / "until", *words, *until)
+    two.run(sft_runs.run, given, str(inputs.cache))
     assert weights(tmp_path / "run") == weights(tmp_path / "until")
 
 
 def test_patience_ends_the_run_and_a_resume_in_between_changes_nothing(
-    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     def run(folder: str, *more: str) -> list[dict[str, Any]]:
         words = (*EVALUATED, "--train.steps", "20", "--train.patience", "2", *more)
-        given = tiny.words(inputs, tmp_path / folder, *words)
-        results = two.run(tiny.run, given, str(inputs.cache))
+        given = sft_runs.words(inputs, tmp_path / folder, *words)
+        results = two.run(sft_runs.run, given, str(inputs.cache))
         assert [code for code, _ in results] == [0, 0]
         return results[0][1]
 
@@ -86,47 +88,47 @@ def signalled(words: list[str], cache: str, step: int) -> tuple[int, list[dict[s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopWatch, "reason", reason_after_signal)
-        return tiny.run(words, cache)
+        return sft_runs.run(words, cache)
 
 
 def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
-    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     def words(folder: str, *more: str) -> list[str]:
         given = (*EVALUATED, "--train.steps", "20", "--train.patience", "2", *more)
-        return tiny.words(inputs, tmp_path / folder, *given)
+        return sft_runs.words(inputs, tmp_path / folder, *given)
 
-    (_, straight), _ = two.run(tiny.run, words("straight"), str(inputs.cache))
+    (_, straight), _ = two.run(sft_runs.run, words("straight"), str(inputs.cache))
     # All ranks know of it a step later.
     stopped = two.run(signalled, words("halves"), str(inputs.cache), 3)
     assert [code for code, _ in stopped] == [143, 143]
     assert kept(tmp_path / "halves") == [2, 4]
     assert list(evaluations(stopped[0][1])) == [2]
-    (_, halves), _ = two.run(tiny.run, words("halves", "--resume"), str(inputs.cache))
+    (_, halves), _ = two.run(sft_runs.run, words("halves", "--resume"), str(inputs.cache))
     assert evaluations(halves) == evaluations(straight)
     assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
     # The last that patience allows is made up for too.
     two.run(signalled, words("last"), str(inputs.cache), 5)
-    (_, last), _ = two.run(tiny.run, words("last", "--resume"), str(inputs.cache))
+    (_, last), _ = two.run(sft_runs.run, words("last", "--resume"), str(inputs.cache))
     assert evaluations(last) == evaluations(straight)
-    assert tiny.steps(last, "loss") == tiny.steps(straight, "loss")
+    assert column(last, "loss") == column(straight, "loss")
 
 
 def falling(
-    one: Ranks, inputs: tiny.Inputs, folder: Path, steps: str, keep: str, *more: str
+    one: Ranks, inputs: Inputs, folder: Path, steps: str, keep: str, *more: str
 ) -> list[dict[str, Any]]:
     """A run whose best evaluation is the one with the least loss, with a checkpoint at every
     step."""
     best = ("--train.eval_every", "2", "--checkpoint.best=eval/loss", "--train.steps", steps)
     saved = ("--checkpoint.every", "1", "--checkpoint.keep", keep)
-    words = tiny.words(inputs, folder, *best, *saved, *more)
-    ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+    words = sft_runs.words(inputs, folder, *best, *saved, *more)
+    ((code, metrics),) = one.run(sft_runs.run, words, str(inputs.cache))
     assert code == 0
     return metrics
 
 
 def test_going_back_brings_the_best_of_then_back(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     run = partial(falling, one, inputs, tmp_path / "run", "6", "9")
     run("--train.stop_at", "2")
@@ -141,7 +143,7 @@ def test_going_back_brings_the_best_of_then_back(
 
 
 def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     run = partial(falling, one, inputs, tmp_path / "run", "7", "3")
     run()
@@ -156,11 +158,11 @@ def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
 
 
 def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", *EVALUATED, "--checkpoint.best=+eval/bleu")
+    words = sft_runs.words(inputs, tmp_path / "run", *EVALUATED, "--checkpoint.best=+eval/bleu")
     with pytest.raises(RankFailure) as error:
-        one.run(tiny.run, words, str(inputs.cache))
+        one.run(sft_runs.run, words, str(inputs.cache))
     assert (
         "checkpoint.best: eval/bleu is not a metric of this run's evaluations; available: "
         "eval/entropy, eval/loss, eval/mean_token_accuracy" in str(error.value)
@@ -189,10 +191,10 @@ def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
     ],
 )
 def test_settings_without_a_meaning_are_refused(
-    words: list[str], text: str, inputs: tiny.Inputs, tmp_path: Path
+    words: list[str], text: str, inputs: Inputs, tmp_path: Path
 ) -> None:
     with pytest.raises(RLHFError) as error:
-        read_config("sft", overrides=tiny.words(inputs, tmp_path, *words))
+        read_config("sft", overrides=sft_runs.words(inputs, tmp_path, *words))
     assert str(error.value) == text
 
 

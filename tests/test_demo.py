@@ -11,13 +11,14 @@ from pathlib import Path
 import attrs
 import pytest
 
-import tiny
+import sft_runs
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
 from rlhf.run.rank import run_rank
 from rlhf.testing.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
+from sft_runs import Inputs
 
 
 def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
@@ -37,13 +38,13 @@ def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
 
 
 def test_a_report_that_fails_does_not_fail_the_finished_run(
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "1")
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "1")
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, report="json:loads")
     assert run_rank(attrs.evolve(request, demo=True, plugin=plugin), backend=PlainBackend()) == 0

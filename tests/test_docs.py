@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-import tiny
 from rlhf.commands.main import main
 from rlhf.demo import rows
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
+from rlhf.testing import write_rows
 from rlhf.testing.ranks import Ranks
+from sft_runs import Inputs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/**/README.md"))]
@@ -66,7 +67,7 @@ def shell_blocks() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def place(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the names of the docs exist: models, rows, a recipe, a run with
     checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
@@ -75,7 +76,7 @@ def place(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path
     for name in ("chats.jsonl", "heldout.jsonl"):
         shutil.copy(inputs.train, folder / name)
     for name, kind in ROWS.items():
-        tiny.write(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
+        write_rows(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
     (folder / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
     recipe = {
         "model": {"path": "base-model", "dtype": "fp32"}, "data": "chats.jsonl",
@@ -106,7 +107,7 @@ def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("block", shell_blocks())
 def test_the_commands_of_the_docs_work(
-    block: list[str], place: Path, inputs: tiny.Inputs, one: Ranks
+    block: list[str], place: Path, inputs: Inputs, one: Ranks
 ) -> None:
     for command in block:
         words = shlex.split(command.replace("step-000400", "step-000004"))
@@ -126,7 +127,7 @@ def test_the_commands_of_the_docs_work(
                 pytest.fail(f"add a case that tests {command}")
 
 
-def run_apart(words: list[str], place: Path, inputs: tiny.Inputs) -> None:
+def run_apart(words: list[str], place: Path, inputs: Inputs) -> None:
     """The command in a process of its own."""
     program = Path(sys.executable).parent / words[0]
     env = os.environ | {"RLHF_CACHE": str(inputs.cache), "PYTHONPATH": str(place)}
@@ -163,7 +164,7 @@ def test_every_yaml_file_of_the_repository_is_read(path: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_every_python_of_the_docs_runs(
-    block: str, place: Path, inputs: tiny.Inputs, one: Ranks, monkeypatch: pytest.MonkeyPatch
+    block: str, place: Path, inputs: Inputs, one: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
     for folder, trainer in re.findall(r'"(runs/(rm|prm)-1)/model"', block):

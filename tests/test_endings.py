@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
+from rlhf.testing import column
+from sft_runs import Inputs
 
 EXTENSION = '''
 import os, signal, time
@@ -97,14 +99,14 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(inputs: tiny.Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+def start(inputs: Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
     """Start `rlhf run sft` on the tiny inputs; the process, with its output in a pipe."""
 
     def started(*more: str, **variables: str) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": path, "EVENTS": str(tmp_path / "events")} | variables
         env |= {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
-        words = tiny.words(inputs, tmp_path / "run", *more)
+        words = sft_runs.words(inputs, tmp_path / "run", *more)
         command = [sys.executable, "-m", "rlhf", "run", "sft", *words]
         return subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -177,7 +179,7 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path
     code, output, errors = finish(start(*words, "--resume"))
     assert code == 0, errors
     assert "resumed    step-000002, 4 steps to go" in output
-    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
+    assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -192,7 +194,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
     assert saved.name < "step-000018"
     code, output, errors = finish(start(*words, "--resume"))
     assert code == 0, errors
-    assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
+    assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
 
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.matrix)])
@@ -240,7 +242,7 @@ def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None: 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
     start,
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     tmp_path: Path,  # type: ignore[no-untyped-def]
 ) -> None:
     code, _, errors = finish(
@@ -257,7 +259,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
 
 def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
     start,
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     tmp_path: Path,  # type: ignore[no-untyped-def]
 ) -> None:
     rounded = ("--model.dtype", "bf16", "--optim.states", "bf16", "--deepspeed.stage", "0")
@@ -268,5 +270,5 @@ def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
         message = errors.splitlines()[-1]
         assert message.startswith("error: step 2: the loss is"), message
         assert f"{inputs.train} line " in message
-        assert tiny.steps(tiny.read_metrics(tmp_path / "run"), "step") == [1]
+        assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == [1]
         assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

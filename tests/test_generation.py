@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import tiny
+import sft_runs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.run.dataset import prepare_data
@@ -16,6 +16,7 @@ from rlhf.run.generate import sample
 from rlhf.run.set_up import set_up
 from rlhf.testing.conformance import STAGES
 from rlhf.testing.ranks import Ranks
+from sft_runs import Inputs
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>{{ '\n' }}{% endfor %}"
 """A template that, like ChatML on a base model, ends turns with a token that is not EOS."""
@@ -24,7 +25,7 @@ CHAIN = (20, 21, 22, 23, 24, 25, END, 40, BEGIN)
 
 
 @pytest.fixture(scope="module")
-def chained(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def chained(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Words of a run whose model writes the tokens of CHAIN in this order, and the last one
     forever."""
     folder = tmp_path_factory.mktemp("generation")
@@ -47,7 +48,7 @@ def chained(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> li
     (folder / "generation_config.json").unlink()
     (folder / "turns.jinja").write_text(TURNS)
     template = str(folder / "turns.jinja")
-    return tiny.words(
+    return sft_runs.words(
         inputs, folder / "run", "--model", str(folder), "--data.chat_template", template
     )
 
@@ -71,7 +72,7 @@ def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int)
 
 @pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
 def test_ranks_whose_answers_end_at_different_lengths_draw_together(
-    stage: str, inputs: tiny.Inputs, chained: list[str], two: Ranks
+    stage: str, inputs: Inputs, chained: list[str], two: Ranks
 ) -> None:
     # Two prompts fit into 26 tokens, so rank 0 has two groups and rank 1 has one.
     prompts = [[9, 9, 9, 20], [9, 9, 22], [9, 24], [25], [40]]
@@ -81,7 +82,7 @@ def test_ranks_whose_answers_end_at_different_lengths_draw_together(
 
 
 def test_an_answer_ends_with_the_trained_turn_though_it_is_not_eos(
-    inputs: tiny.Inputs, chained: list[str], one: Ranks
+    inputs: Inputs, chained: list[str], one: Ranks
 ) -> None:
     (found,) = one.run(answers, chained, str(inputs.cache), [[9, 24], [25]], 512)
     assert found == [[25, END], [END]]

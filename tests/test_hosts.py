@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
+from rlhf.testing import column
+from sft_runs import Inputs
 
 ADDRESSES = ("10.98.7.1", "10.98.7.2")
 
@@ -43,9 +45,9 @@ def free_port() -> int:
 
 
 def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
-    inputs: tiny.Inputs, tmp_path: Path
+    inputs: Inputs, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "400", "--resume")
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "400", "--resume")
     words += ["--checkpoint.stop_signals", "[USR1]"]
     place = {"address": "127.0.0.1", "RLHF_CACHE": str(inputs.cache)}
     port = free_port()
@@ -64,7 +66,7 @@ def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
     port = free_port()
     codes, output = finish([on_host(n, words, port=port, **place) for n in range(2)])
     assert codes == [0, 0], output
-    steps = tiny.steps(tiny.read_metrics(tmp_path / "run"), "step")
+    steps = column(sft_runs.read_metrics(tmp_path / "run"), "step")
     assert steps == list(range(1, last + 3))
 
 
@@ -96,9 +98,9 @@ def namespaces() -> Iterator[list[str]]:
 
 @pytest.mark.matrix
 def test_two_hosts_that_see_each_other_over_a_network_only(
-    inputs: tiny.Inputs, tmp_path: Path, namespaces: list[str]
+    inputs: Inputs, tmp_path: Path, namespaces: list[str]
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--deepspeed.stage", "2")
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "3", "--deepspeed.stage", "2")
     hosts = [
         on_host(
             number, words, address=ADDRESSES[0], port=29500, RLHF_CACHE=str(inputs.cache),
@@ -110,11 +112,11 @@ def test_two_hosts_that_see_each_other_over_a_network_only(
     codes, output = finish(hosts)
     assert codes == [0, 0], output
     alone = tmp_path / "alone"
-    words = tiny.words(
+    words = sft_runs.words(
         inputs, alone, "--train.steps", "3", "--deepspeed.stage", "2", "--nproc", "2"
     )
     assert subprocess.run([sys.executable, "-m", "rlhf", "run", "sft", *words]).returncode == 0
     expected, losses = (
-        tiny.steps(tiny.read_metrics(path), "loss") for path in (alone, tmp_path / "run")
+        column(sft_runs.read_metrics(path), "loss") for path in (alone, tmp_path / "run")
     )
     assert losses == expected

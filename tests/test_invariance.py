@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-import tiny
+import sft_runs
+from rlhf.testing import column
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.ranks import Ranks
+from sft_runs import Inputs
 
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
 CASES = {
@@ -63,10 +65,10 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def plain(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def plain(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The curve in plain torch, one process, no DeepSpeed: what all others are held against."""
-    words = tiny.words(inputs, tmp_path_factory.mktemp("plain") / "run", "--train.epochs", "2")
-    code, metrics = tiny.run(words, str(inputs.cache), backend=PlainBackend())
+    words = sft_runs.words(inputs, tmp_path_factory.mktemp("plain") / "run", "--train.epochs", "2")
+    code, metrics = sft_runs.run(words, str(inputs.cache), backend=PlainBackend())
     assert code == 0
     return metrics
 
@@ -78,31 +80,31 @@ def plain(inputs: tiny.Inputs, tmp_path_factory: pytest.TempPathFactory) -> list
 def test_the_curve_is_that_of_plain_torch(
     name: str,
     plain: list[dict[str, Any]],
-    inputs: tiny.Inputs,
+    inputs: Inputs,
     one: Ranks,
     two: Ranks,
     tmp_path: Path,
 ) -> None:
     world, words = CASES[name]
     ranks = one if world == 1 else two
-    words = tuple(tiny.words(inputs, tmp_path / "run", "--train.epochs", "2", *words))
-    results = ranks.run(tiny.run, list(words), str(inputs.cache))
+    words = tuple(sft_runs.words(inputs, tmp_path / "run", "--train.epochs", "2", *words))
+    results = ranks.run(sft_runs.run, list(words), str(inputs.cache))
     metrics = results[0][1]
-    assert tiny.steps(metrics, "loss") == pytest.approx(tiny.steps(plain, "loss"), abs=1e-5)
-    norms = tiny.steps(plain, "grad_norm")
+    assert column(metrics, "loss") == pytest.approx(column(plain, "loss"), abs=1e-5)
+    norms = column(plain, "grad_norm")
     assert all(norm > 0.5 for norm in norms), "clipping has to act for this test to mean something"
-    assert tiny.steps(metrics, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert column(metrics, "grad_norm") == pytest.approx(norms, rel=1e-4)
     assert metrics[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [pytest.param("0", marks=pytest.mark.matrix), "1", "2", "3"])
 def test_states_in_bf16_keep_to_the_curve(
-    stage: str, inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
+    stage: str, inputs: Inputs, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:
     def run(ranks: Ranks, *more: str) -> list[float]:
         steps = ("--train.steps", "20", "--optim.lr", "2e-3", "--deepspeed.stage", stage)
-        words = tiny.words(inputs, tmp_path / "run", "--overwrite", *steps, *more)
-        return tiny.steps(ranks.run(tiny.run, words, str(inputs.cache))[0][1], "loss")
+        words = sft_runs.words(inputs, tmp_path / "run", "--overwrite", *steps, *more)
+        return column(ranks.run(sft_runs.run, words, str(inputs.cache))[0][1], "loss")
 
     exact = run(one)
     rounded = run(two, "--model.dtype", "bf16", "--optim.states", "bf16")
@@ -111,6 +113,6 @@ def test_states_in_bf16_keep_to_the_curve(
 
 
 def test_the_curve_falls(plain: list[dict[str, Any]]) -> None:
-    losses = tiny.steps(plain, "loss")
+    losses = column(plain, "loss")
     assert len(losses) == 12
     assert losses[-1] < 0.7 * losses[0]

@@ -9,12 +9,14 @@ from typing import Any
 import attrs
 import pytest
 
-import tiny
+import sft_runs
 from odd_trainers import HoardingTrainer
 from rlhf.model import probe
 from rlhf.request.reader import read_config
 from rlhf.run.rank import run_rank
+from rlhf.testing import column, write_rows
 from rlhf.testing.ranks import RankFailure, Ranks
+from sft_runs import Inputs
 
 
 def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
@@ -23,32 +25,32 @@ def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, trainer=f"odd_trainers:{trainer}")
     code = run_rank(attrs.evolve(request, plugin=plugin))
-    return code, tiny.read_metrics(Path(request.config.output or ""))
+    return code, sft_runs.read_metrics(Path(request.config.output or ""))
 
 
 def test_a_loss_with_a_survey_does_not_depend_on_the_split(
-    inputs: tiny.Inputs, one: Ranks, two: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:
     def run(ranks: Ranks, name: str, *more: str) -> list[dict[str, Any]]:
-        words = tiny.words(inputs, tmp_path / name, "--optim.lr", "1e-4", *more)
+        words = sft_runs.words(inputs, tmp_path / name, "--optim.lr", "1e-4", *more)
         return ranks.run(run_odd, "SurveyTrainer", words, str(inputs.cache))[0][1]
 
     whole = run(one, "whole", "--batch.tokens", "1024")
     split = run(two, "split", "--batch.tokens", "64", "--deepspeed.stage", "2")
     for name in ("loss", "spread", "derived"):
-        assert tiny.steps(split, name) == pytest.approx(tiny.steps(whole, name), rel=1e-4), name
+        assert column(split, name) == pytest.approx(column(whole, name), rel=1e-4), name
     for name in ("eval/loss", "eval/spread"):
         assert split[-1][name] == pytest.approx(whole[-1][name], rel=1e-4), name
 
 
 def test_an_evaluation_is_one_mean_however_many_steps_it_takes(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     first = []
     for size in ("2", "7"):
         more = ("--batch.size", size, "--train.steps", "1", "--train.eval_at_start", "true")
-        words = tiny.words(inputs, tmp_path / size, *more)
-        ((_, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+        words = sft_runs.words(inputs, tmp_path / size, *more)
+        ((_, metrics),) = one.run(sft_runs.run, words, str(inputs.cache))
         first.append(metrics[0])
     for name in ("eval/loss", "eval/entropy", "eval/mean_token_accuracy"):
         assert first[0][name] == pytest.approx(first[1][name], rel=1e-5), name
@@ -62,14 +64,14 @@ def run_padded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]
 
 
 def test_padding_is_reported_for_a_single_row_only(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "row", "--train.steps", "2")
+    words = sft_runs.words(inputs, tmp_path / "row", "--train.steps", "2")
     ((_, in_one_row),) = one.run(run_odd, "SurveyTrainer", words, str(inputs.cache))
-    words = tiny.words(inputs, tmp_path / "rows", "--train.steps", "2")
+    words = sft_runs.words(inputs, tmp_path / "rows", "--train.steps", "2")
     ((_, padded),) = one.run(run_padded, words, str(inputs.cache))
-    assert tiny.steps(in_one_row, "padding") == [0.0, 0.0]
-    assert tiny.steps(padded, "loss") == pytest.approx(tiny.steps(in_one_row, "loss"), rel=1e-4)
+    assert column(in_one_row, "padding") == [0.0, 0.0]
+    assert column(padded, "loss") == pytest.approx(column(in_one_row, "loss"), rel=1e-4)
     assert not any("padding" in line for line in padded)
 
 
@@ -80,9 +82,9 @@ def frozen_objects(words: list[str], cache: str) -> list[int]:
 
 
 def test_no_collection_walks_through_what_came_with_the_first_step(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "3", "--batch.tokens", "1024")
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "3", "--batch.tokens", "1024")
     ((before, second, third, *_, after),) = one.run(frozen_objects, words, str(inputs.cache))
     assert before > 0
     assert second - before >= HoardingTrainer.held
@@ -90,23 +92,23 @@ def test_no_collection_walks_through_what_came_with_the_first_step(
     assert after == 0
 
 
-def test_the_trainers_own_state_is_resumed(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+def test_the_trainers_own_state_is_resumed(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
     one.run(run_odd, "SurveyTrainer", words, str(inputs.cache))
     ((code, metrics),) = one.run(
         run_odd, "SurveyTrainer", [*words, "--train.stop_at", "4", "--resume"], str(inputs.cache)
     )
     assert code == 0
-    assert tiny.steps(metrics, "step") == [1, 2, 3, 4]
+    assert column(metrics, "step") == [1, 2, 3, 4]
 
 
 def test_a_poisoned_row_is_named_whichever_rank_has_it_and_no_weight_is_changed(
-    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
     rows[6]["note"] = "the poisoned row"
-    poisoned = tiny.write(tmp_path / "poisoned.jsonl", rows)
-    words = tiny.words(inputs, tmp_path / "run", "--data.train", str(poisoned))
+    poisoned = write_rows(tmp_path / "poisoned.jsonl", rows)
+    words = sft_runs.words(inputs, tmp_path / "run", "--data.train", str(poisoned))
     with pytest.raises(RankFailure) as error:
         two.run(run_odd, "PoisonedTrainer", words, str(inputs.cache))
     assert f"the loss is nan in {poisoned} line 7" in str(error.value)
@@ -115,9 +117,11 @@ def test_a_poisoned_row_is_named_whichever_rank_has_it_and_no_weight_is_changed(
 
 @pytest.mark.parametrize("trainer", ["UnevenTrainer", "UnevenEvaluationTrainer"])
 def test_metrics_that_differ_between_ranks_end_the_run_in_one_sentence(
-    trainer: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    trainer: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.eval_every", "2")
+    words = sft_runs.words(
+        inputs, tmp_path / "run", "--train.steps", "4", "--train.eval_every", "2"
+    )
     with pytest.raises(RankFailure) as error:
         two.run(run_odd, trainer, words, str(inputs.cache))
     assert (
@@ -131,7 +135,7 @@ def test_metrics_that_differ_between_ranks_end_the_run_in_one_sentence(
 
 
 def test_the_demo_report_is_not_asked_for_with_data_of_ones_own(
-    inputs: tiny.Inputs, tmp_path: Path
+    inputs: Inputs, tmp_path: Path
 ) -> None:
-    assert not read_config("sft", overrides=tiny.words(inputs, tmp_path)).demo
+    assert not read_config("sft", overrides=sft_runs.words(inputs, tmp_path)).demo
     assert read_config("sft").demo

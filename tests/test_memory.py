@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-import tiny
+import sft_runs
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh
@@ -19,6 +19,7 @@ from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.testing.ranks import RankFailure, Ranks
 from rlhf.trainer import Loss, Term, Trainer
+from sft_runs import Inputs
 from test_loop import run_odd
 
 AGAIN = ("--optim.states", "bf16", "--model.kernels", "compile", "--model.recompute", "full")
@@ -90,9 +91,9 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
 
 
 def test_running_out_of_memory_is_one_line_that_says_what_to_change(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--deepspeed.stage", "1")
+    words = sft_runs.words(inputs, tmp_path / "run", "--deepspeed.stage", "1")
     with pytest.raises(RankFailure) as error:
         one.run(run_odd, "GreedyTrainer", words, str(inputs.cache))
     line = next(text for text in str(error.value).splitlines() if "out of memory on" in text)

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
 from rlhf.testing.ranks import Ranks
+from sft_runs import Inputs
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "real_rows.py"
 
 
 @pytest.mark.parametrize(("rows", "share"), [("tinystories", 0.98), ("gsm8k", 0.8)])
 def test_the_held_out_loss_of_a_pretrained_model_falls(
-    rows: str, share: float, real_data: Path, two: Ranks, inputs: tiny.Inputs, tmp_path: Path
+    rows: str, share: float, real_data: Path, two: Ranks, inputs: Inputs, tmp_path: Path
 ) -> None:
     spec = importlib.util.spec_from_file_location("real_rows", SCRIPT)
     assert spec is not None
@@ -22,7 +23,7 @@ def test_the_held_out_loss_of_a_pretrained_model_falls(
     spec.loader.exec_module(module)
     words = module.words(real_data, rows, 2, 3, tmp_path / "run")
     words += ["--train.steps", "20", "--optim.warmup", "2"]
-    (code, metrics), _ = two.run(tiny.run, words, str(inputs.cache), timeout=300)
+    (code, metrics), _ = two.run(sft_runs.run, words, str(inputs.cache), timeout=300)
     assert code == 0
     before, after = (line["eval/loss"] for line in metrics if "eval/loss" in line)
     assert after < share * before

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-import tiny
+import sft_runs
 from rlhf.commands.main import main
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import sha256
+from rlhf.testing import column
 from rlhf.testing.ranks import RankFailure, Ranks
+from sft_runs import Inputs
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")
 """The optimizer draws random numbers: they continue from where they were."""
@@ -34,18 +36,18 @@ LENGTH = ("--train.steps", "10", "--optim.schedule", "cosine", "--checkpoint.eve
     [pytest.param(name, marks=pytest.mark.matrix) if name in MORE else name for name in STAGES],
 )
 def test_five_steps_and_five_more_are_ten_steps_to_the_last_bit(
-    stage: str, inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     def run(folder: str, *more: str) -> list[dict[str, float]]:
-        words = tiny.words(inputs, tmp_path / folder, *STAGES[stage], *LENGTH, *more)
-        (_, metrics), _ = two.run(tiny.run, words, str(inputs.cache))
+        words = sft_runs.words(inputs, tmp_path / folder, *STAGES[stage], *LENGTH, *more)
+        (_, metrics), _ = two.run(sft_runs.run, words, str(inputs.cache))
         return metrics
 
     straight = run("straight")
     run("halves", "--train.stop_at", "5")
     halves = run("halves", "--resume")
     for name in ("loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "epoch"):
-        assert tiny.steps(halves, name) == tiny.steps(straight, name), name
+        assert column(halves, name) == column(straight, name), name
     assert halves[-1]["eval/loss"] == straight[-1]["eval/loss"]
     assert weights(tmp_path / "halves") == weights(tmp_path / "straight")
 
@@ -69,10 +71,10 @@ def digests_read(words: list[str], cache: str) -> list[str]:
 
 
 def test_a_resumed_run_reads_each_file_of_its_checkpoint_once(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
-    one.run(tiny.run, words, str(inputs.cache))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(sft_runs.run, words, str(inputs.cache))
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     files = {path.name for path in folder.rglob("*") if path.is_file()}
     words = [*words, "--train.stop_at", "4", "--resume"]
@@ -87,101 +89,111 @@ def weights(folder: Path) -> bytes:
 
 
 def test_a_finished_run_resumes_to_nothing_and_says_so(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "2")
-    ((_, before),) = one.run(tiny.run, words, str(inputs.cache))
-    ((code, after),) = one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "2")
+    ((_, before),) = one.run(sft_runs.run, words, str(inputs.cache))
+    ((code, after),) = one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert code == 0
     assert after == before
 
 
-def test_resume_without_a_run_starts_one(inputs: tiny.Inputs, one: Ranks, tmp_path: Path) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "2", "--resume")
-    ((code, metrics),) = one.run(tiny.run, words, str(inputs.cache))
+def test_resume_without_a_run_starts_one(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "2", "--resume")
+    ((code, metrics),) = one.run(sft_runs.run, words, str(inputs.cache))
     assert code == 0
-    assert len(tiny.steps(metrics, "loss")) == 2
+    assert len(column(metrics, "loss")) == 2
 
 
 def test_another_token_budget_may_resume_and_another_batch_size_may_not(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
-    one.run(tiny.run, words, str(inputs.cache))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(sft_runs.run, words, str(inputs.cache))
     with pytest.raises(RankFailure) as error:
-        one.run(tiny.run, [*words, "--resume", "--batch.size", "8"], str(inputs.cache))
+        one.run(sft_runs.run, [*words, "--resume", "--batch.size", "8"], str(inputs.cache))
     assert (
         f"{tmp_path / 'run'} cannot be resumed with another configuration: "
         "batch.size was 4 and is 8" in str(error.value)
     )
     more = ["--resume", "--batch.tokens", "1024", "--train.stop_at", "4"]
-    ((code, _),) = one.run(tiny.run, [*words, *more], str(inputs.cache))
+    ((code, _),) = one.run(sft_runs.run, [*words, *more], str(inputs.cache))
     assert code == 0
 
 
 def test_other_rows_under_the_old_name_are_refused(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(inputs.train.read_bytes())
-    words = [*tiny.words(inputs, tmp_path / "run"), "--data.train", str(rows), "--train.steps", "4"]
-    one.run(tiny.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
+    words = [
+        *sft_runs.words(inputs, tmp_path / "run"),
+        "--data.train",
+        str(rows),
+        "--train.steps",
+        "4",
+    ]
+    one.run(sft_runs.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
     message = (
         r"step-000002 was written in training on 22 examples of 1,168 tokens but data.train "
         r"now has 21 of 1,1\d\d; bring the old rows back, or start again with --overwrite"
     )
     with pytest.raises(RankFailure, match=message):
-        one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+        one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
 
 
 def test_the_wrong_stage_is_refused_with_both_values(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
-    one.run(tiny.run, [*words, "--deepspeed.stage", "1"], str(inputs.cache))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    one.run(sft_runs.run, [*words, "--deepspeed.stage", "1"], str(inputs.cache))
     with pytest.raises(RankFailure, match="was written with stage 1 but this run has 2"):
-        one.run(tiny.run, [*words, "--deepspeed.stage", "2", "--resume"], str(inputs.cache))
+        one.run(sft_runs.run, [*words, "--deepspeed.stage", "2", "--resume"], str(inputs.cache))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "4", "--checkpoint.every", "2")
-    ((_, straight),) = one.run(tiny.run, words, str(inputs.cache))
+    words = sft_runs.words(
+        inputs, tmp_path / "run", "--train.steps", "4", "--checkpoint.every", "2"
+    )
+    ((_, straight),) = one.run(sft_runs.run, words, str(inputs.cache))
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step-000004" / "rng-00000.pt").write_bytes(b"torn")
     with pytest.raises(
         RankFailure, match="continue from the previous one with --resume step-000002"
     ):
-        one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
-    ((_, again),) = one.run(tiny.run, [*words, "--resume", "step-000002"], str(inputs.cache))
-    assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
+        one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+    ((_, again),) = one.run(sft_runs.run, [*words, "--resume", "step-000002"], str(inputs.cache))
+    assert column(again, "loss") == column(straight, "loss")
     assert checkpoint.damage(folder / "step-000004") is None
 
 
 def test_going_back_sets_newer_checkpoints_aside_until_there_is_a_new_one(
-    inputs: tiny.Inputs, one: Ranks, tmp_path: Path
+    inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6", "--checkpoint.every", "2")
-    ((_, straight),) = one.run(tiny.run, words, str(inputs.cache))
+    words = sft_runs.words(
+        inputs, tmp_path / "run", "--train.steps", "6", "--checkpoint.every", "2"
+    )
+    ((_, straight),) = one.run(sft_runs.run, words, str(inputs.cache))
     back = [*words, "--resume", "step-2", "--checkpoint.every", "3", "--train.stop_at"]
-    one.run(tiny.run, [*back, "3"], str(inputs.cache))
+    one.run(sft_runs.run, [*back, "3"], str(inputs.cache))
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"step-000002", "step-000003"}
-    ((_, again),) = one.run(tiny.run, [*words, "--resume"], str(inputs.cache))
-    assert tiny.steps(again, "loss") == tiny.steps(straight, "loss")
-    assert tiny.steps(again, "step") == [1, 2, 3, 4, 5, 6]
+    ((_, again),) = one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+    assert column(again, "loss") == column(straight, "loss")
+    assert column(again, "step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_that_is_out_of_time_ends_with_a_checkpoint_and_goes_on(
-    inputs: tiny.Inputs, two: Ranks, tmp_path: Path
+    inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
-    words = tiny.words(inputs, tmp_path / "run", "--train.steps", "6")
-    (code, metrics), _ = two.run(tiny.run, [*words, "--train.hours", "1e-9"], str(inputs.cache))
-    done = len(tiny.steps(metrics, "loss"))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "6")
+    (code, metrics), _ = two.run(sft_runs.run, [*words, "--train.hours", "1e-9"], str(inputs.cache))
+    done = len(column(metrics, "loss"))
     assert code == 0
     assert 0 < done < 6
-    (code, metrics), _ = two.run(tiny.run, [*words, "--resume"], str(inputs.cache))
+    (code, metrics), _ = two.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert code == 0
-    assert tiny.steps(metrics, "step") == [1, 2, 3, 4, 5, 6]
+    assert column(metrics, "step") == [1, 2, 3, 4, 5, 6]

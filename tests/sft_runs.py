@@ -1,4 +1,4 @@
-"""The smallest real inputs of a run, and a run as a function that ranks of a test can call."""
+"""The smallest inputs of an SFT run, its command line, and the run as a function for ranks."""
 
 import json
 import os
@@ -8,8 +8,9 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.demo import rows
-from rlhf.testing.tiny import make_model
-from rlhf.testing.tiny import write_rows as write
+from rlhf.request.reader import read_config
+from rlhf.run.rank import run_rank
+from rlhf.testing import make_model, write_rows
 
 
 @frozen
@@ -23,18 +24,18 @@ class Inputs:
 
 
 def make(folder: Path) -> Inputs:
-    """A Llama of two layers with random weights, 22 rows to train on and 7 held out: neither
-    divides by a batch."""
+    """Write a Llama of two layers with random weights, 22 rows to train on and 7 held out. Neither
+    number is a multiple of the batch."""
     return Inputs(
         make_model(folder / "model"),
-        write(folder / "train.jsonl", rows("arithmetic", "train", "demonstration")[:22]),
-        write(folder / "eval.jsonl", rows("arithmetic", "eval", "demonstration")[:7]),
+        write_rows(folder / "train.jsonl", rows("arithmetic", "train", "demonstration")[:22]),
+        write_rows(folder / "eval.jsonl", rows("arithmetic", "eval", "demonstration")[:7]),
         folder / "cache",
     )
 
 
 def words(inputs: Inputs, output: Path, *more: str) -> list[str]:
-    """The command line of a tiny SFT run in fp32, with clipping that acts at every step."""
+    """Return the command line of a run in fp32 in which every gradient is clipped."""
     return [
         "--model", str(inputs.model), "--model.dtype", "fp32",
         "--data.train", str(inputs.train), "--data.eval", str(inputs.eval),
@@ -44,10 +45,7 @@ def words(inputs: Inputs, output: Path, *more: str) -> list[str]:
 
 
 def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, list[dict[str, Any]]]:
-    """`rlhf run sft` on this rank: its exit code and what metrics.jsonl holds afterwards."""
-    from rlhf.request.reader import read_config
-    from rlhf.run.rank import run_rank
-
+    """Run `rlhf run sft` on this rank and return its exit code and the lines of metrics.jsonl."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=arguments)
     code = run_rank(request, backend=backend)
@@ -55,10 +53,5 @@ def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, lis
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(metrics: list[dict[str, Any]], name: str) -> list[float]:
-    """One metric of the training steps, in their order."""
-    return [line[name] for line in metrics if name in line and "eval/loss" not in line]

@@ -36,7 +36,7 @@ class BareEngine:
 class WholeWeights:
     """Hooks of stage 3 without shards: modules are created whole and filled from a state dict."""
 
-    def model_context(self, plan: Plan, role: str) -> Any:
+    def model_context(self, plan: Plan, role: str, mesh: Mesh) -> Any:
         return nullcontext()
 
     def load_weights(self, module: Any, weights: Any, plan: Plan, mesh: Mesh) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """`rlhf doctor`: findings of the machine, the disks and the packages, the table and the exit
 code."""
 
-import errno
 import json
 import shutil
 from importlib import metadata
@@ -11,7 +10,6 @@ import pytest
 
 from rlhf.commands import doctor
 from rlhf.commands.main import main
-from rlhf.folder import disk
 from rlhf.folder.disk import write_speed
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.launch import machine
@@ -63,19 +61,23 @@ def test_what_every_run_needs_gives_exit_code_2(only_backends, capsys):
     }  # fmt: skip
 
 
-def test_a_folder_that_cannot_be_written_is_missing(only_backends, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("file/runs", "cannot write to {place}/file/tmp"),
+        ("/proc/runs", "[Errno 2] No such file or directory: '/proc/"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_missing(
+    only_backends, monkeypatch, tmp_path, capsys, folder, problem
+):
     only_backends()
-
-    def refuse(**options):
-        raise PermissionError(errno.EACCES, "Permission denied", "/data/runs")
-
-    monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "missing   run folders      cannot write to /data/runs (Permission denied); choose another "
-        "location",
-        "                           set output",
-    ]
+    _, refused, remedy = capsys.readouterr().out.splitlines()
+    assert refused.startswith(f"missing   run folders      {problem.format(place=tmp_path)}")
+    assert remedy.strip() == "set output"
 
 
 def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from rlhf.data.example import Answer, Example
 from rlhf.data.order import StepPlan
 from rlhf.data.packing import filler, pack
-from rlhf.engine import Mesh
+from rlhf.engine import Mesh, axes
 from rlhf.loop.survey import StepTotals, Survey
 from rlhf.testing.ranks import Ranks, ranks_fixture
 from rlhf.trainer import Trainer
@@ -46,10 +46,10 @@ def plan(answers: Sequence[int] = ANSWERS) -> StepPlan:
     )  # fmt: skip
 
 
-def surveyed(rank: int, shares: Sequence[Sequence[Sequence[int]]], world: int) -> list[Any]:
+def surveyed(mesh: Mesh, shares: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
     """The values in `batch.step` of each of this rank's micro-batches."""
-    mesh = Mesh(rank=rank, world=world)
-    batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in shares[rank]]
+    own = shares[mesh.data.rank]
+    batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in own]
     taken = Survey(Asking(None, None), mesh).take(batches, plan())
     return [{name: value.tolist() for name, value in batch.step.items()} for batch in taken]
 
@@ -58,14 +58,15 @@ WHOLE = {"row": [2.0, 0.0, 3.0, 1.0], "token": [20.0, 21.0, 0.0, 30.0, 10.0, 11.
 
 
 def test_values_are_in_the_order_of_the_step() -> None:
-    first, second = surveyed(0, [[[0, 1], [2, 3]]], 1)
+    first, second = surveyed(Mesh(), [[[0, 1], [2, 3]]])
     assert {name: first[name] for name in WHOLE} == WHOLE
     assert (first["examples"], first["answers"]) == ([1, 3], [2, 4, 5, 6])
     assert (second["examples"], second["answers"]) == ([0, 2], [0, 1, 3])
 
 
-def on_rank(shares: Any) -> list[Any]:
-    return surveyed(torch.distributed.get_rank(), shares, 2)
+def on_rank(shares: Any, axis: str = "data") -> list[Any]:
+    rank = torch.distributed.get_rank()
+    return surveyed(Mesh(rank=rank, world=2, **axes(rank, **{axis: 2})), shares)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,11 @@ def test_they_are_the_same_on_any_split_over_ranks(shares: Any, two: Ranks) -> N
     for steps in two.run(on_rank, shares):
         for step in steps:
             assert {name: step[name] for name in WHOLE} == WHOLE
+
+
+def test_ranks_of_a_tensor_axis_count_once(two: Ranks) -> None:
+    for steps in two.run(on_rank, [[[0, 1, 2, 3]]], "tensor"):
+        assert {name: steps[0][name] for name in WHOLE} == WHOLE
 
 
 def test_the_total_of_a_value_is_read_only_where_a_term_needs_it() -> None:

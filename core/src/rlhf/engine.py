@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import torch
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
@@ -73,14 +73,69 @@ class Plan:
 
 @documented
 @frozen(kw_only=True)
+class Axis:
+    """This process along one axis of the mesh, and the collectives over the ranks of that axis.
+    With one rank there need not be a process group, and every collective returns at once."""
+
+    rank: int = 0
+    """Position of this process along the axis, from 0."""
+    size: int = 1
+    """Number of positions."""
+    group: Any = None
+    """The process group of the ranks that differ only in this axis; None is that of all ranks."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """All-reduce `values` in place by addition; collective."""
+        if self.size > 1:
+            torch.distributed.all_reduce(values, group=self.group)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """All-reduce `values` in place by the maximum; collective."""
+        if self.size > 1:
+            torch.distributed.all_reduce(
+                values, op=torch.distributed.ReduceOp.MAX, group=self.group
+            )
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return each rank's picklable `value` in the order of ranks; collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def axes(rank: int, *, data: int = 1, sequence: int = 1, tensor: int = 1) -> dict[str, Axis]:
+    """Return the axes of these sizes as `rank` of all sees them, without process groups. Neighbours
+    differ in `tensor` first, then in `sequence`, so that these stay on one host."""
+    rest, tensor_rank = divmod(rank, tensor)
+    data_rank, sequence_rank = divmod(rest, sequence)
+    return {
+        "data": Axis(rank=data_rank, size=data),
+        "sequence": Axis(rank=sequence_rank, size=sequence),
+        "tensor": Axis(rank=tensor_rank, size=tensor),
+    }
+
+
+@documented
+@frozen(kw_only=True)
 class Mesh:
-    """This process among the ranks, and the collectives over all of them. With one process there is
-    no process group and every collective returns at once."""
+    """This process among the ranks, along three axes. Only ranks of the data axis have rows of
+    their own: rows, sums and counts are those of `data`, never of all ranks. The collectives of the
+    mesh itself are over all ranks."""
 
     rank: int = 0
     """Number of this process, from 0."""
     world: int = 1
-    """Number of ranks."""
+    """Number of processes."""
+    data: Axis = Factory(lambda mesh: mesh._everyone, takes_self=True)
+    """Ranks that have different rows; by default all of them."""
+    sequence: Axis = field(factory=Axis)
+    """Ranks that divide the tokens of the same rows."""
+    tensor: Axis = field(factory=Axis)
+    """Ranks that divide the weights and compute the same rows."""
     local_rank: int = 0
     """Number of this process on its host, from 0."""
     device: torch.device = field(factory=lambda: torch.device("cpu"))
@@ -88,31 +143,23 @@ class Mesh:
     memory: int = 0
     """Bytes of device memory of this rank (on a CPU its share of the host's); 0 if unknown."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        """All-reduce `values` in place over all ranks by addition; collective."""
-        if self.world > 1:
-            torch.distributed.all_reduce(values)
-        return values
-
     def max(self, values: Tensor) -> Tensor:
         """All-reduce `values` in place over all ranks by the maximum; collective."""
-        if self.world > 1:
-            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
-        return values
+        return self._everyone.max(values)
 
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's picklable `value` in the order of ranks; collective."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(values, value)
-        return values
+        return self._everyone.gather(value)
 
     def barrier(self) -> None:
         """Wait until every rank has called this; collective."""
         if self.world > 1:
             own = None if self.device.type == "cpu" else [self.device.index]
             torch.distributed.barrier(device_ids=own)
+
+    @property
+    def _everyone(self) -> Axis:
+        return Axis(rank=self.rank, size=self.world)
 
 
 class Deferred:

@@ -88,11 +88,12 @@ class BackendHooks:
         any weight is read. Not collective."""
 
     @hookspec(firstresult=True)
-    def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+    def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
         """Return the context in which the modules of `role` are created.
 
         At stage 3 it shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
-        before, so that core knows the whole shape of each parameter."""
+        before, so that core knows the whole shape of each parameter. They are sharded over
+        `mesh.data`."""
 
     @hookspec(firstresult=True)
     def load_weights(

@@ -4,6 +4,7 @@ where they do not, and it ends with its run."""
 import json
 import subprocess
 import sys
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -96,7 +97,7 @@ def patched(settings):
         path_of(target) for patch in PATCHES.values() for target in patch.targets
         if patch.lasts == "run" and len(path_of(target)) == 2
     ]  # fmt: skip
-    before = {(module, name): vars(sys.modules[module])[name] for module, name in modules}
+    before = {(module, name): vars(import_module(module))[name] for module, name in modules}
 
     def changed():
         return {

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import warnings
 
+import attrs
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
 from torch import nn
 
 from rlhf.errors import RLHFError
@@ -39,7 +42,7 @@ def sharded(change, dtype="fp32"):
     config = configure(DeepSpeedConfig(**SHARDED), dtype=dtype)
     mesh = backend.setup_mesh(config)
     plan = backend.configure_zero(config, mesh, shape())
-    with backend.model_context(plan, "policy"):
+    with backend.model_context(plan, "policy", mesh):
         module = Packed()
     weights = initial_weights()
     weights["model.scale"] = torch.full((1,), 3.0)
@@ -95,7 +98,7 @@ def policy_and_reference(settings):
     case = Case(config=configure(DeepSpeedConfig(**settings)))
     mesh, policy, _ = start(backend, case)
     plan = backend.configure_zero(case.config, mesh, shape())
-    with backend.model_context(plan, "reference"):
+    with backend.model_context(plan, "reference", mesh):
         module = Packed()
     weights = initial_weights()
     if plan.stage == 3:
@@ -272,6 +275,41 @@ def test_without_a_launcher_one_process_runs_alone_twice():
     shown = alone(ALONE)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == "[True]\n"
+
+
+def sharded_over_a_group():
+    backend, config = DeepSpeedBackend(), configure(DeepSpeedConfig(**SHARDED))
+    mesh = backend.setup_mesh(config)
+    group = groups._clone_world_group()
+    plan = backend.configure_zero(config, mesh, shape())
+    data = attrs.evolve(mesh.data, group=group)
+    with backend.model_context(plan, "policy", attrs.evolve(mesh, data=data)):
+        module = Packed()
+    backend.close_mesh(mesh)
+    return all(item.ds_process_group is group for item in module.parameters())
+
+
+def test_weights_are_sharded_over_the_data_axis(pair):
+    assert pair.run(sharded_over_a_group) == [True, True]
+
+
+def axes_of_two_sizes():
+    """Two runs in one process with axes of DeepSpeed's; returns the sizes of its data axis in each
+    and after both."""
+    sizes = []
+    for size in (1, 2):
+        backend = DeepSpeedBackend()
+        mesh = backend.setup_mesh(configure(DeepSpeedConfig()))
+        groups._init_tp_mesh_device(tensor_model_parallel_size=size)
+        parallel_state_sp.initialize_sequence_parallel(2)
+        sizes.append(groups.get_data_parallel_world_size())
+        backend.close_mesh(mesh)
+    assert parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None
+    return [*sizes, groups._get_data_parallel_world_size()]
+
+
+def test_a_process_can_have_axes_of_several_sizes(pair):
+    assert pair.run(axes_of_two_sizes) == [[2, 1, 2]] * 2
 
 
 def half_a_launcher():

@@ -86,8 +86,8 @@ def _disks() -> Iterator[Finding]:
     for subject, (folder, remedy) in FOLDERS.items():
         try:
             speed = write_speed(folder)
-        except RLHFError as error:
-            yield Finding(subject=subject, here=str(error), state="missing", remedy=remedy)
+        except (RLHFError, OSError) as error:  # A special file system may refuse in its own way.
+            yield Finding(subject=subject, here=first_line(error), state="missing", remedy=remedy)
             continue
         free = f"{free_space(folder) / GIB:.1f} GiB free, writes {speed / 1e6:.0f} MB/s"
         place = str(folder).replace(str(Path.home()), "~")

@@ -86,8 +86,8 @@ def write_speed(folder: Path) -> float:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the nearest folder above that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    """Return the folder, or the nearest above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def sha256(path: Path) -> str:

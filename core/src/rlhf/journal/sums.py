@@ -96,9 +96,9 @@ class Sums:
         names = sorted(self._sums, key=lambda name: self._per[name] in EXTREMES)
         parts = [self._sums[name] * EXTREMES.get(self._per[name], 1.0) for name in names]
         num_sums = sum(self._per[name] not in EXTREMES for name in names)
-        values = self._mesh.sum(_flat(parts[:num_sums]))
+        values = self._mesh.data.sum(_flat(parts[:num_sums]))
         if num_sums < len(names):
-            values = torch.cat([values, self._mesh.max(_flat(parts[num_sums:]))])
+            values = torch.cat([values, self._mesh.data.max(_flat(parts[num_sums:]))])
         shapes = {name: part.shape for name, part in zip(names, parts, strict=True)}
         return Report(Deferred(values), shapes, dict(self._per), totals)
 

@@ -8,7 +8,7 @@ import torch
 
 
 def spread(seed: int, rank: int) -> None:
-    """Give each rank its own dropout. Called once the models exist, which all ranks must draw
+    """Give each data rank its own dropout. Called once the models exist, which all ranks must draw
     alike."""
     seed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
     random.seed(seed)

@@ -75,7 +75,7 @@ def count(
     ]
     own = torch.tensor(counts, dtype=torch.float64, device=mesh.device).sum(0)
     names = ("examples", "answers", "tokens", "labels")
-    return dict(zip(names, mesh.sum(own).tolist(), strict=True))
+    return dict(zip(names, mesh.data.sum(own).tolist(), strict=True))
 
 
 def _answer_lengths(example: Example) -> list[int]:

@@ -81,7 +81,7 @@ def _not_finite(session: Session, pending: PendingStep, grad_norm: float) -> Sam
         for loss, batch in zip(pending.losses, pending.batches, strict=True)
         if not torch.isfinite(loss)
     ]
-    parts = [part for share in session.mesh.gather(own) for part in share]
+    parts = [part for share in session.mesh.data.gather(own) for part in share]
     names = session.train_order.examples.names
     if parts:
         problem = f"the loss is {parts[0][0]} in {names(row for _, rows in parts for row in rows)}"

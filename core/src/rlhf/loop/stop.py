@@ -23,7 +23,7 @@ class StopWatch:
         # A plain bool: a lock would deadlock when a second signal interrupts the handler.
         self._signalled = False
         self._votes: Deferred | None = None
-        """How many ranks want to stop after the previous step, by reason."""
+        """Whether a rank wants to stop after the previous step, by reason."""
         self._previous = catch(self._on_signal, config.checkpoint.stop_signals)
 
     def reason(self, steps_done: int) -> str | None:
@@ -35,7 +35,7 @@ class StopWatch:
         if self._mesh.world == 1:
             return _reason(self._signalled, late)
         own = on_device([float(self._signalled), float(late)], self._mesh.device)
-        votes, self._votes = self._votes, Deferred(self._mesh.sum(own))
+        votes, self._votes = self._votes, Deferred(self._mesh.max(own))
         return None if votes is None else _reason(*votes.read())
 
     def close(self) -> None:

@@ -62,8 +62,9 @@ class Survey:
         index = StepIndex(plan)
         kinds = self._agreed_kinds(own, index, [index.positions(batch) for batch in seen])
         positions = index.positions(*seen)
+        ranks = self.mesh.data
         whole = {
-            name: self.mesh.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
+            name: ranks.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
             for name, values in own.items()
         }
         return [
@@ -91,7 +92,7 @@ class Survey:
                 for name, values in own.items()
                 if counts[EXAMPLE] != counts[ANSWER]
             }
-            for kinds in self.mesh.gather(known):
+            for kinds in self.mesh.data.gather(known):
                 self._kinds |= kinds
         return self._kinds
 

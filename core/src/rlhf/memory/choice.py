@@ -105,7 +105,7 @@ def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tupl
     """Double the tokens while a rank takes a step in several micro-batches, its device waits for
     the host, and the peak leaves ample room."""
     most, layer = AMPLE * fit.mesh.memory, rehearsed.shape.mean_layer
-    step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.world
+    step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.data.size
     tokens = configured.tokens
     while (
         tokens < step

@@ -97,8 +97,9 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     actor.setup(run)
     mesh = run.mesh
     order = RunOrder.from_config(
-        run.examples[0], run.config, actor, rank=mesh.rank, ranks=mesh.world, device=mesh.device
-    )
+        run.examples[0], run.config, actor,
+        rank=mesh.data.rank, ranks=mesh.data.size, device=mesh.device,
+    )  # fmt: skip
     batch = run.without_values(largest(order, run.steps))
     policy = run.roles["policy"]
     states = {name: dict(role.states) for name, role in run.roles.items()}

@@ -80,7 +80,7 @@ def load_sharded(
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
             "remove model.quantize"
         )
-    with hooks.model_context(plan=plan, role=role), no_init_weights():
+    with hooks.model_context(plan=plan, role=role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
     source = read_on_rank_zero(architecture, config, task, dtype, mesh)

@@ -101,11 +101,11 @@ def _computed(
     lengths = table.file.column("length")[numbers.start : numbers.stop]
     budget = max(NO_GRADIENT_FACTOR * tokens, int(lengths.max()))
     own: dict[int, NDArray[np.float32]] = {}
-    for micro in layout(lengths, mesh.world, budget):
-        chosen = [numbers[int(place)] for place in micro[mesh.rank]]
+    for micro in layout(lengths, mesh.data.size, budget):
+        chosen = [numbers[int(place)] for place in micro[mesh.data.rank]]
         values = _of_examples(table.file, chosen, engine, read)
         own |= zip(chosen, values, strict=True)
-    whole = {number: values for share in mesh.gather(own) for number, values in share.items()}
+    whole = {number: values for share in mesh.data.gather(own) for number, values in share.items()}
     return np.concatenate([whole[number] for number in numbers])
 
 

@@ -45,14 +45,14 @@ def set_up(
         memory = memory_lines(fit, choice, path)
         introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
     trainer.setup(run)
-    random_state.spread(config.train.seed, mesh.rank)
+    random_state.spread(config.train.seed, mesh.data.rank)
     policy = run.roles["policy"]
     assert policy.schedule is not None, "the policy is trained"
     # Not `data.parts`: those of the run have the values that its setup computed.
     train_order, *eval_orders = (
         RunOrder.from_config(
             part, config, trainer, shuffle=not number,
-            rank=mesh.rank, ranks=mesh.world, device=mesh.device,
+            rank=mesh.data.rank, ranks=mesh.data.size, device=mesh.device,
         )
         for number, part in enumerate(run.examples)
     )  # fmt: skip

@@ -112,7 +112,7 @@ class PlainBackend:
         return {"weights": weights, **(states if trained else {})}
 
     @hookimpl
-    def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+    def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
         return nullcontext()
 
     @hookimpl

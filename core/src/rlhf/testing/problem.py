@@ -161,7 +161,7 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
     """The mesh, a prepared engine and the plan's summary."""
     mesh = backend.setup_mesh(case.config)
     plan = backend.configure_zero(case.config, mesh, shape())
-    with backend.model_context(plan, "policy"):
+    with backend.model_context(plan, "policy", mesh):
         module = Packed(tied=case.tied)
     weights = initial_weights(tied=case.tied)
     if plan.stage == 3:
@@ -193,7 +193,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
         loss = _step_loss(engine, mesh, case, step)
         seen["rates"].append(engine.schedule.get_last_lr()[0])
         outcome = engine.step().read()
-        seen["losses"].append(float(mesh.sum(loss)))
+        seen["losses"].append(float(mesh.data.sum(loss)))
         seen["norms"].append(outcome.grad_norm)
         seen["moved"].append(outcome.moved)
         seen["skipped"].append(outcome.skipped_by_scaler)
@@ -204,7 +204,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
 
 def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
     """Backward over this rank's rows in micro-batches; returns the sum of its losses."""
-    rows = list(range(ROWS))[mesh.rank :: mesh.world]
+    rows = list(range(ROWS))[mesh.data.rank :: mesh.data.size]
     total = torch.zeros((), device=engine.device)
     for micro in range(case.micro_batches):
         chosen = rows[micro :: case.micro_batches]

@@ -54,12 +54,12 @@ class DeepSpeedBackend:
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        return memory.estimate(config, plan, model_shape, world=mesh.world, trained=trained)
+        return memory.estimate(config, plan, model_shape, world=mesh.data.size, trained=trained)
 
     @hookimpl
-    def model_context(self, plan: Plan, role: str) -> AbstractContextManager[Any]:
+    def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
         check_sums(plan.settings, stage=plan.stage, version=installed_version())
-        return sharded_creation(plan)
+        return sharded_creation(plan, mesh)
 
     @hookimpl
     def load_weights(
@@ -125,6 +125,7 @@ class DeepSpeedBackend:
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
         restore_modules()
+        meshes.forget("axes-reset")
         # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()

@@ -16,8 +16,8 @@ from torch import distributed
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
-from rlhf_plugin_deepspeed.patches.install import check_target, replace
-from rlhf_plugin_deepspeed.patches.table import in_force
+from rlhf_plugin_deepspeed.patches.install import check_target, path_of, replace
+from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
 from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -79,11 +79,19 @@ def leave() -> None:
     """End the process group and drop DeepSpeed's references to it, so that a later run can start
     one."""
     comm.destroy_process_group()
-    for module, name in ((comm.comm, "cdb"), (groups, "_WORLD_GROUP")):
-        setattr(module, check_target("group-reset", module, name), None)
+    forget("group-reset")
     if "RANK" not in os.environ:
         # Without a launcher `join` set it, and half a rendezvous is refused.
         os.environ.pop("LOCAL_RANK", None)
+
+
+def forget(patch: str) -> None:
+    """Drop what DeepSpeed keeps for the whole process and `patch` names: the world's group, or the
+    groups and sizes of axes."""
+    for target in PATCHES[patch].targets:
+        path, name = path_of(target)
+        module = import_module(path)
+        setattr(module, check_target(patch, module, name), None)
 
 
 def _check_precision(precision: str) -> None:

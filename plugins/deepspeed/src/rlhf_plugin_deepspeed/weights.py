@@ -30,7 +30,7 @@ class ZeroSharding:
         return getattr(parameter, "ds_tensor", None)
 
 
-def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
+def sharded_creation(plan: Plan, mesh: Mesh) -> AbstractContextManager[Any]:
     """Return a context in which parameters are sharded as they are created, at stage 3."""
     if plan.stage < 3:
         return nullcontext()
@@ -39,6 +39,7 @@ def sharded_creation(plan: Plan) -> AbstractContextManager[Any]:
     offloaded = "offload_param" in plan.settings["zero_optimization"]
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(
+        data_parallel_group=mesh.data.group,
         config_dict_or_path=copy.deepcopy(plan.settings),
         remote_device="cpu" if offloaded else None,
     )

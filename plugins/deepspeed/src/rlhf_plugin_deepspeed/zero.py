@@ -53,7 +53,7 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
-    ranks = "1 rank" if mesh.world == 1 else f"{mesh.world} ranks"
+    ranks = "1 rank" if mesh.data.size == 1 else f"{mesh.data.size} ranks"
     summary = f"ZeRO {stage} ({why}), {precision}, {ranks}, {optimizer}{_offloads(resolved)}"
     if reason:
         summary += f" ({reason})"
@@ -158,7 +158,7 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
     rounded = config.optim.states == "bf16"
     size = bytes_per_parameter(config.model.dtype, stage=stage, rounded=rounded)
     parts = states(
-        shape, size, stage=stage, world=mesh.world,
+        shape, size, stage=stage, world=mesh.data.size,
         offload_optimizer=resolved.offload_optimizer,
         quantized=config.model.quantize is not None,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
 def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
-    during_backward = stage in (1, 2) and mesh.world > 1 and not resolved.offload_optimizer
+    during_backward = stage in (1, 2) and mesh.data.size > 1 and not resolved.offload_optimizer
     layer = min(max(shape.mean_layer, LEAST_BUCKET), BUCKET)
     reduced, gathered = (
         section.bucket_size or min(most, max(shape.trainable, 1))

@@ -36,12 +36,26 @@ class Patch:
 ZERO = "deepspeed.runtime.zero"
 STAGES_1_2 = f"{ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE_3 = f"{ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3"
+SEQUENCE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 PATCHES = {
     "group-reset": Patch(
         targets=("deepspeed.comm.comm:cdb", "deepspeed.utils.groups:_WORLD_GROUP"),
         stages=(0, 1, 2, 3), kind="correctness", lasts="run",
         reason="a later run in the process can start a group of its own",
+    ),
+    "axes-reset": Patch(
+        targets=(
+            *(f"deepspeed.utils.groups:{name}" for name in (
+                "mpu", "mesh_device", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP",
+                "_TENSOR_MODEL_PARALLEL_GROUP", "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+                "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+            )),
+            f"{SEQUENCE}:_SEQUENCE_PARALLEL_GROUP",
+            f"{SEQUENCE}:_SEQUENCE_DATA_PARALLEL_GROUP",
+        ),
+        stages=(0, 1, 2, 3), kind="correctness", lasts="run",
+        reason="a later run in the process can have axes of other sizes",
     ),
     "no-shm-build": Patch(
         targets=("deepspeed.comm.torch:build_shm_op()",),

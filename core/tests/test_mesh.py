@@ -1,0 +1,45 @@
+"""The axes of a mesh, without processes: who is where, and which rows a rank gets."""
+
+from typing import Any
+
+import numpy as np
+
+from rlhf.data.example import Answer, Example
+from rlhf.data.order import RunOrder
+from rlhf.engine import Axis, Mesh, axes
+
+
+def test_neighbours_differ_in_tensor_then_in_sequence_then_in_data() -> None:
+    places = [axes(rank, data=2, sequence=2, tensor=2) for rank in range(8)]
+    assert [tuple(axis.rank for axis in place.values()) for place in places] == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert list(places[0]) == ["data", "sequence", "tensor"]
+
+
+def test_all_ranks_are_data_ranks_unless_told_otherwise() -> None:
+    mesh = Mesh(rank=3, world=4)
+    assert mesh.data == Axis(rank=3, size=4)
+    assert mesh.sequence == mesh.tensor == Axis(rank=0, size=1)
+
+
+class Rows(list[Example]):
+    """Examples with what a layout needs of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Example([9], [Answer([1] * (number + 1))]) for number in range(8))
+        self.lengths = self.longest_path = np.array([number + 2 for number in range(8)])
+        self.counts = {"answers": np.ones(8)}
+
+
+def test_the_ranks_of_one_tensor_axis_get_the_same_rows() -> None:
+    examples: Any = Rows()
+    rows = []
+    for rank in range(4):
+        mesh = Mesh(rank=rank, world=4, **axes(rank, data=2, tensor=2))
+        order = RunOrder(
+            examples=examples, size=8, tokens=16, rank=mesh.data.rank, ranks=mesh.data.size
+        )
+        rows.append([micro.tolist() for micro in order.step(0).micro])
+    assert rows[0] == rows[1] != rows[2] == rows[3]
+    assert sorted(row for rank in (0, 2) for micro in rows[rank] for row in micro) == [*range(8)]

@@ -143,7 +143,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_fails_is_told_with_the_row(
+def test_a_template_that_fails_is_an_error_with_the_row(
     name: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, reason = TEMPLATES[name]
@@ -195,7 +195,7 @@ def test_settings_that_cannot_be(
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_that_the_model_does_not_know_are_told_with_the_row(
+def test_tokens_beyond_the_vocabulary_are_an_error_with_the_row(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(inputs.model, tmp_path / "model"))
@@ -228,7 +228,7 @@ def test_a_launcher_has_the_say_about_ranks(
     assert error_line(words, capsys) == "the launcher set WORLD_SIZE to 'x', which is not a number"
 
 
-def test_a_cache_that_cannot_be_written_is_told(
+def test_a_cache_that_cannot_be_written_is_an_error(
     inputs: Inputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -127,7 +127,7 @@ def falling(
     return metrics
 
 
-def test_going_back_brings_the_best_of_then_back(
+def test_resuming_an_older_checkpoint_restores_the_best_model_of_that_time(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     run = partial(falling, one, inputs, tmp_path / "run", "6", "9")
@@ -142,7 +142,7 @@ def test_going_back_brings_the_best_of_then_back(
         assert weights(tmp_path / "run") == early, step
 
 
-def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
+def test_the_search_restarts_if_the_best_checkpoint_was_deleted(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     run = partial(falling, one, inputs, tmp_path / "run", "7", "3")
@@ -157,7 +157,7 @@ def test_a_best_whose_checkpoint_is_gone_is_looked_for_anew(
     assert weights(tmp_path / "run") == best
 
 
-def test_a_metric_that_no_evaluation_has_is_told_with_those_there_are(
+def test_an_unknown_metric_is_an_error_that_lists_the_available_ones(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", *EVALUATED, "--checkpoint.best=+eval/bleu")

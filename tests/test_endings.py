@@ -182,7 +182,7 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path
     assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == [1, 2, 3, 4, 5, 6]
 
 
-def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.epochs", "3", "--observers", "[witness]", "--nproc", "2")
     process = start(*words, STEP_SECONDS="0.3")
     wait_for(tmp_path / "events", '["step", 2]')
@@ -198,7 +198,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(start, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.matrix)])
-def test_the_first_ctrl_c_saves_and_the_run_goes_on(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_first_ctrl_c_saves_and_the_run_resumes(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, "--data.workers", "1", STEP_SECONDS="0.3")
     wait_for(tmp_path / "events", '["step", 2]')
@@ -257,7 +257,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_step_and_rows(
     assert message.endswith(": no weight was changed; look at these rows, or lower optim.lr")
 
 
-def test_one_that_is_read_a_step_later_names_its_own_step_and_moves_nothing(
+def test_a_value_read_a_step_later_names_its_step_and_changes_no_weight(
     start,
     inputs: Inputs,
     tmp_path: Path,  # type: ignore[no-untyped-def]

@@ -71,7 +71,7 @@ def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int)
 
 
 @pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
-def test_ranks_whose_answers_end_at_different_lengths_draw_together(
+def test_ranks_sample_together_though_answers_end_at_different_lengths(
     stage: str, inputs: Inputs, chained: list[str], two: Ranks
 ) -> None:
     # Two prompts fit into 26 tokens, so rank 0 has two groups and rank 1 has one.

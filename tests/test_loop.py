@@ -81,7 +81,7 @@ def frozen_objects(words: list[str], cache: str) -> list[int]:
     return [*HoardingTrainer.frozen, gc.get_freeze_count()]
 
 
-def test_no_collection_walks_through_what_came_with_the_first_step(
+def test_garbage_collection_skips_objects_of_the_first_step(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "3", "--batch.tokens", "1024")
@@ -134,8 +134,6 @@ def test_metrics_that_differ_between_ranks_end_the_run_in_one_sentence(
     assert len(metrics.read_text().splitlines() if metrics.exists() else []) == lines
 
 
-def test_the_demo_report_is_not_asked_for_with_data_of_ones_own(
-    inputs: Inputs, tmp_path: Path
-) -> None:
+def test_the_demo_report_is_printed_only_for_the_demo(inputs: Inputs, tmp_path: Path) -> None:
     assert not read_config("sft", overrides=sft_runs.words(inputs, tmp_path)).demo
     assert read_config("sft").demo

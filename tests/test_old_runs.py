@@ -59,7 +59,7 @@ def test_a_removed_value_is_refused_with_what_replaces_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("setting", ["rm.loss bradley_terry", "deepspeed.tensor_parallel 1"])
-def test_a_user_is_told_that_a_setting_is_gone(setting: str, tmp_path: Path) -> None:
+def test_a_removed_setting_is_refused_as_unknown(setting: str, tmp_path: Path) -> None:
     dotted, value = setting.split()
     section, name = dotted.split(".")
     file = tmp_path / "rm.yaml"

@@ -30,7 +30,7 @@ class BestAnswer(Trainer):
         raise AssertionError("no loss is needed")
 
 
-def test_a_trainer_tokenises_rows_of_its_own_and_its_errors_name_the_row(
+def test_a_trainer_tokenises_its_own_rows_and_its_errors_name_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))

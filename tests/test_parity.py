@@ -105,7 +105,7 @@ def test_the_sft_term_is_a_mean_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("case", OPENRLHF["dpo"])
-def test_dpo_cdpo_and_summed_ipo_of_another_peer(case: dict[str, Any]) -> None:
+def test_dpo_cdpo_and_summed_ipo_equal_openrlhf(case: dict[str, Any]) -> None:
     """TRL 1.16 takes `label_smoothing` with the loss `sigmoid` and leaves it out: conservative DPO
     has no other value here than OpenRLHF's, 0.652709 against 0.641313 without smoothing."""
     smoothing = case["label_smoothing"] or None
@@ -130,7 +130,7 @@ def test_divergences_of_their_authors(case: dict[str, Any]) -> None:
     assert value == pytest.approx(case["value"], abs=1e-6)
 
 
-def test_forward_kl_of_another_peer_and_the_mask_that_is_not_its_trainers() -> None:
+def test_forward_kl_equals_openrlhf_except_for_its_mask() -> None:
     """OpenRLHF 0.9.3 has the cross entropy, ours and the teacher's entropy. Its trainer also
     takes in what the last answer token predicts, nothing at all: 2.527435 in place of 2.372865."""
     given = OPENRLHF["kd"]

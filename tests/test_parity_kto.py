@@ -58,7 +58,7 @@ def test_the_other_peers_loss_and_divergence(case: dict[str, Any]) -> None:
     assert loss(case, point) == pytest.approx(case["value"], abs=1e-6)
 
 
-def test_a_batch_of_one_row_has_no_divergence_of_its_own() -> None:
+def test_trl_has_no_divergence_with_one_row_per_micro_batch() -> None:
     """TRL pairs a prompt with the completion before it in the same micro-batch. In micro-batches of
     one that is its own: the mean over these seven rows is 0.456389 there and 0.423260 with the
     divergence 0.24 of mismatched answers, which our survey gives whatever the micro-batch."""

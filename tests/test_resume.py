@@ -186,7 +186,7 @@ def test_going_back_sets_newer_checkpoints_aside_until_there_is_a_new_one(
     assert column(again, "step") == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_that_is_out_of_time_ends_with_a_checkpoint_and_goes_on(
+def test_a_run_that_is_out_of_time_saves_and_resumes(
     inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "6")

@@ -36,7 +36,7 @@ def test_only_a_strictly_better_number_is_better_and_nan_never_is() -> None:
     assert str(best) == "eval/loss 2 at step 2"
 
 
-def test_its_state_comes_back_unless_the_metric_is_another() -> None:
+def test_its_state_is_restored_unless_the_metric_has_changed() -> None:
     best = Best(metric="eval/loss")
     best.update(1, {"eval/loss": 3.0})
     again = Best(metric="eval/loss")

@@ -71,7 +71,7 @@ def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, mes
     )
 
 
-def test_the_one_before_is_taken_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_used_if_it_is_named(tmp_path: Path) -> None:
     older = write(tmp_path, 10)
     (write(tmp_path, 20) / "manifest.json").unlink()
     assert checkpoint.named(tmp_path, "step-000010") == older
@@ -88,7 +88,7 @@ def test_a_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
     )
 
 
-def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
+def test_an_unknown_name_lists_the_available_ones(tmp_path: Path) -> None:
     write(tmp_path, 10)
     with pytest.raises(RLHFError) as error:
         checkpoint.named(tmp_path, "step-000030")
@@ -110,7 +110,7 @@ def test_a_manifest_of_any_other_shape_is_damage(tmp_path: Path, text: str) -> N
     assert checkpoint.damage(folder) == f"{folder}/manifest.json cannot be read"
 
 
-def test_a_checkpoint_that_is_written_anew_is_there_at_every_moment(
+def test_a_replaced_checkpoint_exists_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 10, "first")
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_written_anew_is_there_at_every_moment(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
 
 
-def test_what_was_replaced_just_before_a_kill_goes_with_the_next_rotation(tmp_path: Path) -> None:
+def test_a_folder_replaced_before_a_kill_is_deleted_at_the_next_rotation(tmp_path: Path) -> None:
     left = write(tmp_path, 10).rename(tmp_path / ".step-000010.replaced")
     write(tmp_path, 20)
     checkpoint.rotate(tmp_path, keep=2)
@@ -149,7 +149,7 @@ def test_what_was_replaced_just_before_a_kill_goes_with_the_next_rotation(tmp_pa
     assert newest.is_dir()
 
 
-def test_what_a_run_has_gone_back_behind_counts_no_more_and_goes_with_the_next(
+def test_checkpoints_after_the_resumed_one_are_hidden_and_then_deleted(
     tmp_path: Path,
 ) -> None:
     for step in (10, 20, 30):
@@ -163,7 +163,7 @@ def test_what_a_run_has_gone_back_behind_counts_no_more_and_goes_with_the_next(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000012"]
 
 
-def test_what_a_kill_leaves_half_removed_is_no_checkpoint(
+def test_a_half_removed_folder_is_not_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 10)

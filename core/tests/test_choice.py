@@ -52,7 +52,7 @@ def test_tokens_at_once_are_doubled_while_fewer_micro_batches_fit(small: list[st
     assert chosen(on_accelerator(small, full)) == (Choice(150, "auto"), "")
 
 
-def test_a_number_of_tokens_that_was_given_is_kept(small: list[str]) -> None:
+def test_a_configured_number_of_tokens_is_kept(small: list[str]) -> None:
     fit = on_accelerator(small, GIB)
     assert choose(fit, any_tokens=False) == (Choice(150, "auto"), "")
 
@@ -113,7 +113,7 @@ def test_the_cheapest_recomputation_with_which_a_step_fits_is_taken(words: list[
     )
 
 
-def test_half_the_tokens_come_before_layers_again_where_they_still_keep_the_device_busy(
+def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "TOKENS_STEP", 1)
@@ -151,7 +151,7 @@ def test_where_all_that_is_not_enough_there_are_fewer_tokens_too(
 
 
 @pytest.mark.parametrize("given", ["none", "selective", "full"])
-def test_a_recomputation_that_was_given_is_kept(given: str, words: list[str]) -> None:
+def test_a_configured_recomputation_is_kept(given: str, words: list[str]) -> None:
     fit = on_accelerator([*words, "--model.recompute", given], 1000)
     assert choose(fit, any_tokens=False) == (Choice(8192, given), "")
 
@@ -167,7 +167,7 @@ def test_a_choice_is_of_the_run(words: list[str]) -> None:
     assert fit.config.model.recompute == "full"
 
 
-def test_what_was_chosen_is_no_advice_when_it_did_not_suffice(words: list[str]) -> None:
+def test_advice_never_names_a_choice_that_did_not_suffice(words: list[str]) -> None:
     least = peak_with("full", words)
     request = read_config("sft", overrides=words)
     fit = on_accelerator(words, least)
@@ -195,7 +195,7 @@ def test_tokens_at_once_hold_the_largest_example(words: list[str], tmp_path: Any
     )
 
 
-def test_tokens_at_once_hold_what_a_rollout_may_make(words: list[str]) -> None:
+def test_auto_tokens_hold_the_answers_of_a_rollout(words: list[str]) -> None:
     def rolling(data: Dataset) -> Any:
         class Rolling(type(data.trainer)):  # type: ignore[misc]
             def rollout(self, examples: Any, step: int) -> Any:

@@ -90,7 +90,7 @@ def test_a_users_mistake_is_one_line_and_2(
         assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
-def test_a_rank_that_is_not_the_first_says_so_or_leaves_it_to_the_first(
+def test_an_error_names_its_rank_unless_rank_0_reports_it(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for error, rank, message in (
@@ -119,7 +119,7 @@ def test_several_mistakes_stand_below_one_head(
     )
 
 
-def test_ctrl_c_is_130_told_once_and_a_defect_raises(
+def test_ctrl_c_is_130_with_one_message_and_a_defect_raises(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(request: Request) -> int:
@@ -215,7 +215,7 @@ RECORDS = """
 """
 
 
-def test_plugins_check_loads_each_and_tells_what_is_broken(
+def test_plugins_check_loads_each_plugin_and_reports_its_errors(
     toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainers = {name: f"toy_records:{name}" for name in ("half", "wrong", "lost")}

@@ -63,7 +63,7 @@ def gradients(module: PackedModel, *batches: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_layers_are_the_model_s_own(graphs: Any, recompute: bool) -> None:
+def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -> None:
     module = llama().train()
     batches = [row(90, 40, 30), row(200, 100), row(300), row(100, 150, 140)]
     expected = gradients(module, *batches)
@@ -87,7 +87,7 @@ def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> N
     assert graphs() == 1
 
 
-def test_other_rows_run_the_model_s_own_layers(graphs: Any) -> None:
+def test_other_rows_run_the_models_layers(graphs: Any) -> None:
     module = llama()
     compile_layers(decoder(module.causal), None)
     module.path = "separate"
@@ -109,7 +109,7 @@ def test_products_in_fp8_are_near_and_leave_names_alone(recipe: str) -> None:
     assert 1e-4 < error < 0.3
 
 
-def test_a_product_whose_sizes_fp8_has_not_stays_as_it_is() -> None:
+def test_a_product_of_unsupported_sizes_stays_in_bf16() -> None:
     assert fits_fp8(torch.nn.Linear(32, 48))
     assert not fits_fp8(torch.nn.Linear(32, 40))
     assert not fits_fp8(torch.nn.LayerNorm(32))
@@ -169,7 +169,7 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         ),
     ],
 )
-def test_what_cannot_go_together_is_reported_with_the_configuration(
+def test_conflicting_settings_are_reported_with_the_configuration(
     words: list[str], problem: str
 ) -> None:
     with pytest.raises(RLHFError) as caught:
@@ -177,7 +177,7 @@ def test_what_cannot_go_together_is_reported_with_the_configuration(
     assert str(caught.value) == problem
 
 
-def test_what_a_device_or_a_model_cannot_do_is_reported() -> None:
+def test_unsupported_devices_and_models_are_reported() -> None:
     asked = ["--model.kernels", "compile"]
     config = read_config("sft", overrides=asked, inputs=False).config
     with pytest.raises(RLHFError) as caught:
@@ -195,7 +195,7 @@ def test_what_a_device_or_a_model_cannot_do_is_reported() -> None:
     check_packed(config.model, "packed", "")
 
 
-def test_what_no_row_can_be_packed_for_is_reported_before_it_loads(tmp_path: Path) -> None:
+def test_compile_is_refused_for_padded_models_before_weights_are_read(tmp_path: Path) -> None:
     config_class, options = FAMILIES["GPT-J"]
     getattr(transformers, config_class)(**options).save_pretrained(tmp_path)
     words = ["--model.path", str(tmp_path), "--model.kernels", "compile", "--model.dtype", "fp32"]
@@ -227,7 +227,7 @@ def test_what_no_row_can_be_packed_for_is_reported_before_it_loads(tmp_path: Pat
         ((9, 0), "0.18.0", ""),
     ],
 )
-def test_what_fp8_needs_is_reported(
+def test_missing_requirements_of_fp8_are_reported(
     chip: tuple[int, int], torchao: str | None, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:

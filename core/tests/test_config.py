@@ -80,7 +80,7 @@ def test_data_take_a_path_an_entry_or_a_list(
     assert list(read("--data", value if value[0] != "{" else f"[{value}]").data.train) == entries
 
 
-def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> None:
+def test_all_problems_are_reported_at_once_with_path_and_near_match(toy: Path) -> None:
     words = ["--optm.lr", "1", "--optim.lrr", "1", "--optim.clip", "-1", "--learning-rate", "1"]
     words += ["--train.max-epochs", "2", "--train.epochs", "2.7", "--toy.los", "x"]
     words += ["--toy.loss", "sigmiod", "--data.train", "[{pth: a}, {path: 3}]"]
@@ -104,12 +104,12 @@ def test_all_problems_are_told_at_once_with_path_and_near_match(toy: Path) -> No
     ]
 
 
-def test_what_is_far_from_every_name_gets_no_guess(toy: Path) -> None:
+def test_a_name_far_from_every_known_one_gets_no_guess(toy: Path) -> None:
     (message,) = problems("--dpo.beta", "1")
     assert message.startswith("dpo: unknown setting; available: model, data, batch, ")
 
 
-def test_a_dotted_key_in_a_file_is_told_in_two_levels(toy: Path, tmp_path: Path) -> None:
+def test_a_dotted_key_in_a_file_is_refused_with_its_nested_form(toy: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("optim.lr: 1.0e-3\n")
     assert problems(str(file)) == ["optim.lr: unknown setting; in a file, write `optim: {lr: ...}`"]
@@ -157,7 +157,7 @@ def test_a_number_may_be_text_and_a_list_of_text_one_word(toy: Path) -> None:
     assert config.model.freeze == ("*.embed*",)
 
 
-def test_the_rate_of_lora_is_ten_times_the_trainers_unless_it_is_given(toy: Path) -> None:
+def test_the_rate_of_lora_is_ten_times_the_trainers_unless_it_is_set(toy: Path) -> None:
     request = read_config("toy", overrides=[*GIVEN, "--lora", "16"])
     assert request.config.optim.lr == 1e-5
     assert request.notes == ("optim.lr is 1e-05 with LoRA: ten times the default of toy",)
@@ -212,11 +212,11 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
         ("--plain 1 --model.dtype fp16", "plain.stage 1 cannot be combined with model.dtype fp16"),
     ],
 )
-def test_what_cannot_go_together_is_refused(toy: Path, words: str, message: str) -> None:
+def test_conflicting_settings_are_refused(toy: Path, words: str, message: str) -> None:
     assert problems(*words.split()) == [message]
 
 
-def test_a_file_that_is_no_configuration_says_where(toy: Path) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(toy: Path) -> None:
     file = yaml_file(toy, "optim:\n  lr: 1\n  lr: 2\n")
     assert problems(file) == [f"{file} line 3: duplicate key 'lr'"]
     file = yaml_file(toy, "optim: {lr: 1\n")
@@ -292,14 +292,14 @@ def test_a_configuration_survives_its_tree_its_yaml_and_pickling(toy: Path) -> N
 
 
 @pytest.mark.parametrize("words", [[], ["--lora", "8"], [*GIVEN, "--data.eval", "[a, b]"]])
-def test_what_is_printed_reads_back_to_the_same(toy: Path, words: list[str]) -> None:
+def test_the_printed_configuration_reads_back_to_the_same(toy: Path, words: list[str]) -> None:
     config = read_config("toy", overrides=words, inputs=False).config
     text = describe(read_config("toy", overrides=words, inputs=False))
     assert read_config("toy", overrides=[yaml_file(toy, text)], inputs=False).config == config
     assert max(len(line) for line in text.splitlines() if "#" in line) <= 100
 
 
-def test_what_is_printed_has_the_documentation_of_each_field(toy: Path) -> None:
+def test_the_printed_configuration_documents_each_field(toy: Path) -> None:
     text = describe(read_config("toy", overrides=["--lora.rank", "4"], inputs=False))
     assert "with LoRA: ten times the default of toy" in text
     assert (
@@ -346,6 +346,6 @@ def test_a_trainer_and_a_backend_cannot_share_a_name() -> None:
     )
 
 
-def test_a_field_without_a_default_is_asked_for() -> None:
+def test_a_missing_required_field_is_an_error() -> None:
     _, message = structure({"data": {"train": {"weight": 1}}}, Config)
     assert message == ["data.train.0.path: is required"]

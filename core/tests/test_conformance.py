@@ -136,7 +136,7 @@ def test_a_sound_trainer_passes(tmp_path: Path) -> None:
     Sound().test_every_hyper_parameter_changes_the_loss(bench)
 
 
-def test_a_mean_over_the_micro_batch_is_found(tmp_path: Path) -> None:
+def test_the_kit_detects_a_mean_over_the_micro_batch(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         Means().test_packed_equals_separate_in_loss_and_gradients(bench_of(Means, tmp_path))
 
@@ -146,7 +146,7 @@ def test_a_setting_that_never_reaches_the_loss_is_named(tmp_path: Path) -> None:
         Inert().test_every_hyper_parameter_changes_the_loss(bench_of(Inert, tmp_path))
 
 
-def test_a_setting_that_nobody_speaks_of_is_named(
+def test_the_kit_names_a_setting_without_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sound, "others", {"scale": 2.0, "power": 2.0})
@@ -176,7 +176,7 @@ def test_a_run_that_failed_raises_its_own_error_again(tmp_path: Path) -> None:
     assert errors[0] is errors[1]
 
 
-def test_a_run_that_only_fails_in_bf16_is_found() -> None:
+def test_the_kit_detects_a_run_that_only_fails_in_bf16() -> None:
     def curve(*losses: float) -> list[dict[str, Any]]:
         return [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
 
@@ -190,7 +190,7 @@ def test_a_run_that_only_fails_in_bf16_is_found() -> None:
             Sound().test_a_run_in_bf16_begins_like_that_in_fp32(bench(*losses))
 
 
-def test_too_few_rows_are_told(tmp_path: Path) -> None:
+def test_too_few_rows_are_an_error(tmp_path: Path) -> None:
     class Few(Sound):
         rows = demo.rows("arithmetic", "train", "demonstration")[:28]
 

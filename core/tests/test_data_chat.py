@@ -228,7 +228,7 @@ def test_a_tokenizer_with_code_of_its_own_is_called_and_not_its_backend() -> Non
     assert tokenizer.decode([*row.prompt, *row.answers[0].tokens]) == "what is two</s>"
 
 
-def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
+def test_exactly_one_bos_is_added_if_the_tokenizer_adds_it() -> None:
     tokenizer = adding_bos(LLAMA3)
     for columns in ({"text": "two"}, {"prompt": "one", "completion": "two"}, {"messages": TALK}):
         (row,) = read(tokenizer, **columns)
@@ -239,7 +239,7 @@ def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one() -> None:
     assert row.prompt == [tokenizer.bos_token_id]
 
 
-def test_a_conversation_has_what_its_template_writes_and_no_other_bos() -> None:
+def test_a_conversation_has_only_the_bos_that_its_template_writes() -> None:
     tokenizer = adding_bos(CHATML)
     (row,) = read(tokenizer, messages=TALK)
     whole = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=False)
@@ -250,7 +250,7 @@ def test_a_conversation_has_what_its_template_writes_and_no_other_bos() -> None:
     assert row.prompt[0] == tokenizer.bos_token_id
 
 
-def test_what_follows_the_last_turn_is_kept_on_request() -> None:
+def test_text_after_the_last_turn_is_kept_on_request() -> None:
     tokenizer = tokenizer_of("bytes", CHATML)
     raw = [RawRow("rows.jsonl line 1", {"messages": TALK})]
     ((cut,),) = demonstrations(raw, Reader(tokenizer))
@@ -325,7 +325,7 @@ def test_a_turn_that_cannot_be_located_is_an_error() -> None:
     )
 
 
-def test_rows_of_another_shape_say_what_they_have() -> None:
+def test_rows_of_another_format_are_refused_with_their_columns() -> None:
     tokenizer = tokenizer_of("bytes", CHATML)
     with pytest.raises(RLHFError) as caught:
         read(tokenizer, question="1 + 1", answer="2")

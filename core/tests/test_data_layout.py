@@ -41,7 +41,7 @@ def test_a_layout_takes_every_row_once_within_the_budget(ranks: int) -> None:
         assert len(laid) * ranks <= max(ranks, 1.7 * fewest + ranks)
 
 
-def test_full_bins_that_balancing_misses_are_found() -> None:
+def test_the_full_bins_that_balancing_misses_are_reached() -> None:
     lengths = [6, 6, 4, 4, 5, 5]
     laid = layout(lengths, 1, 10)
     assert len(laid) == 3

@@ -109,7 +109,7 @@ def order(
     return RunOrder.from_config(examples, config, rank=rank, ranks=ranks, **keywords)
 
 
-def test_every_rank_knows_the_same_step_and_takes_its_own_part(
+def test_every_rank_plans_the_same_step_and_takes_its_part(
     examples: Examples, config: Config
 ) -> None:
     for number in (0, 5, 6, 11):

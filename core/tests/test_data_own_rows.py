@@ -22,7 +22,7 @@ class Questions(Raw):
         return Example(encoded.prompt, encoded.answers)
 
 
-def test_a_trainer_with_rows_of_its_own_encodes_them_as_core_does(tmp_path: Path) -> None:
+def test_encode_tokenises_as_the_core_does(tmp_path: Path) -> None:
     template = (
         "{% if tools %}{{ 'w39 ' }}{% endif %}{% for m in messages %}{{ m.content + ' ' }}"
         "{% if m.role == 'assistant' %}{{ '</s> ' }}{% endif %}{% endfor %}"
@@ -76,7 +76,7 @@ def test_a_row_that_cannot_be_encoded_is_named(tmp_path: Path) -> None:
         assert str(caught.value) == f"{path} line 1: {message}"
 
 
-def test_a_trainer_that_gives_a_wrong_tree_is_named_with_the_row(tmp_path: Path) -> None:
+def test_a_wrong_tree_is_an_error_with_the_trainer_and_the_row(tmp_path: Path) -> None:
     class Wrong(Raw):
         def example(self, row: Any) -> Example:
             return attrs.evolve(super().example(row), values={"rank": [1.0]})
@@ -89,7 +89,7 @@ def test_a_trainer_that_gives_a_wrong_tree_is_named_with_the_row(tmp_path: Path)
     )
 
 
-def test_a_trainer_that_returns_no_example_is_named_with_the_row(tmp_path: Path) -> None:
+def test_returning_no_example_is_an_error_with_the_trainer_and_the_row(tmp_path: Path) -> None:
     class Wrong(Raw):
         def example(self, row: Any) -> Any:
             return None

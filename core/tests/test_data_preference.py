@@ -171,7 +171,7 @@ def test_ranked_rows_keep_their_order_and_get_ranks() -> None:
     assert row.columns["ranks"] == [2.0, 1.0]
 
 
-def test_answers_between_which_nothing_is_preferred_give_no_row() -> None:
+def test_answers_without_a_preference_give_no_row() -> None:
     assert read("preference", prompt="say", chosen="one", rejected="one") == []
     talk = [user("say"), said("one")]
     assert read("preference", chosen=talk, rejected=talk) == []

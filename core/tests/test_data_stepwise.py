@@ -33,7 +33,7 @@ def test_a_separator_of_several_tokens_ends_with_the_label() -> None:
     assert row.columns["ends"] == [3, 6]
 
 
-def test_without_a_mark_a_step_ends_with_its_own_last_token() -> None:
+def test_without_a_separator_a_step_ends_with_its_last_token() -> None:
     (row,) = read("stepwise", Section(separator=""), **STEPS)
     assert texts(row)[1] == "[one] [two] [three]"
     assert row.columns["ends"] == [1, 2]
@@ -55,7 +55,7 @@ def test_with_a_placeholder_steps_end_with_it_and_the_separator_comes_between() 
         assert marked.columns["labels"] == [1.0, 0.25]
 
 
-def test_what_follows_the_last_placeholder_is_kept_without_a_label() -> None:
+def test_text_after_the_last_placeholder_is_kept_without_a_label() -> None:
     section = Section(placeholder="<step>")
     (row,) = read("stepwise", section, text="say one <step> two", labels=[0])
     assert texts(row) == ["", "[say] [one] [<step>] [two]"]

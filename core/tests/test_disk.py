@@ -24,7 +24,7 @@ def write_as_safetensors_does() -> None:
 
 
 @pytest.mark.parametrize("write", [write_text, write_tensor, write_as_safetensors_does])
-def test_a_full_disk_is_told_with_the_place(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_full_disk_is_reported_with_its_path(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         write()
     assert str(error.value) == (
@@ -96,7 +96,7 @@ def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (target / "weights").read_text() == "whole"
 
 
-def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path: Path) -> None:
+def test_a_new_folder_replaces_only_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for target, message in (
         (tmp_path, f"{tmp_path} is not empty; choose a new folder"),

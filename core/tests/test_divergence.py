@@ -144,7 +144,7 @@ def test_the_top_tokens_and_the_tail_are_as_many_outcomes_of_both_models(top: in
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_read_beside_the_loss_is_that_of_the_plain_formula() -> None:
+def test_the_metrics_beside_the_loss_equal_the_plain_formula() -> None:
     batch, whole = packed(), teacher()
     hidden, weight, _ = student()
     head, heat = Head(weight=weight), 2.0

@@ -49,7 +49,7 @@ def test_a_feature_that_lacks_something_is_shown_with_the_remedy(only_backends, 
     ]
 
 
-def test_what_every_run_needs_gives_exit_code_2(only_backends, capsys):
+def test_a_missing_requirement_of_every_run_gives_exit_code_2(only_backends, capsys):
     missing = Finding(subject="backend", here="none", state="missing", remedy="pip install it")
     only_backends(LIBAIO, missing)
     assert main(["doctor", "--json"]) == 2
@@ -85,7 +85,9 @@ def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_compiler_is_told_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_reported_with_the_feature_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = {each.subject: each for each in machine.describe_machine()}
     assert found["compiler"].state == ("ok" if shutil.which("c++") else "optional")
     assert found["host"].here.endswith(" GiB of memory")
@@ -99,7 +101,7 @@ def test_a_missing_compiler_is_told_with_what_needs_it(monkeypatch: pytest.Monke
     )
 
 
-def test_a_driver_without_a_torch_that_uses_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "output_of", lambda command: "580.82.07")
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     found = machine._devices()
@@ -107,12 +109,12 @@ def test_a_driver_without_a_torch_that_uses_it_is_told(monkeypatch: pytest.Monke
     assert found.here.startswith("NVIDIA driver 580.82.07, but torch ")
 
 
-def test_little_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LEAST_SHARED", 2**60)
     assert machine._shared_memory().remedy == "docker run --shm-size 8g"
 
 
-def test_a_requirement_that_is_not_satisfied_is_told_with_its_command(install) -> None:
+def test_an_unsatisfied_requirement_is_an_error_with_its_install_command(install) -> None:
     groups = {"backends": {"toy": "toy:plugin"}}
     requires = ["not-there>=1.2", "extra-of-another>=2; extra == 'fast'"]
     install("rlhf-toy", groups, {"toy": "import not_there"}, requires=requires)

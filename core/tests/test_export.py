@@ -36,7 +36,7 @@ def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_folders_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     for source in (tmp_path / "gone", run / "config.yaml", tmp_path):
         assert message(source, tmp_path / "out") == (

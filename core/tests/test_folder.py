@@ -108,7 +108,7 @@ def resumed(folder: Path, *words: str) -> Request:
     return read_config("sft", overrides=[*given, "--resume", *words])
 
 
-def test_the_budget_of_products_in_fp8_stays_as_it_is(tmp_path: Path) -> None:
+def test_auto_does_not_raise_the_budget_with_fp8(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     fp8 = ["--model.fp8", "tensorwise"]
     assert check_resumable(resumed(folder, *fp8, "--data.workers", "3"), folder) is None
@@ -120,7 +120,7 @@ def test_the_budget_of_products_in_fp8_stays_as_it_is(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path) -> None:
+def test_a_run_of_a_release_with_fewer_settings_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     request = resumed(folder, "--model.fp8", "tensorwise")
     begun = yaml.safe_load((folder / "config.yaml").read_text())
@@ -129,7 +129,7 @@ def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path) -> None:
     assert check_resumable(request, folder) is None
 
 
-def test_a_checkpoint_asked_for_by_name_must_be_there_though_no_run_is(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_named_must_exist(tmp_path: Path) -> None:
     assert check_resumable(request(tmp_path, resume=""), tmp_path) is None
     with pytest.raises(RLHFError) as error:
         check_resumable(request(tmp_path, resume="step-3"), tmp_path)
@@ -138,7 +138,7 @@ def test_a_checkpoint_asked_for_by_name_must_be_there_though_no_run_is(tmp_path:
     )
 
 
-def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RLHFError) as error:
         RunFolder(tmp_path / "file" / "run", fresh=True)
@@ -158,7 +158,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
     RunFolder(tmp_path, fresh=True).close()
 
 
-def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+def test_overwriting_removes_only_the_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
@@ -166,7 +166,7 @@ def test_overwriting_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
 
 
-def test_metrics_are_cut_back_to_the_checkpoint_and_a_torn_line_goes(tmp_path: Path) -> None:
+def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, fresh=True)
     for step in (1, 2, 3):
         folder.append_metrics({"step": step, "loss": 1.0})

@@ -52,13 +52,13 @@ def run(model_type: str, how: str) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("model_type", FUSED)
-def test_fused_layers_are_the_model_s_own(model_type: str) -> None:
+def test_fused_layers_equal_the_models_layers(model_type: str) -> None:
     pytest.importorskip("liger_kernel")
     same_by(model_type, "fused")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_oss"])
-def test_compiled_layers_are_the_model_s_own(model_type: str) -> None:
+def test_compiled_layers_equal_the_models_layers(model_type: str) -> None:
     same_by(model_type, "compiled")
 
 
@@ -74,7 +74,7 @@ def same_by(model_type: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_in_fp8_are_near_the_model_s_own(recipe: str) -> None:
+def test_products_in_fp8_are_near_the_models_products(recipe: str) -> None:
     pytest.importorskip("torchao")
     torch.manual_seed(0)
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128}

@@ -55,7 +55,7 @@ def test_gradients_are_the_same_and_less_is_kept(kind: str) -> None:
     assert whole - less >= 2 * 2 * 40 * width * 4
 
 
-def test_what_comes_out_is_the_same_without_a_gradient_too() -> None:
+def test_the_result_is_the_same_without_a_gradient() -> None:
     causal = model("LlamaConfig")
     with torch.no_grad():
         expected = causal(torch.arange(8)[None]).logits
@@ -63,7 +63,7 @@ def test_what_comes_out_is_the_same_without_a_gradient_too() -> None:
         assert torch.equal(causal(torch.arange(8)[None]).logits, expected)
 
 
-def test_a_layer_whose_activation_is_not_known_takes_the_product_it_is_given() -> None:
+def test_a_layer_with_an_unknown_activation_keeps_its_product() -> None:
     layer = torch.nn.Module()
     layer.gate_up_proj, layer.down_proj = torch.nn.Linear(4, 12), torch.nn.Linear(6, 4)
     recompute_products(torch.nn.ModuleList([layer]), {id(layer): torch.mul})
@@ -91,7 +91,7 @@ def test_a_frozen_layer_under_an_adapter_has_its_gradient() -> None:
     torch.testing.assert_close(gradient(forget=True), gradient(forget=False))
 
 
-def test_what_is_not_known_is_refused_with_the_alternative() -> None:
+def test_unsupported_gates_and_devices_are_refused() -> None:
     config = transformers.GPT2Config()
     with pytest.raises(RLHFError, match=r"^model\.recompute selective does not support "):
         check_gates_known(config, "selective")

@@ -169,7 +169,7 @@ def test_an_interrupt_in_an_observer_passes(error: BaseException) -> None:
         observers.on_step(run=RUN, step=1, metrics={"counts": []})  # type: ignore[dict-item]
 
 
-def test_core_answers_build_schedule_where_the_backend_does_not() -> None:
+def test_core_implements_build_schedule_if_the_backend_does_not() -> None:
     import torch
 
     from rlhf.config.sections import Config

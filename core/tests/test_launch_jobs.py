@@ -269,7 +269,7 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
         ),
     ],
 )
-def test_what_cannot_be_launched_is_refused(
+def test_impossible_launches_are_refused(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     words: list[str], message: str,
 ) -> None:  # fmt: skip

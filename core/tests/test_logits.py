@@ -88,7 +88,7 @@ def test_a_gradient_that_is_one_number_everywhere_is_read_row_by_row(kernels: Mo
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_is_not_a_number_is_not_hidden(kernels: ModuleType) -> None:
+def test_logits_that_are_not_finite_are_not_hidden(kernels: ModuleType) -> None:
     logits, targets, _ = drawn()
     logits[0, 5], logits[1, 7] = torch.nan, torch.inf
     found = kernels.read_rows(logits, targets, 1.0, None)[1]
@@ -96,7 +96,7 @@ def test_what_is_not_a_number_is_not_hidden(kernels: ModuleType) -> None:
     assert torch.isfinite(found[2:]).all()
 
 
-def test_the_first_of_equally_likely_tokens_is_the_likeliest(kernels: ModuleType) -> None:
+def test_the_first_of_equally_likely_tokens_is_the_prediction(kernels: ModuleType) -> None:
     logits = torch.zeros(2, 200)
     logits[:, [70, 150]] = 3.0
     correct = kernels.read_rows(logits, torch.tensor([70, 150]), 1.0, None)[3]

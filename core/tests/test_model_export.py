@@ -126,7 +126,7 @@ def adapted(base: Path) -> PackedModel:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_an_adapter_is_exported_alone_and_merges_into_its_base(
+def test_only_the_adapter_is_exported_and_it_merges_into_its_base(
     whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
@@ -150,7 +150,7 @@ def test_an_adapter_is_exported_alone_and_merges_into_its_base(
     assert GenerationConfig.from_pretrained(merged).eos_token_id == [2, 1]
 
 
-def test_merging_tells_what_is_wrong(tmp_path: Path) -> None:
+def test_merging_reports_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path / "out"))
     assert str(caught.value) == (

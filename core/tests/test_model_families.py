@@ -61,7 +61,7 @@ def check_against_truth(name: str, path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_chosen_path_gives_the_models_own_logprobs_and_gradients(name: str) -> None:
+def test_the_chosen_path_gives_the_models_logprobs_and_gradients(name: str) -> None:
     check_against_truth(name, family(name).choice.path)
 
 
@@ -72,7 +72,7 @@ def test_every_path_below_tree_gives_the_same(name: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_probe_takes_tree_attention_where_it_is_right(name: str) -> None:
+def test_the_probe_chooses_tree_attention_if_it_is_right(name: str) -> None:
     choice = family(name).choice
     assert (choice.path, choice.reason) == ("tree", "")
 
@@ -91,7 +91,7 @@ def test_the_probe_pads_rows_for_the_others_and_says_why(name: str, reason: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_head_gives_the_models_own_logits(name: str) -> None:
+def test_the_head_gives_the_models_logits(name: str) -> None:
     module = family(name).module
     module.path = "separate"
     tokens = torch.arange(3, 40)
@@ -102,7 +102,7 @@ def test_the_head_gives_the_models_own_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "GPT-OSS", "Cohere 2"])
-def test_generation_under_our_attention_is_the_models_own(name: str) -> None:
+def test_generation_under_our_attention_equals_the_models(name: str) -> None:
     module = family(name).module
     tokens = torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(tokens)

@@ -60,7 +60,7 @@ class AsksItsMask(LlamaForCausalLM):
         )
 
 
-def test_a_model_that_drops_the_tree_is_found_out() -> None:
+def test_the_probe_detects_a_model_that_ignores_the_tree() -> None:
     choice = choose_path(
         engine_of(seeded(DropsItsMask, LlamaConfig(**SIZES, pad_token_id=0))), Mesh()
     )
@@ -89,7 +89,7 @@ def test_rounding_to_16_bits_is_not_taken_for_an_error(precision: str, config_cl
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_wrong_mask_is_found_in_16_bits_too(precision: str) -> None:
+def test_the_probe_detects_a_wrong_mask_in_16_bits_too(precision: str) -> None:
     causal = seeded(DropsItsMask, LlamaConfig(**SIZES, pad_token_id=0))
     causal = causal.to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     assert choose_path(engine_of(causal, precision), Mesh()).path == "padded"

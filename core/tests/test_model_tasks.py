@@ -92,7 +92,7 @@ def padded(pad: int, side: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("task", ["sequence", "token"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_backbone_is_the_language_models_and_the_head_follows_the_seed_alone(
+def test_the_backbone_is_the_language_models_and_the_head_depends_only_on_the_seed(
     family: str, task: str, bases: dict[str, str]
 ) -> None:
     torch.rand(3)
@@ -128,7 +128,7 @@ def test_a_classifier_that_is_trained_further_keeps_its_head(
 
 @pytest.mark.parametrize("task", ["sequence", "token"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_probe_takes_tree_attention_for_classifiers(
+def test_the_probe_chooses_tree_attention_for_classifiers(
     family: str, task: str, bases: dict[str, str]
 ) -> None:
     engine: Any = BareEngine(load(bases[family], task))

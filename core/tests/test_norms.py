@@ -92,7 +92,7 @@ class Outside(LlamaRMSNorm):
         (Outside(48), None),
     ],
 )
-def test_a_norm_is_found_by_what_it_computes(
+def test_a_norm_is_recognised_by_what_it_computes(
     module: torch.nn.Module, formula: Formula | None
 ) -> None:
     with torch.random.fork_rng():
@@ -124,7 +124,7 @@ def test_a_norm_on_the_meta_device_keeps_its_input_and_a_number_for_each_row() -
         ("GPT-2", ""),
     ],
 )
-def test_what_is_fused_without_liger_is_reported(
+def test_layers_fused_without_liger_are_reported(
     family: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(name: str) -> str:

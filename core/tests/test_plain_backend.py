@@ -45,7 +45,7 @@ def test_the_norm_is_that_before_clipping():
     assert clipped.norms[0] > 0.5
 
 
-def test_a_gradient_that_is_no_number_moves_nothing():
+def test_a_gradient_that_is_not_finite_changes_no_weight():
     _, before, _ = follow(PlainBackend(), Case(config=configure(), steps=1))
     poisoned = Case(config=configure(), steps=2, poison=(1, 0))
     outcome, after, _ = follow(PlainBackend(), poisoned)
@@ -89,7 +89,7 @@ def test_a_precision_it_does_not_have_is_refused():
     )
 
 
-def test_loading_names_what_the_weights_did_not_have():
+def test_loading_names_the_missing_weights():
     backend, module = PlainBackend(), Packed(tied=False)
     plan = backend.configure_zero(configure(), Mesh(), shape())
     given = initial_weights(tied=False)
@@ -97,7 +97,7 @@ def test_loading_names_what_the_weights_did_not_have():
     assert backend.load_weights(module, given, plan, Mesh()) == ("model.layers.0.up.bias",)
 
 
-def test_generation_runs_in_evaluation_mode_and_gives_the_mode_back():
+def test_generation_runs_in_evaluation_mode_and_restores_the_mode():
     backend = PlainBackend()
     _, engine, _ = start(backend, Case(config=configure()))
     engine.train()

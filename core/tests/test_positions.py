@@ -41,7 +41,7 @@ def test_a_table_of_positions_ends_and_that_is_reported_before_the_weights_load(
     )
 
 
-def test_positions_that_are_computed_continue_and_a_line_says_so() -> None:
+def test_computed_positions_continue_and_a_line_says_so() -> None:
     assert check_positions(model("llama"), 32, "policy m") == []
     assert check_positions(model("llama"), 33, "policy m") == [
         "positions  policy m has 32 positions but the longest row has 33 tokens: tokens past "

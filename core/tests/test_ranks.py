@@ -76,7 +76,7 @@ def test_a_failure_names_its_rank_and_the_pool_recovers(pool):
     assert pool.run(total, [1.0, 1.0], Note(""))[0][0] == 2.0
 
 
-def test_a_process_that_dies_is_told_with_its_exit_code(pool):
+def test_the_error_of_a_dead_process_has_its_exit_code(pool):
     with pytest.raises(RankFailure) as error:
         pool.run(die_on_one)
     assert "rank 1 of 2 in die_on_one: the process died with exit code 7" in str(error.value)

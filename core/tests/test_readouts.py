@@ -140,7 +140,7 @@ def test_an_answers_logprob_is_the_sum_over_its_tokens() -> None:
     torch.testing.assert_close(read["logprobs"], torch.stack((tokens[:3].sum(), tokens[3:].sum())))
 
 
-def test_hidden_states_are_read_at_the_asked_places() -> None:
+def test_hidden_states_are_read_at_the_requested_positions() -> None:
     hidden, weight, _ = inputs(torch.float32)
     read = hidden_at(torch.tensor([9, 0]))(hidden, Head(weight=weight), packed())
     torch.testing.assert_close(read["hidden"], hidden[[9, 0]])

@@ -37,7 +37,7 @@ def test_the_cache_equals_an_engine_for_every_row(folder: Path) -> None:
         assert int((~values.isnan()).sum()) == len(batch.predict)
 
 
-def test_the_cache_is_computed_once_and_found_by_the_next_run(folder: Path) -> None:
+def test_the_cache_is_computed_once_and_used_by_the_next_run(folder: Path) -> None:
     first, second = make_run(folder), make_run(folder)
     first.reference("cache")
     second.reference("cache")

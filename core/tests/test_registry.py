@@ -39,7 +39,7 @@ def test_the_list_of_our_own_plugins_is_what_the_folder_plugins_holds() -> None:
     assert KNOWN.read_text() == known_plugins(), f"write it anew: python {__file__}"
 
 
-def test_metadata_alone_lists_a_plugin_that_does_not_import(install: Install) -> None:
+def test_a_plugin_that_cannot_be_imported_is_listed_from_metadata(install: Install) -> None:
     groups = {"trainers": {"bad": "bad_plugin:plugin"}}
     install("rlhf-bad", groups, {"bad_plugin": "raise ValueError('at import')"})
     (row,) = installed()
@@ -64,7 +64,7 @@ def test_a_plugin_that_does_not_import_names_its_distribution_and_the_exception(
     )
 
 
-def test_an_unknown_name_gets_what_is_near_and_what_is_installed(toy: Path) -> None:
+def test_an_unknown_name_gets_a_near_match_and_the_installed_names(toy: Path) -> None:
     assert error_of(find, "trainer", "toi") == (
         "trainer 'toi' is not installed (did you mean 'toy'?); available: toy (rlhf-toy 1.0)"
     )
@@ -89,7 +89,7 @@ def test_an_install_is_proposed_for_our_own_plugins_only(toy: Path) -> None:
     )
 
 
-def test_two_distributions_with_one_name_are_told_apart_by_an_at_sign(
+def test_two_distributions_with_one_name_are_distinguished_by_an_at_sign(
     toy: Path, install: Install
 ) -> None:
     install("other-toy", {"trainers": {"toy": "other:plugin"}}, version="2.0")
@@ -122,7 +122,7 @@ def test_a_distribution_that_is_found_twice_is_one(install: Install, tmp_path: P
         ("rlhf_core>=0.2,<0.3", "it needs rlhf_core>=0.2,<0.3, but rlhf-core 0.1.0 is installed"),
     ],
 )
-def test_a_range_of_core_that_does_not_hold_is_told_from_metadata(
+def test_an_unsatisfied_version_of_core_is_reported_from_metadata(
     install: Install, requirement: str, problem: str | None
 ) -> None:
     install("rlhf-old", {"trainers": {"old": "old_plugin:plugin"}}, requires=[requirement])
@@ -200,7 +200,7 @@ def test_an_import_string_reaches_the_object_or_says_what_failed(toy: Path) -> N
     )
 
 
-def test_a_users_own_import_string_reaches_the_current_folder_after_all_else(
+def test_an_import_string_of_a_user_searches_the_current_folder_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])

@@ -27,7 +27,7 @@ from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, Term
 
 
-def test_what_is_alive_and_the_most_that_was_are_counted_once() -> None:
+def test_live_and_peak_bytes_are_counted_once() -> None:
     given = torch.zeros(1000)
     with LiveBytes(known=[given]) as counter:
         twice = given * 2
@@ -82,11 +82,11 @@ def test_the_optimizers_step_can_be_the_peak() -> None:
     )
 
 
-def test_gradients_are_not_there_yet_where_a_step_is_one_micro_batch() -> None:
+def test_gradients_do_not_exist_yet_in_the_only_micro_batch_of_a_step() -> None:
     assert attrs.evolve(ESTIMATE, accumulates=False).peak == 69 * GIB
 
 
-def test_gradients_can_be_there_before_the_last_activations_are_gone() -> None:
+def test_gradients_can_exist_beside_the_last_activations() -> None:
     estimate = attrs.evolve(ESTIMATE, accumulates=False, growing=50 * GIB)
     assert estimate.peak == 74 * GIB
     assert str(estimate) == (
@@ -122,7 +122,7 @@ class Chain:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("embedding", "depth"), [(5000, 2), (8, 6), (8, 1)])
-def test_what_grows_is_what_a_step_with_its_gradients_takes(
+def test_growing_gradients_are_counted_like_those_of_a_step(
     embedding: int, depth: int, again: bool
 ) -> None:
     chain: Any = Chain(embedding, 64, depth, again=again)
@@ -211,7 +211,7 @@ def test_gradients_that_wait_for_their_reduction_come_and_go(
     assert estimate.states == {"policy": {"weights": 1000}}
 
 
-def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> None:
+def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) -> None:
     peak = fit_of(words, GIB).estimate.peak
     line = fit_of(words, GIB).line()
     assert line.startswith(f"memory     {gib(peak)} GiB at the peak: weights ")
@@ -219,7 +219,7 @@ def test_the_line_says_what_there_is_and_whether_it_fits(words: list[str]) -> No
     assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit")
 
 
-def test_compiled_layers_that_are_computed_again_keep_their_inputs_alone(words: list[str]) -> None:
+def test_recomputed_compiled_layers_keep_only_their_inputs(words: list[str]) -> None:
     def activations(**more: str) -> int:
         options = [word for name, value in more.items() for word in (f"--model.{name}", value)]
         return fit_of([*words, *options], GIB).estimate.activations
@@ -243,7 +243,7 @@ def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
     )
 
 
-def test_where_nothing_is_left_to_lower_another_way_is_named(words: list[str]) -> None:
+def test_if_no_setting_can_be_lowered_another_way_is_named(words: list[str]) -> None:
     one_row = ["--batch.size", "1", "--model.recompute", "full"]
     fit = fit_of([*words, *one_row], 1000)
     assert str(fit.error(torch.OutOfMemoryError("no more"))).endswith(
@@ -283,7 +283,7 @@ def test_attention_that_is_not_ours_is_not_guessed(words: list[str], tmp_path: P
     )
 
 
-def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
+def test_with_unknown_memory_the_line_only_has_the_estimate(words: list[str]) -> None:
     fit = on_accelerator(words, 0)
     assert fit.line().endswith(" tokens at once)")
 
@@ -298,7 +298,7 @@ def test_without_a_known_memory_nothing_is_concluded(words: list[str]) -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_every_library_says_in_its_own_way_that_no_memory_is_left(
+def test_the_out_of_memory_errors_of_all_libraries_are_recognised(
     error: Exception, is_it: bool
 ) -> None:
     assert ran_out(error) == is_it

@@ -57,7 +57,7 @@ def rolled(rank: int, **options: int) -> Any:
     return roll_out(trainer, order(rank, **options), plan(), Mesh())
 
 
-def test_a_step_is_laid_out_and_packed_anew() -> None:
+def test_new_examples_are_laid_out_and_packed() -> None:
     shares = [rolled(rank) for rank in range(2)]
     for replaced, batches in shares:
         assert replaced.lengths.tolist() == [9, 3, 7]
@@ -70,13 +70,13 @@ def test_a_step_is_laid_out_and_packed_anew() -> None:
     assert 3 in first.tokens
 
 
-def test_what_is_averaged_over_is_counted_from_the_new_examples() -> None:
+def test_totals_are_counted_from_the_new_examples() -> None:
     counts = [rolled(rank)[0].totals for rank in range(2)]
     both = {name: counts[0][name] + counts[1][name] for name in counts[0]}
     assert both == {"examples": 3.0, "answers": 3.0, "tokens": 8.0, "labels": 8.0}
 
 
-def test_an_answer_beyond_the_budget_is_told_with_its_row() -> None:
+def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
     with pytest.raises(RLHFError) as error:
         rolled(0, tokens=8)
     assert str(error.value) == (
@@ -94,7 +94,7 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
     torch.testing.assert_close(shares, (logits / temperature).softmax(-1), atol=0.03, rtol=0)
 
 
-def test_a_draw_depends_on_its_own_seed_alone() -> None:
+def test_a_sample_depends_only_on_its_seed() -> None:
     scores = torch.zeros(3, 50)
     together = Noise([7, 8, 9], 1.0, torch.device("cpu"))
     alone = Noise([9], 1.0, torch.device("cpu"))

@@ -90,7 +90,7 @@ def test_ranks_of_a_tensor_axis_count_once(two: Ranks) -> None:
         assert {name: steps[0][name] for name in WHOLE} == WHOLE
 
 
-def test_the_total_of_a_value_is_read_only_where_a_term_needs_it() -> None:
+def test_the_total_of_a_value_is_read_only_if_a_term_needs_it() -> None:
     totals = StepTotals(
         {"examples": 4.0}, {"kl": torch.tensor([1.0, 2.5]), "answers": torch.ones(2)}
     )

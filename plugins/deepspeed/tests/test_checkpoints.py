@@ -111,7 +111,7 @@ def test_a_checkpoint_over_bf16_states_resumes_whoever_clipped_it(single, tmp_pa
 
 
 @pytest.mark.parametrize("settings", LAYOUTS[:4], ids=str)
-def test_an_adapter_is_saved_alone_and_resumes(pair, tmp_path, settings):
+def test_only_the_adapter_is_saved_and_it_resumes(pair, tmp_path, settings):
     plain = follow(PlainBackend(), Case(config=configure(), adapter=True))[0]
     options = {"config": configure(DeepSpeedConfig(**settings)), "adapter": True}
     outcome, weights = pair.run(run, Case(**options, save=(2, tmp_path)))[0]

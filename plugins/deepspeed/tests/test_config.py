@@ -79,7 +79,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "text"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_would_have_no_effect_is_refused(settings, text):
+def test_settings_without_effect_are_refused(settings, text):
     with pytest.raises(RLHFError) as error:
         check(config(**settings))
     assert str(error.value) == text
@@ -115,7 +115,7 @@ def test_another_precision_is_refused(model, states, text):
     assert str(error.value) == text
 
 
-def test_what_a_later_deepspeed_brought_is_refused_before(monkeypatch):
+def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch):
     run = config(stage=2, config={"zero_optimization": {"contiguous_gradients": False}})
     check(run)
     monkeypatch.setattr(section_of, "installed_version", lambda: "0.19.4")
@@ -222,7 +222,7 @@ def test_the_names_of_others_are_names_of_presets(name, ours):
     assert resolve(run.backend_section).stage == preset.stage
 
 
-def test_presets_fill_what_is_not_given():
+def test_presets_fill_unset_settings():
     assert resolve(DeepSpeedConfig()) == Resolved(
         stage="auto", offload_optimizer=False, offload_param=False
     )
@@ -312,7 +312,7 @@ def test_auto_takes_no_stage_at_which_layers_are_not_compiled(asked):
     assert not any("stage 3" in setting for setting in made.lighter)
 
 
-def test_the_summary_says_why():
+def test_the_summary_states_the_reason():
     assert plan(8, 80 * GIB).summary == (
         "ZeRO 1 (the first whose states fit: 38.50 GiB in 60% of 80.0 GiB), bf16, 8 ranks, "
         "FusedAdam"
@@ -341,7 +341,7 @@ def test_at_stage_3_gradients_wait_where_the_optimizer_is():
 
 
 @pytest.mark.parametrize(("stage", "bytes_each"), [(1, 4), (2, 4), (3, 6)])
-def test_states_in_bf16_need_masters_at_stage_3_alone(stage, bytes_each):
+def test_states_in_bf16_need_masters_only_at_stage_3(stage, bytes_each):
     run = evolve(config(), optim=OptimConfig(states="bf16"))
     parts = estimate(run, plan(8, 80 * GIB, stage=stage), SHAPE, world=8, trained=True)
     assert parts["optimizer"] == bytes_each * SHAPE.trainable // 8
@@ -379,7 +379,9 @@ def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
     ("billions", "layers", "elements"),
     [(0.5, 24, 50_000_000), (1.6, 16, 91_808_000), (7.0, 32, 200_000_000)],
 )
-def test_what_is_reduced_beside_backward_is_a_layer_within_bounds(billions, layers, elements):
+def test_a_bucket_reduced_beside_backward_has_the_size_of_a_layer_within_bounds(
+    billions, layers, elements
+):
     size = int(billions * 10**9)
     shape = evolve(
         SHAPE, parameters=size + SHAPE.head, trainable=size, layers=layers, lookup=SHAPE.head
@@ -414,7 +416,7 @@ def test_buckets_are_even_as_deepspeed_demands():
         assert given.settings["zero_optimization"]["allgather_bucket_size"] == 12_346
 
 
-def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():
+def test_every_setting_that_deepspeed_would_choose_is_set():
     settings = plan(2, 80 * GIB, stage=3, persistence_threshold=0).settings
     assert settings["gradient_clipping"] == 0.5
     assert settings["timers"] == {"throughput": {"enabled": False}}
@@ -430,7 +432,7 @@ def test_the_settings_always_say_what_deepspeed_would_choose_by_itself():
     }
 
 
-def test_what_would_take_less_is_named_with_its_size():
+def test_settings_that_take_less_memory_are_named_with_their_size():
     assert plan(8, 80 * GIB, stage=1).lighter == (
         "deepspeed.stage 2 (26.2 GiB of states instead of 38.5)",
         "deepspeed.stage 3 (15.0 GiB of states instead of 38.5)",
@@ -449,7 +451,7 @@ def test_what_would_take_less_is_named_with_its_size():
     [{"stage": 0}, {"stage": 1}, {"preset": "zero1"}, {"preset": "zero1_offload"}, {}],
     ids=str,
 )
-def test_what_is_named_goes_with_what_is_set(settings):
+def test_advised_settings_are_valid_with_the_configured_ones(settings):
     made = plan(8, 800 * GIB, **settings).lighter
     assert made
     for words in made:
@@ -487,7 +489,7 @@ def test_parameters_on_the_host_are_no_states_of_the_accelerator():
     assert zero._needed(run, resolved, SHAPE, mesh, 3) < SHAPE.trainable * 2
 
 
-def test_what_is_refused_beside_states_in_bf16_is_no_advice():
+def test_advice_never_names_a_setting_that_conflicts_with_bf16_states():
     mesh = Mesh(world=1, device=torch.device("cpu"), memory=80 * GIB)
     run = evolve(
         config(stage=1), model=ModelConfig(dtype="bf16"), optim=OptimConfig(states="bf16", clip=0.5)

@@ -103,7 +103,7 @@ def test_a_loss_may_run_the_model_twice_before_backward(pair, plain, settings):
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
-def test_without_clipping_the_norm_is_still_told(pair, settings):
+def test_without_clipping_the_norm_is_still_reported(pair, settings):
     plain = follow(PlainBackend(), Case(config=configure(clip=0.0), steps=2))[0]
     case = Case(config=configure(DeepSpeedConfig(**settings), clip=0.0), steps=2)
     outcome, _ = pair.run(run, case)[0]
@@ -112,7 +112,7 @@ def test_without_clipping_the_norm_is_still_told(pair, settings):
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
-def test_bf16_keeps_fp32_masters_and_takes_no_phantom_step(pair, plain, settings):
+def test_bf16_keeps_fp32_masters_and_takes_no_extra_step(pair, plain, settings):
     config = configure(DeepSpeedConfig(**settings), dtype="bf16")
     outcome, weights = pair.run(run, Case(config=config))[0]
     assert outcome.losses == pytest.approx(plain.losses, rel=5e-3)
@@ -198,7 +198,7 @@ def test_an_update_in_bf16_clips_by_itself(pair, plain, settings, micro_batches)
 
 
 @pytest.mark.parametrize("settings", STAGES, ids=str)
-def test_an_update_in_bf16_leaves_out_what_is_no_number_by_itself(pair, settings):
+def test_an_update_in_bf16_skips_gradients_that_are_not_finite(pair, settings):
     config = configure(DeepSpeedConfig(**settings), dtype="bf16", states="bf16")
     before = pair.run(run, Case(config=config, steps=1))[0][1]
     for outcome, after in pair.run(run, Case(config=config, steps=2, poison=(1, 1))):

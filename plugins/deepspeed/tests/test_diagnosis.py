@@ -38,7 +38,7 @@ def test_a_deepspeed_newer_than_the_tested_ones_lacks_the_patches_for_speed(vers
     assert newer.remedy == f"pip install 'deepspeed=={diagnosis.NEWEST}'"
 
 
-def test_what_a_later_deepspeed_brought_is_told_before(version):
+def test_a_setting_that_needs_a_newer_deepspeed_is_reported(version):
     version("0.19.4")
     ok, lacks = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
     assert (ok.state, lacks.state) == ("ok", "optional")
@@ -53,7 +53,7 @@ def test_an_accelerator_without_bf16_needs_another_dtype(monkeypatch):
     assert found("model.dtype").remedy == "set model.dtype to fp16"
 
 
-def test_gloo_is_what_ranks_on_the_cpu_use():
+def test_ranks_on_the_cpu_use_gloo():
     assert (found("communication").state, found("communication").here) == ("ok", "gloo")
 
 
@@ -64,7 +64,7 @@ def test_an_operator_is_compiled_or_will_be(cpu_adam, tmp_path):
     assert cpu_adam().here == "compiled"
 
 
-def test_an_operator_without_a_compiler_is_told_with_its_substitute(cpu_adam, monkeypatch):
+def test_a_missing_compiler_is_reported_with_the_optimizer_used_instead(cpu_adam, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     lacks = cpu_adam()
     assert lacks.here == "cannot be compiled: no-such-compiler is missing"
@@ -73,12 +73,12 @@ def test_an_operator_without_a_compiler_is_told_with_its_substitute(cpu_adam, mo
     monkeypatch.undo()
 
 
-def test_an_operator_without_ninja_is_told(cpu_adam, monkeypatch):
+def test_missing_ninja_is_reported(cpu_adam, monkeypatch):
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
     assert cpu_adam().remedy == "pip install ninja"
 
 
-def test_libaio_is_told(cpu_adam, monkeypatch, capfd):
+def test_missing_libaio_is_reported(cpu_adam, monkeypatch, capfd):
     builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
     monkeypatch.setattr(builder, "has_function", lambda *_, **__: False)
     lacks = found("async_io")

@@ -104,7 +104,7 @@ def reduced_beside(offload):
     return found, optimizer.overlap_comm
 
 
-def test_compute_waits_for_reductions_and_what_they_read_is_kept(pair):
+def test_compute_waits_for_reductions_and_keeps_the_tensors_that_they_read(pair):
     waits = ["reduction waits for compute", "compute waits for reduction"]
     kept = f"{A_WEIGHT} for reduction"
     found, overlaps = pair.run(reduced_beside, False)[0]
@@ -183,7 +183,7 @@ def reduced_again():
         backend.close_mesh(mesh)
 
 
-def test_a_gradient_that_comes_after_its_reduction_is_not_lost_in_silence(pair):
+def test_a_gradient_after_its_reduction_is_an_error(pair):
     assert pair.run(reduced_again)[0] == (
         "a gradient of shape (16, 32) arrived again after it was reduced, as with "
         "torch.utils.checkpoint and use_reentrant=True; recompute with use_reentrant=False"
@@ -239,7 +239,7 @@ def came_on_two_streams():
     return found
 
 
-def test_a_gradient_that_came_on_another_stream_is_waited_for(pair):
+def test_reduction_waits_for_a_gradient_from_another_stream(pair):
     assert pair.run(came_on_two_streams)[0] == [
         "compute waits for other",
         "copied on compute",

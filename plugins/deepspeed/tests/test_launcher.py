@@ -54,7 +54,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     assert messages[1] in (missing, "rank 0 ended before all ranks had connected\n")
 
 
-def test_a_rank_that_does_not_reach_the_first_says_where_it_tried() -> None:
+def test_a_rank_that_does_not_reach_rank_0_names_the_address() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # Nothing listens here.
         port = probe.getsockname()[1]

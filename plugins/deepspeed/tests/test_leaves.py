@@ -36,7 +36,7 @@ def test_every_layer_is_gathered_as_one() -> None:
     assert leaves == ["model.layers.0", "model.layers.1", "model.layers.2"]
 
 
-def test_of_a_mixture_the_experts_alone_are() -> None:
+def test_only_the_experts_of_a_mixture_are_leaves() -> None:
     causal = decoder("MixtralConfig", num_local_experts=2, num_experts_per_tok=1)
     experts = mark_experts(causal)
     assert len(experts) == 3

@@ -38,7 +38,7 @@ def test_a_linear_layer_gives_what_torchs_own_gives(shape):
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4)], ids=str)
-def test_what_it_gives_can_be_changed_in_place(shape):
+def test_its_result_can_be_changed_in_place(shape):
     module = layer()
     inputs = torch.randn(shape, dtype=torch.float64, requires_grad=True), module.weight, module.bias
     twice = linear(*inputs)
@@ -59,7 +59,7 @@ def test_a_layer_that_is_computed_again_gives_the_same_gradients():
         torch.testing.assert_close(own, other)
 
 
-def test_it_takes_torchs_names():
+def test_it_accepts_the_names_of_torch():
     module = layer()
     hidden = torch.randn(5, 4, dtype=torch.float64)
     assert linear(input=hidden, weight=module.weight, bias=None).shape == (5, 3)

@@ -42,7 +42,7 @@ SHARDED = [{"stage": 3}, {"stage": 3, "persistence_threshold": 0}, {"preset": "z
         pytest.param("nowhere", marks=pytest.mark.matrix),
     ],
 )
-def test_a_gradient_counts_whoever_has_it(pair, heads):
+def test_a_gradient_counts_on_any_rank(pair, heads):
     expected, _ = pair.run(norms_of, {"stage": 0}, HEADS[heads])
     for settings in [*ON_ANY_RANK, *(SHARDED if heads in ALIKE else [])]:
         for found in pair.run(norms_of, settings, HEADS[heads]):
@@ -51,7 +51,7 @@ def test_a_gradient_counts_whoever_has_it(pair, heads):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("heads", ALIKE)
-def test_a_gradient_counts_in_whichever_micro_batch_it_comes(single, heads):
+def test_a_gradient_counts_in_any_micro_batch(single, heads):
     (expected,) = single.run(norms_of, {"stage": 0}, HEADS[heads])
     for settings in (*ON_ANY_RANK, *SHARDED):
         (found,) = single.run(norms_of, settings, HEADS[heads])
@@ -90,7 +90,7 @@ def step_under(changes, settings, dtype="fp32"):
     ],
     ids=str,
 )
-def test_what_lies_otherwise_is_left_to_deepspeed(pair, changes, settings, dtype):
+def test_other_layouts_are_left_to_deepspeed(pair, changes, settings, dtype):
     if changes is APART and older(installed_version(), "0.19.8"):
         with pytest.raises(RankFailure, match="adds up gradients wrongly"):
             pair.run(step_under, changes, settings, dtype)
@@ -119,5 +119,5 @@ def made(settings):
     return counted
 
 
-def test_zeros_are_made_for_what_never_came_alone(pair):
+def test_zeros_are_made_only_for_missing_gradients(pair):
     assert pair.run(made, {"stage": 2, "bucket_size": 400}) == [[(32, 16)]] * 2

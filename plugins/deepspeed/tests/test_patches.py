@@ -26,7 +26,7 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 
 
 @pytest.mark.parametrize("target", [item for item in TARGETS if item.startswith("deepspeed.")])
-def test_a_target_is_what_its_patch_was_written_for(target):
+def test_the_source_of_each_target_is_that_of_the_tested_versions(target):
     found = find(target, installed())
     assert found is not None, f"{target} is missing"
     digest, names = found
@@ -121,7 +121,7 @@ def test_patches_of_modules_end_with_their_run(single):
     assert after == set()
 
 
-def test_without_patches_for_speed_torchs_linear_comes_back_from_deepspeed(single):
+def test_without_speed_patches_deepspeed_restores_torchs_linear(single):
     ((during, after),) = single.run(patched, {"stage": 3, "patches": "correctness"})
     assert during & FOR_SPEED == {"linear"}
     assert after == set()
@@ -144,7 +144,7 @@ def names(stage=3, *, version=NEWEST, **changes):
         return names_for(stage, **asked | changes)
 
 
-def test_a_newer_deepspeed_gets_what_correct_results_need(monkeypatch):
+def test_a_newer_deepspeed_gets_only_the_patches_for_correctness(monkeypatch):
     needed = names(setting="correctness")
     assert needed == names(version="0.19.9") != names()
     assert {PATCHES[name].kind for name in needed} == {"correctness"}

@@ -73,7 +73,7 @@ def test_every_key_of_deepspeeds_is_tried():
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_deepspeeds_own_key_reaches_it_and_keeps_the_curve(pair, plain, key):
+def test_a_deepspeed_key_of_the_configuration_keeps_the_curve(pair, plain, key):
     (row,) = (row for row in CAPABILITIES if row.setting == f"{RAW}{key}")
     section, name = key.split(".")
     raw = {section: {name: VALUES[key]}}

@@ -19,7 +19,7 @@ def test_rounding_takes_one_of_the_two_neighbours_and_is_right_on_average():
         assert float(found.mean()) == pytest.approx(value, abs=0.01 * ULP)
 
 
-def test_a_value_of_bf16_stays_what_it_is():
+def test_a_bf16_value_is_rounded_to_itself():
     values = torch.randn(1000).bfloat16().float()
     values[:4] = torch.tensor([0.0, 1.0, -3.5, 2.0**-126])
     assert torch.equal(rounded_(values.clone()), values)
@@ -89,13 +89,13 @@ def test_ranks_that_hold_the_same_weights_round_them_alike():
     assert not torch.equal(one, moved(seed=1))
 
 
-def test_every_step_draws_anew():
+def test_every_step_has_new_draws():
     first, second = moved(), moved(steps=2)
     stayed = (first == 1.0) & (second < 1.0)
     assert 0 < int(stayed.sum()) < 1000
 
 
-def test_a_factor_scales_the_gradient_and_one_that_is_no_number_moves_nothing():
+def test_a_factor_scales_the_gradient_and_nan_changes_no_weight():
     def run(size, factor):
         weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
         rounded = optimizer(weight)
@@ -148,7 +148,7 @@ def test_the_kernel_rounds_the_same_update_stochastically(kernel):
             assert float(error) < 0.7 * float((nearest - expected).abs().mean())
 
 
-def test_the_kernel_moves_nothing_by_a_factor_that_is_no_number(kernel):
+def test_the_kernel_changes_nothing_by_a_factor_that_is_not_finite(kernel):
     piece = tuple(torch.randn(300).bfloat16() for _ in range(4))
     kept = [tensor.clone() for tensor in piece]
     values = (0.1, 0.001, 1e-8, 1.0, 1e-3, 1.0)

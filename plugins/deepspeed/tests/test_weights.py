@@ -84,7 +84,7 @@ def test_names_that_the_weights_do_not_have_come_back_on_every_rank(pair):
         assert missing == ("model.layers.0.up.bias",)
 
 
-def test_a_weight_of_another_shape_is_told_on_every_rank(pair):
+def test_a_weight_of_another_shape_is_an_error_on_every_rank(pair):
     for text, *_ in pair.run(sharded, {"model.layers.1.up.weight": torch.zeros(3, 5)}):
         assert text == (
             "the weight model.layers.1.up.weight has the shape [3, 5] but the model expects [32, "
@@ -165,7 +165,7 @@ class HybridLayer(nn.Module):
         self.experts = nn.ModuleList(Expert() for _ in range(2))
 
 
-def test_blocks_of_experts_are_found_by_structure_and_layers_are_not():
+def test_blocks_of_experts_are_recognised_by_structure():
     model = nn.Module()
     model.layers = nn.ModuleList([Block(), Stacked(), HybridLayer(), nn.Linear(4, 4)])
     assert expert_blocks(model) == ["layers.0", "layers.1"]
@@ -183,7 +183,7 @@ def generation(settings):
     return inside, after
 
 
-def test_generation_runs_in_evaluation_mode_and_gives_the_mode_back(pair):
+def test_generation_runs_in_evaluation_mode_and_restores_the_mode(pair):
     assert pair.run(generation, SHARDED) == [(False, True)] * 2
 
 
@@ -199,14 +199,14 @@ def refused_precision():
     return ""
 
 
-def test_fp16_without_an_accelerator_that_has_it_is_refused(single):
+def test_fp16_is_refused_without_an_accelerator_that_supports_it(single):
     assert single.run(refused_precision) == [
         "model.dtype is fp16, which the accelerator here (cpu) does not support; set model.dtype "
         "to bf16 or fp32"
     ]
 
 
-def test_what_torch_tells_deepspeed_is_not_told_to_the_user():
+def test_torchs_warnings_about_deepspeed_are_not_shown():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         importlib.reload(quiet)
@@ -225,9 +225,7 @@ def test_what_torch_tells_deepspeed_is_not_told_to_the_user():
         ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, []),
     ],
 )
-def test_the_allocator_grows_its_blocks_where_nobody_said_otherwise(
-    monkeypatch, device, given, expected
-):
+def test_the_allocator_uses_expandable_segments_by_default(monkeypatch, device, given, expected):
     told = []
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
@@ -271,7 +269,7 @@ def alone(lines):
     return subprocess.run(program, capture_output=True, text=True, env=environment)
 
 
-def test_without_a_launcher_one_process_runs_alone_twice():
+def test_without_a_launcher_one_process_runs_twice():
     shown = alone(ALONE)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == "[True]\n"
@@ -343,7 +341,7 @@ PATIENT = (
 )
 
 
-def test_the_timeout_determinism_and_the_seed_are_those_asked_for():
+def test_the_timeout_determinism_and_the_seed_are_as_configured():
     shown = alone(PATIENT)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[-1] == "0:45:00 True True"

@@ -178,7 +178,7 @@ def test_a_setting_without_effect_is_refused(settings: dict[str, Any], text: str
     assert str(error.value) == text
 
 
-def test_a_weight_of_zero_only_takes_out_what_a_loss_brings() -> None:
+def test_a_weight_of_zero_only_removes_the_sft_term_of_a_loss() -> None:
     cpo = LossEntry(name="cpo")
     assert DPOConfig(loss=(cpo,)).sft_weight == 1.0
     assert DPOConfig(loss=(cpo, LossEntry(name="sft", weight=0.0))).sft_weight == 0.0

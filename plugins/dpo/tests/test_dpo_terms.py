@@ -66,7 +66,7 @@ def test_losses_per_token_compare_means() -> None:
     assert loss.terms[0].sum.item() == pytest.approx(math.log1p(math.exp(0.5)), abs=1e-6)
 
 
-def test_orpo_and_cpo_bring_the_likelihood_of_their_papers() -> None:
+def test_orpo_and_cpo_add_the_likelihood_of_their_papers() -> None:
     for name in ("orpo", "cpo"):
         loss = trainer(LossEntry(name=name)).loss(pack([row_example(name)], [0]))
         assert [term.per for term in loss.terms] == ["examples", "labels"]
@@ -76,7 +76,7 @@ def row_example(name: str) -> Example:
     return trainer(LossEntry(name=name)).example(row())
 
 
-def test_a_loss_of_ones_own_is_named_by_module_and_function(
+def test_a_user_loss_is_named_by_module_and_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "def squared(chosen, rejected, config):\n"
@@ -90,7 +90,7 @@ def test_a_loss_of_ones_own_is_named_by_module_and_function(
         trainer(LossEntry(name="nowhere:there"))
 
 
-def test_the_better_answer_comes_first_whatever_the_row_says_first() -> None:
+def test_the_better_answer_comes_first_in_any_order_of_answers() -> None:
     example = trainer(LossEntry(name="sigmoid")).example(row(ranks=(2.0, 1.0)))
     assert [list(answer.tokens) for answer in example.answers] == [[6, 6, 6], [5, 5]]
 

@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     assert halves[-1] == straight[-1]
 
 
-def test_all_tokens_but_one_on_disk_are_the_whole_teacher(words: Words, tmp_path: Path) -> None:
+def test_all_tokens_except_one_on_disk_equal_the_full_teacher(words: Words, tmp_path: Path) -> None:
     whole = tiny.run("kd", words("whole"), str(tmp_path), True)
     cached = tiny.run("kd", words("all", "--kd.cache_top", "294"), str(tmp_path), True)
     same(cached, whole)
@@ -125,7 +125,7 @@ def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path)
     )
 
 
-def test_a_missing_teacher_is_told_before_anything_is_read() -> None:
+def test_a_missing_teacher_is_an_error_before_anything_is_read() -> None:
     with pytest.raises(RLHFError) as error:
         read_config("kd", overrides=["--model", "nowhere", "--data", "nothing.jsonl"])
     assert str(error.value) == ("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
@@ -138,7 +138,7 @@ def test_a_revision_of_a_folder_is_refused(words: Words, tmp_path: Path) -> None
     assert str(error.value) == "kd.teacher_revision has no effect on a local folder; remove it"
 
 
-def test_a_teacher_that_is_not_there_is_called_by_its_setting(words: Words, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_teacher_names_its_setting(words: Words, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     with pytest.raises(RLHFError, match=f"^kd.teacher {nothing} is neither a folder with a config"):

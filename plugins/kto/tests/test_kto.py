@@ -171,7 +171,7 @@ def test_apo_zero_asks_for_no_survey_and_has_no_divergence() -> None:
         ),
     ],
 )
-def test_weights_outside_the_papers_range_are_told_with_numbers(
+def test_weights_outside_the_papers_range_are_a_warning_with_numbers(
     counts: Any, advice: str | None
 ) -> None:
     assert balance_advice(*counts) == advice

@@ -128,13 +128,13 @@ def test_without_a_wrong_step_there_is_no_area() -> None:
     assert found["first_error_accuracy"] == 1.0
 
 
-def test_the_last_labelled_step_alone_is_an_outcome_reward() -> None:
+def test_only_the_last_labelled_step_is_an_outcome_reward() -> None:
     made = trainer(steps="last")
     (labels,) = made.example(row([11, 9, 12], [1.0, 0.0, NAN])).values["label"]
     assert [place for place, label in enumerate(labels) if not math.isnan(label)] == [3]
 
 
-def test_settings_that_would_do_nothing_are_refused() -> None:
+def test_settings_without_effect_are_refused() -> None:
     with pytest.raises(RLHFError) as caught:
         read_config("prm", overrides=["--prm.reward_tokens", "[good, bad]"], inputs=False)
     assert str(caught.value) == "prm: reward_tokens need formulation token"

@@ -109,7 +109,7 @@ def test_plain_transformers_judges_padded_rows_alike(
         assert odds[row][ids == end].sigmoid().tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_goes_on_from_the_probabilities_of_the_run_before(
+def test_training_continues_from_the_probabilities_of_an_exported_model(
     words: list[str], tmp_path: Path
 ) -> None:
     folder, cache = tmp_path / "first" / "model", str(tmp_path / "cache")

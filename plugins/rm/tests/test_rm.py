@@ -66,7 +66,7 @@ def test_centring_is_the_square_of_the_sum_of_a_pair() -> None:
     assert rewards.grad.tolist() == [[6.0, 6.0]]
 
 
-def test_plackett_luce_is_one_choice_after_another() -> None:
+def test_plackett_luce_is_a_product_of_choices() -> None:
     # Weights 6, 3, 1 in the order 6 > 3 > 1: 6/10 of the first choice, 3/4 of the second.
     rewards = torch.tensor([[math.log(3), math.log(6), 0.0]], requires_grad=True)
     ranks = torch.tensor([[2.0, 1.0, 3.0]])

@@ -156,7 +156,7 @@ def test_plain_transformers_scores_rendered_conversations_in_one_padded_batch(
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapter"])
-def test_a_run_goes_on_from_the_rewards_of_the_run_before(
+def test_training_continues_from_the_rewards_of_an_exported_model(
     lora: bool, words: list[str], tmp_path: Path
 ) -> None:
     folder, cache = tmp_path / "first" / "model", str(tmp_path / "cache")

@@ -40,7 +40,7 @@ def test_the_loss_of_a_uniform_model_is_the_log_of_the_vocabulary() -> None:
     assert (entropy.item() / 2, per) == (pytest.approx(math.log(10)), "tokens")
 
 
-def test_only_the_answer_is_trained_on_unless_everything_is_asked_for() -> None:
+def test_only_the_answer_is_trained_on_unless_train_on_is_everything() -> None:
     assert trainer().example(row()) == Example([1, 2, 3], row().answers)
     everything = trainer(train_on="everything").example(row())
     batch = pack([everything], [0])

@@ -127,7 +127,7 @@ def test_a_fused_divergence_is_the_divergence() -> None:
         teacher = WholeTeacher(hidden, head)
         options: dict[str, Any] = {
             "against": teacher.against, "measure": measure, "temperature": 2.0, "nll": 0.1,
-            "scale": 1.0, "softcap": None, "wanted": True,
+            "scale": 1.0, "softcap": None, "with_gradient": True,
         }  # fmt: skip
         tensors = (torch.randint(0, 501, (num,), device=CUDA), *teacher.chunk(slice(0, num)))
         expected = compare(raw.clone(), *tensors, **options)

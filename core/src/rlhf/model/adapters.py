@@ -62,7 +62,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     """Return peft's settings for the section `lora`."""
     lora = config.lora
     assert lora is not None
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    targets: Any = lora.targets
     if targets == "all-linear" and task != "causal":
         # peft would add a token classifier's head to the targets.
         targets = linear_names(causal)

@@ -72,10 +72,9 @@ def tree_attention(
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
         if query.device.type == "meta":
             output = MetaAttention.apply(query, key, value)
-        elif query.device.type == "cuda":
-            output = flex_tree(query, key, value, attention_mask, dropout=dropout, **options)
         else:
-            output = split_tree(query, key, value, attention_mask, dropout=dropout, **options)
+            attend = flex_tree if query.device.type == "cuda" else split_tree
+            output = attend(query, key, value, attention_mask, dropout=dropout, **options)
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

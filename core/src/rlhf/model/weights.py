@@ -38,17 +38,6 @@ def pretrained_model(
     a classifier gets a new head from `train.seed`; a classifier keeps its own.
     """
     path = resolved(config.model.path)
-    causal, report = load_with_report(path, architecture, config, task, dtype, **options)
-    if check_loading_report(path, architecture, causal, report, task):
-        draw_head(causal, config.train.seed)
-    return causal
-
-
-def load_with_report(
-    path: str, architecture: Any, config: Config, task: Task, dtype: torch.dtype, **options: Any
-) -> tuple[Any, Mapping[str, Any]]:
-    """Return the model of a folder, and transformers' report: the keys that are missing, unexpected
-    or of another shape."""
     devices = [place for place in options.get("device_map", {}).values() if place.type != "cpu"]
     kind = devices[0].type if devices else "cpu"
     try:
@@ -72,7 +61,9 @@ def load_with_report(
             f"cannot load the weights of {path}: {first_line(error)}; check model.path, or set "
             f"model.init to random for new weights"
         ) from error
-    return causal, report
+    if check_loading_report(path, architecture, causal, report, task):
+        draw_head(causal, config.train.seed)
+    return causal
 
 
 def check_loading_report(

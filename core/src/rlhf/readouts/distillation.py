@@ -94,8 +94,13 @@ def divergence(
             scale=head.scale, softcap=head.softcap, with_gradient=with_gradient,
         )  # fmt: skip
 
+    def total(values: Tensor) -> Tensor:
+        divergence, _, logprobs, *_ = values
+        square = mixture.temperature**2
+        return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()
+
     loss, values = chunked_sum(
-        read, partial(_total, mixture=mixture), hidden, head, batch,
+        read, total, hidden, head, batch,
         names=COMPARED, chunk=mixture.chunk or (None if fused else COMPARED_ROWS),
     )  # fmt: skip
     return {"loss": loss, **values}
@@ -171,9 +176,3 @@ def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor
 @cache
 def _compiled_compare() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(compare)
-
-
-def _total(read: Tensor, *, mixture: Mixture) -> Tensor:
-    divergence, _, logprobs, *_ = read
-    square = mixture.temperature**2
-    return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()

@@ -46,7 +46,7 @@ ROTARY = "apply_rotary_pos_emb"
 def check_fusible(config: Any, kernels: str, device: torch.device) -> None:
     """Raise RLHFError if `model.kernels` is `liger` and a model of transformers' `config` cannot
     run Liger's kernels on `device`."""
-    problem = not_fusible(config.get_text_config(), kernels, device)
+    problem = not_fusible(config.get_text_config(), device)
     if kernels == "liger" and problem:
         joint = ", or" if LIGER_INSTALL in problem else ";"
         raise RLHFError(f"model.kernels liger {problem}{joint} set model.kernels to auto")
@@ -69,7 +69,7 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     if kernels == "none" or not fused_on(device.type):
         return ""
     norms = "norms fused" if fuse_norms(decoder) else ""
-    problem = not_fusible(decoder.config, kernels, device)
+    problem = not_fusible(decoder.config, device)
     if problem:
         advice = f"rotary embedding and gates not: {problem}" if LIGER_INSTALL in problem else ""
         parts = "; ".join(part for part in (norms, advice) if part)
@@ -81,11 +81,9 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
 
 
-def not_fusible(config: Any, kernels: str, device: torch.device) -> str:
+def not_fusible(config: Any, device: torch.device) -> str:
     """Return why a model of transformers' `config` does not run Liger's kernels on `device`; empty
     if it does."""
-    if kernels == "none":
-        return "is switched off"
     if not fused_on(device.type):
         return f"needs a CUDA device with Triton, but this run is on {device.type}"
     if config.model_type not in FAMILIES:

@@ -36,12 +36,9 @@ def recompute_products(decoder: nn.Module, products: dict[int, Product]) -> None
     `products` holds fused products by the ids of the layers; other layers use their own activation.
     """
     for layer in gates_of(decoder):
-        product = products.get(id(layer)) or partial(OwnProduct.apply, _activation(layer))
+        activation = getattr(layer, "act_fn", None) or getattr(layer, "activation_fn", None)
+        product = products.get(id(layer)) or partial(OwnProduct.apply, activation)
         replace_forward(layer, partial(_forward, layer, product=product))
-
-
-def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
-    return getattr(layer, "act_fn", None) or layer.activation_fn
 
 
 def _forward(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:

@@ -18,9 +18,8 @@ from chat_templates import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.data.columns import RawRow
 from rlhf.data.encode import Encoder, Rendered
-from rlhf.data.formats import demonstrations
+from rlhf.data.formats import read_rows
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 from rlhf.model import tokenizer as tokenizers
@@ -40,7 +39,7 @@ TALK = [
 
 
 def read(tokenizer: Any, **columns: Any) -> list[Row]:
-    (rows,) = demonstrations([RawRow("rows.jsonl line 1", columns)], Reader(tokenizer))
+    (rows,) = read_rows("demonstration", [("rows.jsonl line 1", columns)], Reader(tokenizer))
     return rows
 
 
@@ -208,11 +207,11 @@ def test_settings_that_a_caller_left_on_the_tokenizer_do_not_change_ids(kind: st
     tokenizer = tokenizer_of(kind)
     tokenizer.pad_token = "<unk>"
     reader = Reader(tokenizer)
-    raw = [RawRow("rows.jsonl line 1", {"prompt": "What is", "completion": " two?</s> yes"})]
-    ((before,),) = demonstrations(raw, reader)
+    raw = [("rows.jsonl line 1", {"prompt": "What is", "completion": " two?</s> yes"})]
+    ((before,),) = read_rows("demonstration", raw, reader)
     tokenizer(["two", "What is two?"], truncation=True, max_length=2, padding=True)
     tokenizer("</s>", split_special_tokens=True)
-    assert demonstrations(raw, reader) == [[before]]
+    assert read_rows("demonstration", raw, reader) == [[before]]
     assert before.answers[0].tokens.count(tokenizer.eos_token_id) == 2
 
 
@@ -252,9 +251,9 @@ def test_a_conversation_has_only_the_bos_that_its_template_writes() -> None:
 
 def test_text_after_the_last_turn_is_kept_on_request() -> None:
     tokenizer = tokenizer_of("bytes", CHATML)
-    raw = [RawRow("rows.jsonl line 1", {"messages": TALK})]
-    ((cut,),) = demonstrations(raw, Reader(tokenizer))
-    ((whole,),) = demonstrations(raw, Reader(tokenizer, whole=True))
+    raw = [("rows.jsonl line 1", {"messages": TALK})]
+    ((cut,),) = read_rows("demonstration", raw, Reader(tokenizer))
+    ((whole,),) = read_rows("demonstration", raw, Reader(tokenizer, whole=True))
     assert whole.prompt == cut.prompt
     (short,), (long,) = cut.answers, whole.answers
     assert tokenizer.decode(long.tokens[len(short.tokens) :]) == "\n"

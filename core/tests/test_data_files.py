@@ -63,7 +63,7 @@ def test_cells_of_csv_are_text_except_labels_and_margins(tmp_path: Path) -> None
             place.write_bytes(gzip.compress(path.read_bytes()))
         source = Source(DataEntry(path=str(place)), "train", "unpaired")
         rows = source.read(tmp_path)
-        assert [dict(source.row(row, 0).columns) for row in rows] == [
+        assert [dict(source.row(row, 0)[1]) for row in rows] == [
             {"prompt": "1", "completion": "None", "label": True, "margin": 0.5},
             {"prompt": "2", "completion": "NA", "label": 0},
             {"prompt": "q", "completion": "007", "label": False, "margin": 2},

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from word_rows import WHERE
+from word_rows import TOKENIZER, WHERE
 
 from rlhf import demo
-from rlhf.data.columns import RawRow
-from rlhf.data.formats import FORMATS, format_of
+from rlhf.data.formats import FORMATS, read_rows
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 
 
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(RLHFError) as caught:
-        format_of("pairs")
+        read_rows("pairs", [], Reader(TOKENIZER))
     assert str(caught.value) == (
         "unknown row format 'pairs'; available: demonstration, preference, stepwise, unpaired"
     )
@@ -26,8 +25,8 @@ def test_an_unknown_format_is_named() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_demo_has_rows_of_every_format(format: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
-    raw = [RawRow(WHERE, row) for row in demo.rows("arithmetic", "eval", format)]
-    rows = FORMATS[format](raw, Reader(tokenizer))
+    raw = [(WHERE, row) for row in demo.rows("arithmetic", "eval", format)]
+    rows = read_rows(format, raw, Reader(tokenizer))
     assert [len(found) for found in rows] == [1] * 200
     if format == "preference":
         ((row, *_), *_) = rows
@@ -45,8 +44,8 @@ def real_rows(name: str) -> list[dict[str, Any]]:
 
 def real_trees(format: str, rows: list[dict[str, Any]]) -> tuple[Any, list[list[Row]]]:
     tokenizer = AutoTokenizer.from_pretrained(demo.base_model_folder())
-    raw = [RawRow(f"{WHERE} {number}", row) for number, row in enumerate(rows)]
-    return tokenizer, FORMATS[format](raw, Reader(tokenizer))
+    raw = [(f"{WHERE} {number}", row) for number, row in enumerate(rows)]
+    return tokenizer, read_rows(format, raw, Reader(tokenizer))
 
 
 @real

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from word_rows import WHERE, made, read, refusal, said, texts, tokenizer_of, user, words
 
-from rlhf.data.columns import RawRow
-from rlhf.data.formats import FORMATS
+from rlhf.data.formats import read_rows
 from rlhf.data.preference import _shared_text
 from rlhf.data.tokens import Reader
 
@@ -149,7 +148,7 @@ def test_a_template_that_writes_the_prompt_by_the_answer_still_gives_one_prompt(
     )
     reader = Reader(tokenizer_of(template))
     columns = {"prompt": "say", "chosen": [said("one")], "rejected": [said("four")]}
-    ((row,),) = FORMATS["preference"]([RawRow(WHERE, columns)], reader)
+    ((row,),) = read_rows("preference", [(WHERE, columns)], reader)
     assert texts(row) == [
         "",
         "[<user>] [say] [<assistant>] one </s>",

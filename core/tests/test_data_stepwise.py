@@ -9,8 +9,7 @@ import pytest
 from chat_templates import tokenizer_of as small_tokenizer
 from word_rows import WHERE, Section, made, read, refusal, texts, user
 
-from rlhf.data.columns import RawRow
-from rlhf.data.formats import FORMATS
+from rlhf.data.formats import read_rows
 from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
@@ -78,7 +77,7 @@ def test_a_byte_pair_never_crosses_the_end_of_a_step() -> None:
         tokenizer = small_tokenizer(kind)
         reader = Reader(tokenizer)
         columns = {"prompt": "What is two", "completions": ["one.", "two."], "labels": [1, 0]}
-        ((row,),) = FORMATS["stepwise"]([RawRow(WHERE, columns)], reader)
+        ((row,),) = read_rows("stepwise", [(WHERE, columns)], reader)
         tokens = row.answers[0].tokens
         first, second = row.columns["ends"]
         assert tokens[first] == tokens[second]

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config.sections import Config, DataConfig, DataEntry
-from rlhf.data.columns import RawRow
 from rlhf.data.example import Example
 from rlhf.data.examples import Examples
-from rlhf.data.formats import FORMATS
+from rlhf.data.formats import read_rows
 from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokenise import prepare
 from rlhf.data.tokens import Reader, Row
@@ -65,7 +64,7 @@ TOKENIZER = tokenizer_of()
 
 def read(format: str, section: Any = None, **columns: Any) -> list[Row]:
     marks = attrs.asdict(section) if section else {}
-    (rows,) = FORMATS[format]([RawRow(WHERE, columns)], Reader(TOKENIZER, **marks))
+    (rows,) = read_rows(format, [(WHERE, columns)], Reader(TOKENIZER, **marks))
     return rows
 
 

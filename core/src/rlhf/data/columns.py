@@ -1,24 +1,14 @@
-"""A row as it was read, and the checks of its columns that the row formats share."""
+"""The checks of a row's columns that the row formats share."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-from attrs import frozen
+from typing import Any
 
 from rlhf.errors import RLHFError
 
-T = TypeVar("T")
-
-
-@frozen
-class RawRow:
-    """A row as it was read."""
-
-    where: str
-    """Path and line, for error messages."""
-    columns: Mapping[str, Any]
+Columns = Mapping[str, Any]
+"""A row as it was read."""
 
 
 @contextmanager
@@ -33,23 +23,14 @@ def errors_at(where: str) -> Iterator[None]:
         raise
 
 
-def read_each(raw: Sequence[RawRow], read: Callable[[RawRow], T]) -> list[T]:
-    """Apply `read` to each row; errors name the row."""
-    out = []
-    for row in raw:
-        with errors_at(row.where):
-            out.append(read(row))
-    return out
-
-
-def has(row: RawRow, *names: str) -> bool:
+def has(row: Columns, *names: str) -> bool:
     """Whether the row has all these columns and none of them is null."""
-    return all(row.columns.get(name) is not None for name in names)
+    return all(row.get(name) is not None for name in names)
 
 
-def missing_columns(row: RawRow, needs: str) -> RLHFError:
+def missing_columns(row: Columns, needs: str) -> RLHFError:
     """Return the error for a row without the columns of its format."""
-    names = [f"`{name}`" for name, value in row.columns.items() if value is not None]
+    names = [f"`{name}`" for name, value in row.items() if value is not None]
     return RLHFError(
         f"a row needs {needs}, but this one has {', '.join(names) or 'nothing'}; "
         "rename columns with `columns` in data"
@@ -60,11 +41,6 @@ def type_name(value: Any) -> str:
     """Return what a value is called in an error message."""
     names = {"dict": "a mapping", "list": "a list", "str": "text", "NoneType": "null"}
     return names.get(type(value).__name__, type(value).__name__)
-
-
-def messages_of(row: RawRow, name: str, *, role: str | None = None) -> list[dict[str, Any]]:
-    """Return the messages in a column; a text there is one message of `role`."""
-    return as_messages(name, row.columns[name], role=role)
 
 
 def as_messages(name: str, value: Any, *, role: str | None = None) -> list[dict[str, Any]]:
@@ -90,9 +66,9 @@ def as_messages(name: str, value: Any, *, role: str | None = None) -> list[dict[
     return list(value)
 
 
-def tools_of(row: RawRow) -> list[Any] | None:
+def tools_of(row: Columns) -> list[Any] | None:
     """Return the tools of a row: JSON schemas, given as a list or as JSON text."""
-    tools = row.columns.get("tools")
+    tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools else None
@@ -103,9 +79,9 @@ def tools_of(row: RawRow) -> list[Any] | None:
     return tools or None
 
 
-def keywords_of(row: RawRow) -> Mapping[str, Any]:
+def keywords_of(row: Columns) -> Columns:
     """Return the keywords that the row passes to its chat template."""
-    keywords = row.columns.get("chat_template_kwargs") or {}
+    keywords = row.get("chat_template_kwargs") or {}
     if not isinstance(keywords, Mapping):
         raise RLHFError(f"`chat_template_kwargs` must be a mapping, not {type_name(keywords)}")
     return keywords

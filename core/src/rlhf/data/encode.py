@@ -24,8 +24,10 @@ class Rendered:
     text: str
     spans: tuple[tuple[int, int], ...]
     """`(start, end)` of characters, in rising order, without overlap."""
-    plain: bool = False
-    """Plain text gets BOS and EOS; a conversation has what its chat template writes."""
+    bos: bool = False
+    """Whether BOS is added, if the tokenizer adds it to plain text."""
+    eos: bool = False
+    """Whether EOS is added, which is trained on."""
 
 
 @frozen
@@ -34,7 +36,7 @@ class Encoded:
 
     ids: list[int]
     trained: list[tuple[int, int]]
-    """`(start, end)` of the tokens that are trained on, in rising order."""
+    """`(start, end)` of the tokens of each span, in rising order; equal if it has none."""
 
 
 @frozen
@@ -89,32 +91,13 @@ class Encoder:
         for text, parts in zip(texts, cut, strict=True):
             ids: list[int] = []
             runs: list[tuple[int, int]] = []
-            for tokens, trained in itertools.islice(pieces, len(parts)):
-                if trained:
+            for piece, (tokens, trained) in zip(parts, pieces, strict=False):
+                if piece.trained:
                     runs.append((len(ids), len(ids) + trained))
                 ids += tokens
             encoded = Encoded(ids, runs)
-            out.append(self._with_eos(self._with_bos(encoded)) if text.plain else encoded)
-        return out
-
-    def encode_parts(
-        self, texts: Sequence[Sequence[str]], plain: Sequence[bool]
-    ) -> list[list[list[int]]]:
-        """Return the ids of each part of each text, with BOS in the first part of `plain` texts."""
-        pieces = []
-        for parts in texts:
-            before = ""
-            for part in parts:
-                pieces.append(Piece(part, len(part), begins=not before))
-                before += part
-        encoded = iter(self._encode_pieces(pieces))
-        out = []
-        for parts, is_plain in zip(texts, plain, strict=True):
-            ids = [[*next(encoded)[0]] for _ in parts]
-            first = next((number for number, part in enumerate(ids) if part), 0)
-            if is_plain and self.bos is not None and ids[first][:1] != [self.bos]:
-                ids[0] = [self.bos, *ids[0]]
-            out.append(ids)
+            encoded = self._with_bos(encoded) if text.bos else encoded
+            out.append(self._with_eos(encoded) if text.eos else encoded)
         return out
 
     def _with_bos(self, text: Encoded) -> Encoded:

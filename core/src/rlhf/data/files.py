@@ -18,7 +18,7 @@ import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
-from rlhf.data.columns import RawRow, errors_at
+from rlhf.data.columns import Columns, errors_at
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder.disk import sha256
 
@@ -50,8 +50,7 @@ class Source:
         return self.entry.path
 
     @functools.cached_property
-    def has_lines(self) -> bool:
-        """Whether rows are lines of a text file, which error texts then name."""
+    def _has_lines(self) -> bool:
         return not self.path.startswith(DEMO) and _suffix(Path(self.path)) in LINES
 
     @functools.cached_property
@@ -92,16 +91,20 @@ class Source:
         known = ", ".join([*LINES, *TABLES])
         raise RLHFError(f"data.{self.which}: unknown file type {place}; use one of {known}")
 
-    def row(self, columns: Mapping[str, Any], number: int) -> RawRow:
-        """Return one row of `read` with its columns renamed. Raises RLHFError for bad JSON and for
-        a column that does not exist."""
-        line = columns.get(LINE, 0) if self.has_lines else 0
+    def row(self, columns: Columns, number: int) -> tuple[str, Columns]:
+        """Return the place of row `number` of `read`, and the row with its columns renamed. Raises
+        RLHFError for bad JSON and for a column that does not exist."""
+        line = self.line(columns)
         where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
         with errors_at(where):
             if TEXT in columns:
-                return RawRow(where, self._renamed(_parse(columns[TEXT])))
+                return where, self._renamed(_parse(columns[TEXT]))
             row = self._renamed(without_nulls(columns))
-            return RawRow(where, _scalars(row) if self._is_csv else row)
+            return where, _scalars(row) if self._is_csv else row
+
+    def line(self, columns: Columns) -> int:
+        """Return the line of the file that a row of `read` is, from 1; 0 if files have no lines."""
+        return columns.get(LINE, 0) if self._has_lines else 0
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         for target, source in self.entry.columns.items():

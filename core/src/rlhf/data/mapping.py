@@ -1,6 +1,6 @@
 """One batch of rows to one table of trees: what the tokenising processes run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
-from rlhf.data.columns import RawRow, errors_at
+from rlhf.data.columns import Columns, errors_at
 from rlhf.data.example import Answer, Example
-from rlhf.data.files import LINE, Source
-from rlhf.data.formats import format_of
+from rlhf.data.files import Source
+from rlhf.data.formats import read_rows
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.data.tokens import Reader, Row
-from rlhf.data.trees import Tree
 from rlhf.errors import RLHFError
 
 
@@ -45,21 +44,20 @@ class RowsToTrees:
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:
         numbers = [int(self.numbers[index]) for index in indices]
         columns = table.to_pylist()
-        lines = [row.get(LINE, 0) if self.source.has_lines else 0 for row in columns]
         raw = [self.source.row(row, number) for row, number in zip(columns, numbers, strict=True)]
-        out: list[Tree] = []
-        for row, items, number, line in zip(raw, self._rows(raw), numbers, lines, strict=True):
-            with errors_at(row.where):
-                made = [self._tree(number, line, item) for item in items]
-            out += made or [Tree(number, line, trees.EMPTY)]
+        rows: Sequence[Sequence[Any]] = [[row] for _, row in raw]
+        if self.trainer.row_format is not None:
+            rows = read_rows(self.trainer.row_format, raw, self.reader)
+        out = []
+        for (where, _), made, number, read in zip(raw, rows, numbers, columns, strict=True):
+            place = {"row": number, "line": self.source.line(read)}
+            with errors_at(where):
+                out += [self._tree(row) | place for row in made]
+            if not made:
+                out.append(trees.tree(status=trees.EMPTY) | place)
         return trees.to_table(out)
 
-    def _rows(self, raw: Sequence[RawRow]) -> Sequence[Sequence[Row | Mapping[str, Any]]]:
-        if self.trainer.row_format is None:
-            return [[row.columns] for row in raw]
-        return format_of(self.trainer.row_format)(raw, self.reader)
-
-    def _tree(self, number: int, line: int, item: Row | Mapping[str, Any]) -> Tree:
+    def _tree(self, item: Row | Columns) -> dict[str, Any]:
         example = self.trainer.example(item)
         _check_example(example, f"{type(self.trainer).__name__}.example()")
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
@@ -72,15 +70,21 @@ class RowsToTrees:
                     f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
                 )
             if self.data.too_long == "drop":
-                return Tree(number, line, trees.TOO_LONG)
+                return trees.tree(status=trees.TOO_LONG)
             example, status = _cut(example, self.data.max_tokens), trees.CUT
         after, labels = _predictions(example), _labels(example)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)
         if lost or bare or alike or not sum(after) + labels:
-            return Tree(number, line, trees.EMPTY, labels_cut=labels_before - labels)
-        return Tree(number, line, status, example, sum(after), labels, labels_before - labels)
+            return trees.tree(status=trees.EMPTY, labels_cut=labels_before - labels)
+        return trees.tree(
+            example,
+            status=status,
+            predictions=sum(after),
+            labels=labels,
+            labels_cut=labels_before - labels,
+        )
 
 
 def _cut(example: Example, size: int) -> Example:

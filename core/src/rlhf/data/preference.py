@@ -8,15 +8,15 @@ whether the row has ranks or scores (a pair has 1 and 2; equal scores have equal
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rlhf.data.columns import RawRow, has, messages_of, missing_columns, read_each, type_name
+from rlhf.data.columns import Columns, as_messages, has, missing_columns, type_name
 from rlhf.data.encode import Rendered
 from rlhf.data.tokens import (
     Reader,
-    Row,
     Unencoded,
-    encode_rows,
+    join_paths,
     render_answer,
     render_answers,
     render_text,
@@ -27,16 +27,13 @@ SPEAKER = "\n\nAssistant:"
 """What precedes an answer in the rows of hh-rlhf."""
 
 
-def preferences(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
+def preferences(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read `chosen` and `rejected` with or without `prompt`, or `prompt`, `answers` and `ranks` or
     `scores`; text or message lists. Equal answers, or all of one rank, make no row."""
-    rows = read_each(raw, lambda row: _preference(row, reader))
-    return encode_rows([[row] for row in rows], reader)
-
-
-def _preference(row: RawRow, reader: Reader) -> Unencoded:
     if has(row, "chosen", "rejected"):
-        return render_pair(row, reader), {**row.columns, **_margin(row), "ranks": [1.0, 2.0]}
+        paths = render_pair(row, reader)
+        ranked = partial(join_paths, {**row, **_margin(row), "ranks": [1.0, 2.0]})
+        return [(paths, ranked)] if paths else []
     if has(row, "prompt", "answers"):
         return _ranked(row, reader)
     raise missing_columns(
@@ -44,18 +41,18 @@ def _preference(row: RawRow, reader: Reader) -> Unencoded:
     )
 
 
-def render_pair(row: RawRow, reader: Reader) -> list[Rendered]:
+def render_pair(row: Columns, reader: Reader) -> list[Rendered]:
     """Return the paths of the chosen and the rejected answer; none if they are equal."""
     names = ["chosen", "rejected"]
-    values = [row.columns[name] for name in names]
+    values = [row[name] for name in names]
     if values[0] == values[1]:
         return []
     if all(isinstance(value, str) for value in values):
-        if row.columns.get("prompt") is None:
+        if row.get("prompt") is None:
             cut = _shared_text(*values)
             return [render_text(value[:cut], value[cut:]) for value in values]
         return render_answers(row, reader, names, values)
-    lists = [messages_of(row, name, role="assistant") for name in names]
+    lists = [as_messages(name, row[name], role="assistant") for name in names]
     pairs = enumerate(zip(*lists, strict=False))
     size = next((n for n, (one, other) in pairs if one != other), min(map(len, lists)))
     before = _before(row, lists[0][:size])
@@ -65,21 +62,21 @@ def render_pair(row: RawRow, reader: Reader) -> list[Rendered]:
     ]
 
 
-def _before(row: RawRow, shared: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _before(row: Columns, shared: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages before the answers: the prompt, unless the shared messages repeat it."""
     if not has(row, "prompt"):
         return shared
-    prompt = messages_of(row, "prompt", role="user")
-    if isinstance(row.columns["prompt"], str):
-        text = row.columns["prompt"].strip()
+    prompt = as_messages("prompt", row["prompt"], role="user")
+    if isinstance(row["prompt"], str):
+        text = row["prompt"].strip()
         contents = [m["content"] for m in shared if isinstance(m.get("content"), str)]
         return shared if text in [content.strip() for content in contents] else prompt + shared
     return shared if shared[: len(prompt)] == prompt else prompt + shared
 
 
-def _ranked(row: RawRow, reader: Reader) -> Unencoded:
+def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
     """A prompt with several answers and how good they are."""
-    answers = row.columns["answers"]
+    answers = row["answers"]
     if not isinstance(answers, list):
         raise RLHFError(f"`answers` must be a list, not {type_name(answers)}")
     if len(answers) < 2:
@@ -87,7 +84,7 @@ def _ranked(row: RawRow, reader: Reader) -> Unencoded:
     column = next((name for name in ("ranks", "scores") if has(row, name)), None)
     if column is None:
         raise missing_columns(row, "`ranks` or `scores` beside `answers`")
-    values = row.columns[column]
+    values = row[column]
     if not isinstance(values, list) or len(values) != len(answers):
         count = len(values) if isinstance(values, list) else type_name(values)
         raise RLHFError(f"{count} {column} for {len(answers)} answers; give one per answer")
@@ -96,17 +93,18 @@ def _ranked(row: RawRow, reader: Reader) -> Unencoded:
     order = sorted(set(numbers), reverse=True)
     ranks = numbers if column == "ranks" else [1.0 + order.index(score) for score in numbers]
     if len(set(ranks)) == 1:
-        return [], row.columns
+        return []
     names = [f"answers[{number}]" for number in range(len(answers))]
-    rendered = render_answers(row, reader, names, answers)
-    return rendered, {**row.columns, **_margin(row), column: numbers, "ranks": ranks}
+    paths = render_answers(row, reader, names, answers)
+    columns = {**row, **_margin(row), column: numbers, "ranks": ranks}
+    return [(paths, partial(join_paths, columns))]
 
 
-def _margin(row: RawRow) -> dict[str, float]:
+def _margin(row: Columns) -> dict[str, float]:
     """The row's `margin` as a number, if it has one."""
     if not has(row, "margin"):
         return {}
-    return {"margin": _numbers("margin", [row.columns["margin"]])[0]}
+    return {"margin": _numbers("margin", [row["margin"]])[0]}
 
 
 def _numbers(name: str, values: Sequence[Any]) -> list[float]:

@@ -29,35 +29,35 @@ Rows:
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rlhf.data.columns import (
-    RawRow,
+    Columns,
     as_messages,
     errors_at,
     has,
     keywords_of,
     missing_columns,
-    read_each,
     tools_of,
     type_name,
 )
+from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
-from rlhf.data.tokens import Reader, Row, check_template
+from rlhf.data.tokens import Reader, Row, Unencoded, check_template, encode_all
 from rlhf.errors import RLHFError
 
 
-def stepwise(raw: Sequence[RawRow], reader: Reader) -> list[list[Row]]:
+def stepwise(row: Columns, reader: Reader) -> list[Unencoded]:
     """Read the rows that the module describes."""
-    rendered = read_each(raw, lambda row: _pieces(row, reader))
-    texts = [[prompt, *pieces] for prompt, pieces, _ in rendered]
-    plain = [not isinstance(row.columns.get("prompt"), list) for row in raw]
-    encoded = reader.encoder.encode_parts(texts, plain)
-    rows = []
-    for row, pieces, (_, _, marks) in zip(raw, encoded, rendered, strict=True):
-        with errors_at(row.where):
-            rows.append([_row(row, pieces, marks)])
-    return rows
+    prompt = _prompt(row, reader)
+    pieces, marks = _pieces(row, reader)
+    # Every piece is a span, so it is tokenised by itself.
+    bounds = list(itertools.accumulate(map(len, pieces), initial=len(prompt)))
+    spans = tuple((start, end) for start, end in itertools.pairwise(bounds) if start < end)
+    bos = not isinstance(row.get("prompt"), list)
+    text = Rendered(prompt + "".join(pieces), spans, bos=bos)
+    return [([text], partial(_row, row, spans, [bounds[mark + 1] for mark in marks]))]
 
 
 def encode_steps(
@@ -72,7 +72,9 @@ def encode_steps(
     scoring steps without labels."""
     columns = {"prompt": prompt, "completions": list(steps), "labels": [None] * len(steps)}
     reader = Reader(tokenizer, separator=separator, placeholder=placeholder)
-    ((row,),) = stepwise([RawRow("the prompt", columns)], reader)
+    with errors_at("the prompt"):
+        unencoded = stepwise(columns, reader)
+    ((row,),) = encode_all([("the prompt", unencoded)], reader)
     return row
 
 
@@ -85,25 +87,23 @@ def label_per_token(row: Row) -> list[float]:
     return values
 
 
-def _pieces(row: RawRow, reader: Reader) -> tuple[str, list[str], list[int]]:
-    """The prompt's text, the texts that are tokenised one by one, and which of these end a step."""
-    columns = row.columns
-    prompt = _prompt(row, reader)
+def _pieces(row: Columns, reader: Reader) -> tuple[list[str], list[int]]:
+    """The texts after the prompt that are tokenised one by one, and which of them end a step."""
     if has(row, "completions", "labels"):
         steps = _steps(row)
         if reader.placeholder:
             joined = reader.separator.join(step + reader.placeholder for step in steps)
-            return prompt, *_marked_text("completions", joined, reader.placeholder)
+            return _marked_text("completions", joined, reader.placeholder)
         pieces = [piece for step in steps for piece in (step, reader.separator)]
-        return prompt, pieces, list(range(1, len(pieces), 2))
+        return pieces, list(range(1, len(pieces), 2))
     for name in ("completion", "text"):
         if has(row, name, "labels"):
-            return prompt, *_marked_text(name, columns[name], reader.placeholder)
+            return _marked_text(name, row[name], reader.placeholder)
     raise missing_columns(row, "`prompt`, `completions` and `labels`")
 
 
-def _prompt(row: RawRow, reader: Reader) -> str:
-    value = row.columns.get("prompt")
+def _prompt(row: Columns, reader: Reader) -> str:
+    value = row.get("prompt")
     if value is None and not has(row, "text"):
         raise missing_columns(row, "`prompt`, `completions` and `labels`")
     if value is None or isinstance(value, str):
@@ -113,8 +113,8 @@ def _prompt(row: RawRow, reader: Reader) -> str:
     return reader.chat.view(tools_of(row), keywords_of(row)).text(messages, opened=True)
 
 
-def _steps(row: RawRow) -> list[str]:
-    steps = row.columns["completions"]
+def _steps(row: Columns) -> list[str]:
+    steps = row["completions"]
     if not isinstance(steps, list):
         raise RLHFError(f"`completions` must be a list of steps, not {type_name(steps)}")
     for number, step in enumerate(steps):
@@ -143,26 +143,28 @@ def _marked_text(name: str, text: Any, placeholder: str | None) -> tuple[list[st
     return pieces + ([rest] if rest.strip() else []), list(range(len(steps)))
 
 
-def _row(row: RawRow, pieces: Sequence[list[int]], marks: Sequence[int]) -> Row:
-    prompt, *rest = pieces
-    labels = row.columns["labels"]
+def _row(
+    row: Columns, spans: Sequence[tuple[int, int]], marks: Sequence[int], texts: Sequence[Encoded]
+) -> Row:
+    """The row of its encoded text, in which steps end at the characters `marks`."""
+    (text,) = texts
+    labels = row["labels"]
     if not isinstance(labels, list):
         raise RLHFError(f"`labels` must be a list, not {type_name(labels)}")
     if len(labels) != len(marks):
         raise RLHFError(
             f"{len(labels)} labels for {len(marks)} steps; give one per step, null if unknown"
         )
-    tokens, bounds = [], []
-    for piece in rest:
-        tokens += piece
-        bounds.append(len(tokens) - 1)
-    ends = [bounds[mark] for mark in marks]
+    size = text.trained[0][0] if text.trained else len(text.ids)
+    bounds = {end: last for (_, end), (_, last) in zip(spans, text.trained, strict=True)}
+    ends = [bounds.get(mark, size) - size - 1 for mark in marks]
     for number, (before, end) in enumerate(itertools.pairwise([-1, *ends])):
         if end == before:
             raise RLHFError(f"step {number} is empty; remove it and its label")
     numbers = [_label(number, label) for number, label in enumerate(labels)]
-    columns = {**row.columns, "ends": ends, "labels": numbers}
-    return Row(prompt, [Answer(tokens, [False] * len(tokens))], columns)
+    tokens = text.ids[size:]
+    columns = {**row, "ends": ends, "labels": numbers}
+    return Row(text.ids[:size], [Answer(tokens, [False] * len(tokens))], columns)
 
 
 def _label(number: int, label: Any) -> float:

@@ -2,14 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
 from rlhf.data.chat import ChatTemplate, Messages
-from rlhf.data.columns import RawRow, as_messages, keywords_of, messages_of, tools_of
+from rlhf.data.columns import Columns, as_messages, errors_at, keywords_of, tools_of
 from rlhf.data.encode import Encoded, Encoder, Rendered
 from rlhf.data.example import Answer
 from rlhf.errors import RLHFError
@@ -29,8 +29,8 @@ class Row:
     """The row as it was read, with the columns that its format adds."""
 
 
-Unencoded = tuple[list[Rendered], Mapping[str, Any]]
-"""A row before it is tokenised: the text of each path, and the row's columns."""
+Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
+"""A row before it is tokenised: the text of each path, and what makes a row of their token ids."""
 
 
 class Reader:
@@ -72,9 +72,9 @@ def encode(
     if not answers:
         raise RLHFError("a row needs at least one answer")
     reader = _reader(tokenizer, str(tokenizer.chat_template), renders_whole)
-    row = RawRow("", {"prompt": prompt, "tools": None if tools is None else list(tools)})
+    row = {"prompt": prompt, "tools": None if tools is None else list(tools)}
     names = [f"answers[{number}]" for number in range(len(answers))]
-    return join_paths(reader.encoder.encode(render_answers(row, reader, names, answers)), {})
+    return join_paths({}, reader.encoder.encode(render_answers(row, reader, names, answers)))
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,26 +83,23 @@ def _reader(tokenizer: Any, template: str, whole: bool) -> Reader:
     return Reader(tokenizer, whole=whole)
 
 
-def encode_rows(rows: Sequence[Sequence[Unencoded]], reader: Reader) -> list[list[Row]]:
-    """Tokenise all rows at once; those without a path are left out."""
-    paths = [path for parts in rows for rendered, _ in parts for path in rendered]
+def encode_all(rows: Sequence[tuple[str, Sequence[Unencoded]]], reader: Reader) -> list[list[Row]]:
+    """Tokenise all rows at once; errors name the place of the row."""
+    paths = [path for _, parts in rows for rendered, _ in parts for path in rendered]
     encoded = iter(reader.encoder.encode(paths))
-    return [
-        [
-            join_paths(list(itertools.islice(encoded, len(rendered))), columns)
-            for rendered, columns in parts
-            if rendered
-        ]
-        for parts in rows
-    ]
+    out = []
+    for where, parts in rows:
+        with errors_at(where):
+            out.append([make(list(itertools.islice(encoded, len(own)))) for own, make in parts])
+    return out
 
 
-def join_paths(paths: Sequence[Encoded], columns: Mapping[str, Any]) -> Row:
+def join_paths(columns: Columns, paths: Sequence[Encoded]) -> Row:
     """Return the tree of paths that begin alike.
 
     Its prompt is what all paths share before the first trained token of any.
     """
-    size = min(path.trained[0][0] if path.trained else len(path.ids) for path in paths)
+    size = min(_prompt_size(path) for path in paths)
     prompt = paths[0].ids[:size]
     for path in paths[1:]:
         if path.ids[:size] != prompt:
@@ -115,11 +112,11 @@ def join_paths(paths: Sequence[Encoded], columns: Mapping[str, Any]) -> Row:
 def render_text(prompt: str, answer: str) -> Rendered:
     """Return plain text of which the answer is trained on."""
     whole = prompt + answer
-    return Rendered(whole, ((len(prompt), len(whole)),), plain=True)
+    return Rendered(whole, ((len(prompt), len(whole)),), bos=True, eos=True)
 
 
 def render_conversation(
-    row: RawRow, reader: Reader, messages: Messages, *, first: int
+    row: Columns, reader: Reader, messages: Messages, *, first: int
 ) -> list[Rendered]:
     """Return the conversation as text; the assistant's turns from message `first` are trained on.
 
@@ -130,16 +127,16 @@ def render_conversation(
 
 
 def render_answers(
-    row: RawRow, reader: Reader, names: Sequence[str], values: Sequence[Any]
+    row: Columns, reader: Reader, names: Sequence[str], values: Sequence[Any]
 ) -> list[Rendered]:
     """Return the path of the row's prompt with each of `values`: text or message lists.
 
     `names` are what error messages call the values.
     """
-    prompt = row.columns["prompt"]
+    prompt = row["prompt"]
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
         return [render_text(prompt, value) for value in values]
-    before = messages_of(row, "prompt", role="user")
+    before = as_messages("prompt", prompt, role="user")
     return [
         render_answer(row, reader, before, as_messages(name, value, role="assistant"), name)
         for name, value in zip(names, values, strict=True)
@@ -147,7 +144,7 @@ def render_answers(
 
 
 def render_answer(
-    row: RawRow,
+    row: Columns,
     reader: Reader,
     before: list[dict[str, Any]],
     answer: list[dict[str, Any]],
@@ -171,6 +168,11 @@ def check_template(reader: Reader) -> None:
             "this is a conversation, but the tokenizer has no chat template; "
             "set data.chat_template to a file or to chatml"
         )
+
+
+def _prompt_size(path: Encoded) -> int:
+    """How many tokens precede the first one that is trained on."""
+    return next((start for start, end in path.trained if start < end), len(path.ids))
 
 
 def _answer(path: Encoded, size: int) -> Answer:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from attrs import field, frozen
 from numpy.typing import NDArray
 
 from rlhf.data.example import Answer, Example
@@ -30,57 +29,46 @@ NUMBERS = (
     "labels_cut",
 )
 LISTS = {
-    "prompt": np.int32,
-    "tokens": np.int32,
-    "ends": np.int32,
-    "trained": np.uint8,
-    "values": np.float32,
+    "prompt": pa.int32(),
+    "tokens": pa.int32(),
+    "ends": pa.int32(),
+    "trained": pa.uint8(),
+    "values": pa.float32(),
 }
 TOKENS = ("prompt", "tokens", "ends", "trained")
 """The lists that decide what a model sees and predicts."""
-TEXTS = ("kinds", "inputs")
+SCHEMA = pa.schema(
+    [(name, pa.int64()) for name in NUMBERS]
+    + [(name, pa.list_(kind)) for name, kind in LISTS.items()]
+    + [(name, pa.string()) for name in ("kinds", "inputs")]
+)
 CHUNK_ROWS = 8192
+NOTHING = Example([], [])
 
 
-@frozen
-class Tree:
-    """An example and its counts, as they go into the table."""
+def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
+    """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it."""
+    answers, values = example.answers, example.values
+    sizes = [len(answer.tokens) for answer in answers]
+    names = sorted(values)
+    return dict.fromkeys(NUMBERS, 0) | {
+        **counts,
+        "length": len(example.prompt) + sum(sizes),
+        "path": len(example.prompt) + max(sizes, default=0),
+        "answers": len(sizes),
+        "prompt": example.prompt,
+        "tokens": _joined([answer.tokens for answer in answers]),
+        "ends": np.cumsum(sizes),
+        "trained": np.asarray(_masks(answers, sizes), np.uint8),
+        "values": [x for name in names for x in _flat(values[name])],
+        "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
+        "inputs": json.dumps(dict(example.inputs)) if example.inputs else "",
+    }
 
-    row: int
-    line: int
-    """Line of the file from 1; 0 if the file has no lines."""
-    status: int
-    example: Example = field(factory=lambda: Example([], []))
-    predictions: int = 0
-    labels: int = 0
-    labels_cut: int = 0
-    """Labels that were cut off at `data.max_tokens`."""
 
-
-def to_table(trees: Sequence[Tree]) -> pa.Table:
-    """Return the columns of the trees."""
-    columns: dict[str, Any] = {name: [] for name in (*NUMBERS, *LISTS, *TEXTS)}
-    for tree in trees:
-        example, answers = tree.example, tree.example.answers
-        sizes = [len(answer.tokens) for answer in answers]
-        for name in ("row", "line", "status", "predictions", "labels", "labels_cut"):
-            columns[name].append(getattr(tree, name))
-        columns["length"].append(len(example.prompt) + sum(sizes))
-        columns["path"].append(len(example.prompt) + max(sizes, default=0))
-        columns["answers"].append(len(sizes))
-        columns["prompt"].append(example.prompt)
-        columns["tokens"].append(_joined([answer.tokens for answer in answers]))
-        columns["ends"].append(np.cumsum(sizes))
-        columns["trained"].append(_masks(answers, sizes))
-        names = sorted(example.values)
-        columns["values"].append([x for name in names for x in _flat(example.values[name])])
-        kinds = {name: kind_of(example.values[name]) for name in names}
-        columns["kinds"].append(json.dumps(kinds) if kinds else "")
-        columns["inputs"].append(json.dumps(dict(example.inputs)) if example.inputs else "")
-    arrays = {name: pa.array(columns[name], pa.int64()) for name in NUMBERS}
-    arrays |= {name: _lists(columns[name], kind) for name, kind in LISTS.items()}
-    arrays |= {name: pa.array(columns[name], pa.string()) for name in TEXTS}
-    return pa.table(arrays)
+def to_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the table of these rows."""
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 class TreeFile:
@@ -216,13 +204,6 @@ def _nested(
                 start += len(answer.tokens)
             values[name] = rows
     return values
-
-
-def _lists(rows: Sequence[Sequence[Any]], kind: Any) -> pa.Array:
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64).astype(np.int32)
-    parts = [np.asarray(row, dtype=kind) for row in rows if len(row)]
-    flat = np.concatenate(parts) if parts else np.empty(0, kind)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
 def _numpy(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:

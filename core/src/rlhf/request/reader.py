@@ -56,7 +56,6 @@ def read_config(
     Instead of a user's YAML, `recorded` is the config.yaml of a run folder, which may hold settings
     that have since been removed. With `inputs` False, model and data may be missing. Raises
     RLHFError with all problems at once.
-    all problems at once.
     """
     words = parse_words(overrides)
     trainer = find("trainer", name)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -183,6 +184,23 @@ def test_batches_come_in_the_order_of_the_plan_from_any_step(
                 assert batch.rows == tuple(rows)
                 assert len(batch.values["weight"]) == len(rows)
         del source
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_comes_as_it_was_packed(examples: Examples, config: Config, workers: int) -> None:
+    course = order(examples, config)
+    packed = course[course.step(0).micro[0]]
+    batch = next(batches_from(course, workers=workers))
+    for name, value in attrs.asdict(packed, recurse=False).items():
+        received = getattr(batch, name)
+        assert type(received) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert received.dtype == value.dtype
+            assert torch.equal(received, value)
+        elif name == "values":
+            assert torch.equal(received["weight"], value["weight"])
+        else:
+            assert received == value
 
 
 def test_evaluation_reads_every_row_once_and_ends(examples: Examples, config: Config) -> None:

@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.loader import Parcel
 from rlhf.data.packing import filler, pack
 
 NAN = float("nan")
@@ -108,14 +106,3 @@ def test_a_filler_has_tokens_and_empty_values_but_no_examples() -> None:
 def test_extra_inputs_follow_each_other() -> None:
     rows = [Example([1], [Answer([2])], {}, {"pixels": [[float(n)]]}) for n in range(2)]
     assert pack(rows, [0, 1]).inputs["pixels"].tolist() == [[0.0], [1.0]]
-
-
-def test_a_parcel_gives_back_the_same_batch() -> None:
-    for batch in (pack([PAIR, BARE], [0, 1], round_to=8), filler({"margin": "example"})):
-        again = Parcel.of(batch).unpack()
-        for name in ("tokens", "positions", "branch", "predict_from", "predict", "answer_end"):
-            assert torch.equal(getattr(again, name), getattr(batch, name))
-        assert again.values.keys() == batch.values.keys()
-        for name, value in batch.values.items():
-            assert torch.equal(again.values[name].nan_to_num(-9), value.nan_to_num(-9))
-        assert (again.spans, again.rows) == (batch.spans, batch.rows)

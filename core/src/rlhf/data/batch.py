@@ -1,8 +1,10 @@
 """The packed batch: several trees in one row of T tokens, without padding between them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from attrs import field, frozen
 from torch import Tensor
@@ -73,13 +75,16 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return a copy with every tensor on `device`; the host does not wait for it."""
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=True)
-            if isinstance(value, dict):
-                return {name: move(item) for name, item in value.items()}
-            return value
 
-        fields = attrs.fields(type(self))
-        return PackedBatch(**{item.name: move(getattr(self, item.name)) for item in fields})
+def map_tensors(batch: PackedBatch, change: Callable[[Any], Any]) -> PackedBatch:
+    """Return a copy with `change(value)` in place of every tensor or array."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: changed(item) for name, item in value.items()}
+        return change(value) if isinstance(value, Tensor | np.ndarray) else value
+
+    fields = attrs.fields(PackedBatch)
+    return PackedBatch(**{item.name: changed(getattr(batch, item.name)) for item in fields})

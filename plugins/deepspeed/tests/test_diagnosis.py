@@ -1,7 +1,9 @@
 """What `rlhf doctor` says about DeepSpeed."""
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from torch.utils import cpp_extension
 
 from rlhf_plugin_deepspeed import diagnosis
@@ -53,8 +55,10 @@ def test_an_accelerator_without_bf16_needs_another_dtype(monkeypatch):
     assert found("model.dtype").remedy == "set model.dtype to fp16"
 
 
-def test_ranks_on_the_cpu_use_gloo():
-    assert (found("communication").state, found("communication").here) == ("ok", "gloo")
+def test_ranks_use_the_communication_of_the_accelerator():
+    name, _, version = found("communication").here.partition(" ")
+    assert name == get_accelerator().communication_backend_name()
+    assert bool(version) is (name == "nccl")
 
 
 def test_an_operator_is_compiled_or_will_be(cpu_adam, tmp_path):
@@ -76,6 +80,15 @@ def test_a_missing_compiler_is_reported_with_the_optimizer_used_instead(cpu_adam
 def test_missing_ninja_is_reported(cpu_adam, monkeypatch):
     monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
     assert cpu_adam().remedy == "pip install ninja"
+
+
+def test_a_missing_nvcc_is_reported_for_an_operator_of_cuda(monkeypatch):
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/no/toolkit")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert diagnosis._obstacle(FusedAdamBuilder()) == (
+        "cannot be compiled: nvcc is missing",
+        "install the CUDA toolkit 13.0 and set CUDA_HOME to it",
+    )
 
 
 def test_missing_libaio_is_reported(cpu_adam, monkeypatch, capfd):

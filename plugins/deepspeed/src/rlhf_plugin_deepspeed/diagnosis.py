@@ -125,13 +125,12 @@ def _obstacle(builder: Any) -> tuple[str, str]:
         return f"cannot be compiled: {compiler} is missing", "apt install g++"
     if not cpp_extension.is_ninja_available():
         return "cannot be compiled: ninja is missing", "pip install ninja"
-    if torch.version.cuda and get_accelerator().device_name() == "cuda":
+    if isinstance(builder, builders.CUDAOpBuilder) and not builder.is_rocm_pytorch():
         try:
-            with redirect_stdout(io.StringIO()):
-                builders.assert_no_cuda_mismatch(builder.name)
-        except Exception as error:
+            builders.installed_cuda_version()
+        except builders.MissingCUDAException:
             remedy = f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it"
-            return f"cannot be compiled: {str(error).splitlines()[0]}", remedy
+            return "cannot be compiled: nvcc is missing", remedy
     with redirect_stdout(io.StringIO()):
         fits = builder.is_compatible(verbose=False)
     if not fits and builder.name == "async_io":

@@ -12,8 +12,10 @@ from rlhf.folder import checkpoints as checkpoint
 def write(checkpoints: Path, step: int, text: str = "weights") -> Path:
     part = checkpoint.begin(checkpoints, step)
     (part / "policy").mkdir()
-    (part / "policy" / "state.bin").write_text(text)
-    return checkpoint.commit(part, checkpoints, step, checkpoint.digest(part))
+    file = part / "policy" / "state.bin"
+    file.write_text(text)
+    checkpoint.digest(part, [file])
+    return checkpoint.commit(part, checkpoints, step)
 
 
 def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
@@ -42,12 +44,32 @@ def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nowhere") is None
 
 
-def test_every_rank_digests_its_share_and_together_they_are_all(tmp_path: Path) -> None:
+def test_the_manifest_has_the_files_of_every_rank(tmp_path: Path) -> None:
     part = checkpoint.begin(tmp_path, 1)
-    for number in range(5):
-        (part / f"{number}.bin").write_text(str(number))
-    shares = [checkpoint.digest(part, share=rank, of=2) for rank in range(2)]
-    assert sorted([*shares[0], *shares[1]]) == [f"{number}.bin" for number in range(5)]
+    for rank in range(2):
+        file = part / f"{rank}.bin"
+        file.write_text(str(rank))
+        assert not checkpoint.digested(part, ranks=2)
+        checkpoint.digest(part, [file], rank=rank)
+    assert checkpoint.digested(part, ranks=2)
+    folder = checkpoint.commit(part, tmp_path, 1)
+    assert {path.name for path in folder.iterdir()} == {"0.bin", "1.bin", "manifest.json"}
+    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {"0.bin", "1.bin"}
+
+
+def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10)
+    manifest = folder / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["format"]
+    manifest.write_text(json.dumps(content))
+    for find in (checkpoint.newest, lambda path: checkpoint.named(path, "step-10")):
+        with pytest.raises(RLHFError) as error:
+            find(tmp_path)
+        assert str(error.value) == (
+            f"{folder} has the format of another version of rlhf; export its weights with the "
+            "version that wrote it (rlhf export) and start from them"
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from rlhf import hookspecs
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.loop.fragments import SavedEngine
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, Packed, configure, follow, initial_weights, shape, start
 
@@ -66,18 +67,10 @@ def test_two_steps_and_four_more_after_a_resume_are_six(tmp_path):
 
 
 def test_the_weights_of_a_checkpoint_open_without_an_engine(tmp_path):
-    _, engine, _ = follow(PlainBackend(), Case(config=configure(), steps=1, save=(1, tmp_path)))
-    found = PlainBackend().read_weights(tmp_path)
+    case = Case(config=configure(), steps=1, tied=False, save=(1, tmp_path))
+    _, engine, _ = follow(PlainBackend(), case)
+    found = SavedEngine(tmp_path).weights()
     assert all(torch.equal(found[name], value) for name, value in weights(engine).items())
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    with pytest.raises(RLHFError) as error:
-        PlainBackend().read_weights(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path} holds no checkpoint of the plain backend (plain.pt is missing): name a "
-        "folder under checkpoints/ of a run, or resume with the backend that wrote it."
-    )
 
 
 def test_a_precision_it_does_not_have_is_refused():

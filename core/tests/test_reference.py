@@ -13,6 +13,7 @@ from rlhf.config.sections import (
     ModelConfig,
 )
 from rlhf.errors import RLHFError
+from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
 from rlhf.readouts import answer_logprobs, hidden_at
 from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
@@ -172,11 +173,15 @@ def test_a_reference_that_moved_is_saved_and_restored_to_the_last_bit(
     (follower,) = run.followers
     take_a_step(run, packed(run))
     follower.after_step(1)
-    follower.save(tmp_path)
+    hooks, mesh, engine = run.hooks, run.mesh, follower.engine
+    state = hooks.engine_state(engine=engine)
+    write_plain(engine, state, tmp_path)
+    write_fragments(own_fragments(state, mesh), tmp_path, mesh.rank)
     moved = weights(run.roles["reference"].engine)
     later = make_run(folder)
     later.reference("engine", every=1, mix=0.6)
-    later.followers[0].load(tmp_path)
+    saved = SavedEngine(tmp_path)
+    later.hooks.restore_engine(engine=later.followers[0].engine, saved=saved)
     found = weights(later.roles["reference"].engine)
     assert all(torch.equal(found[name], moved[name]) for name in moved)
 

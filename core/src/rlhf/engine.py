@@ -222,6 +222,48 @@ class LaterOutcome:
         return StepOutcome(moved=math.isfinite(value), grad_norm=value)
 
 
+@documented
+@frozen(kw_only=True, eq=False)
+class Fragment:
+    """A part of a parameter, of a buffer or of a state of the optimizer, as checkpoints hold it."""
+
+    name: str
+    """Name in the engine's module."""
+    kind: str
+    """`weight` in the highest precision that the engine has, or a state such as `exp_avg`."""
+    offset: int
+    """Elements of the flattened whole before this part."""
+    values: Tensor
+    """The part, flat: a view of the engine's memory."""
+    replicated: bool = False
+    """Whether every rank holds the same part. Each then writes a share of it."""
+
+
+@documented
+@frozen(kw_only=True)
+class EngineState:
+    """What resuming an engine needs, as this rank holds it."""
+
+    fragments: Sequence[Fragment]
+    """Over all ranks they cover every value once."""
+    more: Mapping[str, Any] = field(factory=dict)
+    """What is not a tensor, as plain data for JSON; the same on every rank."""
+
+
+class SavedState(Protocol):
+    """The state of an engine in a checkpoint, which any layout may have written."""
+
+    more: Mapping[str, Any]
+    """`EngineState.more` as it was saved."""
+
+    def holds(self, name: str, kind: str) -> bool:
+        """Return whether the checkpoint has this value."""
+
+    def read(self, name: str, kind: str, offset: int, into: Tensor) -> None:
+        """Fill `into`, flat, with the elements from `offset` on, reading no others. Raises
+        RLHFError if the checkpoint does not have them."""
+
+
 class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 

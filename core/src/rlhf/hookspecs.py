@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from rlhf.config import Config
-    from rlhf.engine import Engine, Mesh, ModelShape, Plan
+    from rlhf.engine import Engine, EngineState, Mesh, ModelShape, Plan, SavedState
 
 hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
@@ -127,25 +127,18 @@ class BackendHooks:
         plan: Plan,
         mesh: Mesh,
     ) -> Engine:
-        """Return an engine around `model`, which advances `schedule` with every step and saves it
-        in its checkpoints. Without an optimizer, the engine is for inference only. Collective."""
+        """Return an engine around `model`, which advances `schedule` with every step. Without an
+        optimizer, the engine is for inference only. Collective."""
 
     @hookspec(firstresult=True)
-    def save_checkpoint(self, engine: Engine, directory: Path, state: Mapping[str, Any]) -> bool:
-        """Write everything that resuming `engine` needs into the existing, empty `directory`.
-
-        `state` is plain data, the same on every rank, and is saved too. The caller renames the
-        folder once it is complete. Returns True. Collective."""
+    def engine_state(self, engine: Engine) -> EngineState:
+        """Return what resuming `engine` needs: weights, and the optimizer's states if it is
+        trained. Core writes it to checkpoints. Not collective."""
 
     @hookspec(firstresult=True)
-    def load_checkpoint(self, engine: Engine, directory: Path) -> Mapping[str, Any]:
-        """Restore `engine` from `directory` and return the `state` that was saved. Raises RLHFError
-        if it was saved with another stage or number of ranks. Collective."""
-
-    @hookspec(firstresult=True)
-    def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
-        """Return the full-precision state dict of a checkpoint's module in host memory, without an
-        engine and in a single process. For `rlhf export`."""
+    def restore_engine(self, engine: Engine, saved: SavedState) -> bool:
+        """Restore `engine` from what `engine_state` returned, perhaps of another number of ranks,
+        stage or offload. Each rank reads what it holds now. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:

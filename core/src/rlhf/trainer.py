@@ -162,7 +162,8 @@ class Trainer(abc.ABC):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return what the trainer itself must keep in a checkpoint: plain data and tensors."""
+        """Return what the trainer itself must keep in a checkpoint: plain data for JSON, the same
+        on every rank."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -9,14 +9,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import sha256
+from rlhf.folder.disk import sha256, write_whole
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Number of the format of checkpoints; 1 had DeepSpeed's own files."""
+DIGESTS = ".rank-{}.json"
+"""Name of what a rank notes of its files, until the manifest has it."""
+PART = ".{}.part"
+"""Name of a checkpoint that is being written."""
 ASIDE = ".{}.aside"
 """Name of a checkpoint that is newer than the one a run was resumed from."""
 REPLACED = ".{}.replaced"
@@ -35,30 +41,41 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def part_folder(checkpoints: Path, step: int) -> Path:
     """Return the hidden folder in which the checkpoint of `step` is written."""
-    return checkpoints / f".step-{step:06d}.part"
+    return checkpoints / PART.format(f"step-{step:06d}")
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """Return an empty hidden folder to write the checkpoint of `step` into; what a killed save left
-    there is removed."""
+    """Return an empty hidden folder to write the checkpoint of `step` into; what killed saves left
+    is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in checkpoints.glob(PART.format("step-*")):
+        shutil.rmtree(left)
     folder = part_folder(checkpoints, step)
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
 
 
-def digest(folder: Path, *, share: int = 0, of: int = 1) -> dict[str, dict[str, object]]:
-    """Return size and SHA-256 of the files below `folder`, each synced to disk. Rank `share` of
-    `of` ranks takes every `of`-th file."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(folder)): _describe(path) for path in paths[share::of]}
+def digest(part: Path, paths: Iterable[Path], *, rank: int = 0) -> None:
+    """Sync the files of a rank to disk, and note their sizes and SHA-256 for `commit`."""
+    files = {str(path.relative_to(part)): _describe(path) for path in paths}
+    write_whole(part / DIGESTS.format(f"{rank:05d}"), json.dumps(files))
 
 
-def commit(part: Path, checkpoints: Path, step: int, files: dict[str, dict[str, object]]) -> Path:
-    """Give the folder its manifest, then its name. Returns the renamed folder."""
+def digested(part: Path, *, ranks: int) -> bool:
+    """Return whether all ranks have written their files."""
+    return len(list(part.glob(DIGESTS.format("*")))) == ranks
+
+
+def commit(part: Path, checkpoints: Path, step: int) -> Path:
+    """Give the folder its manifest, made of the ranks' digests, then its name. Returns the renamed
+    folder."""
+    files: dict[str, dict[str, object]] = {}
+    for path in part.glob(DIGESTS.format("*")):
+        files |= json.loads(path.read_text())
+        path.unlink()
+    content = {"format": FORMAT, "step": step, "files": files}
     manifest = part / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1, sort_keys=True))
+    manifest.write_text(json.dumps(content, indent=1, sort_keys=True))
     _sync(manifest)
     for folder in [*(path for path in part.rglob("*") if path.is_dir()), part]:
         _sync(folder)
@@ -133,7 +150,7 @@ def newest(checkpoints: Path, *, remedy: str = RESUME, contents: bool = True) ->
         return None
     problem = damage(folders[-1], contents=contents)
     if problem is None:
-        return folders[-1]
+        return _of_this_format(folders[-1])
     raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_remedy(folders[:-1], remedy)}")
 
 
@@ -152,7 +169,7 @@ def named(checkpoints: Path, name: str, *, remedy: str = RESUME, contents: bool 
         raise RLHFError(
             f"checkpoint {name_of(folder)} is damaged: {problem}; {_remedy(older, remedy)}"
         )
-    return folder
+    return _of_this_format(folder)
 
 
 def damage(folder: Path, *, contents: bool = True) -> str | None:
@@ -180,6 +197,15 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
             if current != files[name]["sha256"]
         ]
     return f"{folder / changed[0]} has changed since it was written" if changed else None
+
+
+def _of_this_format(folder: Path) -> Path:
+    if json.loads((folder / MANIFEST).read_text()).get("format") != FORMAT:
+        raise RLHFError(
+            f"{folder} has the format of another version of rlhf; export its weights with the "
+            "version that wrote it (rlhf export) and start from them"
+        )
+    return folder
 
 
 def _remedy(older: Sequence[Path], remedy: str) -> str:

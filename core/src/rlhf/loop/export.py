@@ -4,15 +4,18 @@ import functools
 import json
 import operator
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor, nn
 
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.run_folder import logged
+from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
 from rlhf.model.load import load_model
 from rlhf.model.save import save_tokenizer_and_config, verify_export
@@ -56,7 +59,6 @@ def write_model(folder: Path, target: Path) -> None:
     request = read_config(trainer_name, recorded=run / "config.yaml")
     config = request.config
     backend, _ = load_hooks(config)
-    weights = backend.read_weights(directory=folder / "policy")
     plan = Plan(stage=0, precision=config.model.dtype)
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
@@ -64,10 +66,19 @@ def write_model(folder: Path, target: Path) -> None:
     plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
     config = attrs.evolve(config, model=plain)
     module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
-    module.save_weights(weights, target)
+    module.save_weights(_with_tied(SavedEngine(folder / "policy").weights(), module), target)
     more = trainer.model_config(_newest_metrics(run, until=step_of(folder)))
     save_tokenizer_and_config(module.model, tokenizer, target, more)
     verify_export(target, module.model)
+
+
+def _with_tied(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return `weights` with a tied one under each of its names."""
+    first = {id(item): name for name, item in module.named_parameters()}
+    tied = module.named_parameters(remove_duplicate=False)
+    names = {name: first[id(item)] for name, item in tied}
+    every = {name: weights[source] for name, source in names.items() if source in weights}
+    return {**weights, **every}
 
 
 def _begin(run: Path) -> Path:

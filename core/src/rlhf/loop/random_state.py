@@ -1,16 +1,19 @@
-"""The random generators of one rank, saved and restored without a pickle of code."""
+"""The random generators of one rank, saved and restored."""
 
+import json
 import random
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 
-def spread(seed: int, rank: int) -> None:
-    """Give each data rank its own dropout. Called once the models exist, which all ranks must draw
-    alike."""
-    seed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+def spread(*numbers: int) -> None:
+    """Give each data rank its own dropout, from the run's seed, the rank and what else tells this
+    moment from others. Called once the models exist, which all ranks must draw alike."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -19,26 +22,27 @@ def spread(seed: int, rank: int) -> None:
 def save(path: Path, device: torch.device) -> None:
     """Write the state of Python's, NumPy's, torch's and the accelerator's generators."""
     version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "python": (version, list(numbers), gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached),
+    kind, keys, *numpy_state = np.random.get_state()
+    tensors = {
+        "python": torch.tensor(numbers),
+        "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
-    torch.save(state, path)
+        tensors["device"] = torch.get_device_module(device).get_rng_state(device)
+    rest = {"python": [version, gauss], "numpy": [kind, *numpy_state]}
+    save_file(tensors, path, {name: json.dumps(values) for name, values in rest.items()})
 
 
 def load(path: Path, device: torch.device) -> None:
-    """Restore what `save` wrote. Without a file, the rank keeps the seeds of the start."""
-    if not path.exists():
-        return
-    state = torch.load(path, weights_only=True)
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "device" in state and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"], device)
+    """Restore what `save` wrote."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        rest = {name: json.loads(values) for name, values in file.metadata().items()}
+    version, gauss = rest["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, *numpy_state = rest["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), *numpy_state))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(tensors["device"], device)

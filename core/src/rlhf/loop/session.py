@@ -46,6 +46,11 @@ class Session:
     """Whether a signal left out the evaluation that was due after the last step."""
 
     @property
+    def saved_engines(self) -> list[Engine]:
+        """The engines whose weights change, which checkpoints hold."""
+        return [self.engine, *(follower.engine for follower in self.followers)]
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.path / "checkpoints"

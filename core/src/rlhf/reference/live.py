@@ -6,10 +6,8 @@ when they run the same batch; the cache gives them up to the rounding of another
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
-import attrs
 import torch
 from attrs import frozen
 from peft import PeftModel
@@ -18,10 +16,8 @@ from torch import Tensor
 from rlhf.config.reference_modes import ReferenceMode, check_reference
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine, Mesh, Plan, Readout
+from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
-from rlhf.model.architecture import DTYPES, read_architecture
-from rlhf.model.weights import pretrained_model
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import BackendGateway
 
@@ -86,42 +82,16 @@ class Follower:
     engine: Engine
     source: Engine
     """The policy."""
-    plan: Plan
-    """The engine's own plan."""
     every: int
     """Optimizer steps between two moves (tau)."""
     mix: float
     """Share of the policy in the result (alpha); 1 replaces the weights."""
-    config: Config
-    mesh: Mesh
     hooks: BackendGateway
-
-    @property
-    def role(self) -> str:
-        return self.engine.role
 
     def after_step(self, step: int) -> None:
         """Move the weights if `step` is a multiple of `every`. Collective."""
         if step % self.every == 0:
             self.hooks.mix_weights(engine=self.engine, source=self.source, share=self.mix)
-
-    def save(self, directory: Path) -> None:
-        """Write the weights, bit for bit. Collective."""
-        self.hooks.export_weights(engine=self.engine, directory=directory)
-
-    def load(self, directory: Path) -> None:
-        """Restore the weights. Collective."""
-        saved = model_in(directory, self.config)
-        causal, stage = self.engine.module.causal, self.engine.stage
-        weights = None
-        if stage < 3 or self.mesh.rank == 0:
-            dtype = DTYPES[self.engine.precision]
-            source = pretrained_model(read_architecture(saved), saved, "causal", dtype)
-            weights = source.state_dict()
-        if stage < 3:
-            causal.load_state_dict(weights)
-        else:
-            self.hooks.load_weights(module=causal, weights=weights, plan=self.plan, mesh=self.mesh)
 
 
 def choose_mode(
@@ -159,14 +129,6 @@ def _cheapest(
     if seen >= num_rows:
         return "cache", "every row is trained on, so computed once for all, and no second model"
     return "engine", f"a second model, frozen: only {seen:,} of {num_rows:,} rows are trained on"
-
-
-def model_in(directory: Path, config: Config) -> Config:
-    """Return the configuration with the whole model in `directory` instead of its own."""
-    model = attrs.evolve(
-        config.model, path=str(directory), revision=None, init="pretrained", adapter=None
-    )
-    return attrs.evolve(config, model=model, lora=None)
 
 
 @contextmanager

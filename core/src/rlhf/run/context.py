@@ -15,6 +15,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
+from rlhf.loop.fragments import check_model
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
@@ -68,6 +69,7 @@ class RunContext:
         steps: int,
         longest: int,
         examples: Sequence[Examples] = (),
+        resumed: Path | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -78,6 +80,8 @@ class RunContext:
         self.hooks = hooks
         self.longest = longest
         """Tokens of the longest path."""
+        self.resumed = resumed
+        """The checkpoint that the run continues."""
         self.roles: dict[str, Role] = {}
         """The loaded models by role."""
         self.notes: list[str] = []
@@ -100,6 +104,8 @@ class RunContext:
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
         empty = empty_model(config, task)
+        if trained and self.resumed is not None:
+            check_model(self.resumed / role, empty)
         shape = shape_of(empty)
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
@@ -165,11 +171,8 @@ class RunContext:
         engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
         if every is not None:
             self.followers.append(
-                Follower(
-                    engine=engine, source=policy, plan=self.roles["reference"].plan, every=every,
-                    mix=mix, config=self.config, mesh=self.mesh, hooks=self.hooks,
-                )
-            )  # fmt: skip
+                Follower(engine=engine, source=policy, every=every, mix=mix, hooks=self.hooks)
+            )
         return EngineReference(engine, mode="engine")
 
     def teacher(

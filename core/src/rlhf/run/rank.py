@@ -14,7 +14,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks, first_line
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import writing
-from rlhf.loop.checkpointing import restore
+from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
@@ -47,13 +47,15 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
         resumed = on_rank_zero(
             mesh, lambda: run_folder.check_resumable(request, path, verified=verified)
         )
+        if resumed is not None:
+            check_data(resumed, data.train)
         with writing(path), ExitStack() as stack:
             folder = on_rank_zero(
                 mesh, lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
             )
             if folder is not None:
                 stack.callback(folder.close)
-            session = set_up(request, data, mesh, hooks, observers, path, folder)
+            session = set_up(request, data, mesh, hooks, observers, path, folder, resumed)
             record = session.record
             reason = carry_out(request, session, resumed)
     except BaseException as error:
@@ -109,7 +111,7 @@ def is_finished(session: Session, step: int) -> bool:
 
 def resume(session: Session, checkpoint: Path) -> int:
     """Restore `checkpoint` and return its step; later checkpoints are set aside. Collective."""
-    step = restore(session, checkpoint)
+    step, layout = restore(session, checkpoint)
     later = on_rank_zero(
         session.mesh, lambda: checkpoints.set_aside(session.checkpoints, after=step)
     )
@@ -117,7 +119,7 @@ def resume(session: Session, checkpoint: Path) -> int:
     if session.folder is not None:
         aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
         name, to_go = checkpoints.name_of(checkpoint), session.num_steps - step
-        print(f"resumed    {name}, {to_go:,} steps to go{aside}{lost}", flush=True)
+        print(f"resumed    {name}, {to_go:,} steps to go{aside}{lost}{layout}", flush=True)
     return step
 
 

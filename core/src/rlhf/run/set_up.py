@@ -33,13 +33,14 @@ def set_up(
     observers: ObserverGateway,
     path: Path,
     folder: RunFolder | None,
+    resumed: Path | None = None,
 ) -> Session:
     """Choose what is auto, load the models, and lay out the rows. Collective."""
     fit, choice = choose_fit(request.config, data, mesh, hooks)
     config, trainer = fit.config, data.trainer
     run = RunContext(
         config, trainer.tokenizer, mesh, hooks, steps=fit.steps, longest=data.longest,
-        examples=data.parts,
+        examples=data.parts, resumed=resumed,
     )  # fmt: skip
     if folder is not None:
         memory = memory_lines(fit, choice, path)

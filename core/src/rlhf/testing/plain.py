@@ -16,11 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Mesh, ModelShape, Plan, Readout, StepOutcome
+from rlhf.engine import (
+    EngineState,
+    Fragment,
+    Mesh,
+    ModelShape,
+    Plan,
+    Readout,
+    SavedState,
+    StepOutcome,
+)
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
 
-FILE = "plain.pt"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class PlainEngine:
@@ -145,32 +154,20 @@ class PlainBackend:
         return PlainEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
 
     @hookimpl
-    def save_checkpoint(
-        self, engine: PlainEngine, directory: Path, state: Mapping[str, Any]
-    ) -> bool:
-        assert engine.optimizer is not None, f"the engine of {engine.role} has no state"
-        states = {
-            "module": engine.module.state_dict(),
-            "optimizer": engine.optimizer.state_dict(),
-            "schedule": engine.schedule.state_dict() if engine.schedule else None,
-            "state": dict(state),
-        }
-        torch.save(states, directory / FILE)
+    def engine_state(self, engine: PlainEngine) -> EngineState:
+        return EngineState(fragments=list(_fragments(engine)))
+
+    @hookimpl
+    def restore_engine(self, engine: PlainEngine, saved: SavedState) -> bool:
+        if engine.optimizer is not None:
+            for name, parameter in engine.module.named_parameters():
+                if saved.holds(name, "step"):
+                    state = engine.optimizer.state[parameter]
+                    state["step"] = torch.zeros(())
+                    state |= {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        for item in _fragments(engine):
+            saved.read(item.name, item.kind, item.offset, item.values)
         return True
-
-    @hookimpl
-    def load_checkpoint(self, engine: PlainEngine, directory: Path) -> Mapping[str, Any]:
-        assert engine.optimizer is not None, f"the engine of {engine.role} has no state"
-        states = _read(directory)
-        engine.module.load_state_dict(states["module"])
-        engine.optimizer.load_state_dict(states["optimizer"])
-        if engine.schedule is not None and states["schedule"] is not None:
-            engine.schedule.load_state_dict(states["schedule"])
-        return states["state"]
-
-    @hookimpl
-    def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
-        return _read(directory)["module"]
 
     @hookimpl
     def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
@@ -210,11 +207,11 @@ def _generation(engine: PlainEngine) -> Iterator[None]:
         engine.module.train(was_training)
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    path = directory / FILE
-    if not path.is_file():
-        raise RLHFError(
-            f"{directory} holds no checkpoint of the plain backend ({FILE} is missing): name a "
-            "folder under checkpoints/ of a run, or resume with the backend that wrote it."
-        )
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _fragments(engine: PlainEngine) -> Iterator[Fragment]:
+    states = {} if engine.optimizer is None else engine.optimizer.state
+    parameters = dict(engine.module.named_parameters())
+    kept = engine.module.state_dict().keys()
+    buffers = {name: value for name, value in engine.module.named_buffers() if name in kept}
+    for name, value in (parameters | buffers).items():
+        for kind, values in ({"weight": value} | states.get(value, {})).items():
+            yield Fragment(name=name, kind=kind, offset=0, values=values.detach().view(-1))

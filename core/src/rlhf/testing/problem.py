@@ -1,6 +1,7 @@
 """A tiny model and a fixed problem by which backends are compared: the same curve, whatever the
 layout."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import ModelShape
+from rlhf.loop.checkpointing import RUN, restore_schedule
+from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
 
 ROWS = 8
 VOCABULARY = 32
@@ -184,7 +187,7 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
 def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
     """Run the case; returns its outcome, the engine and the mesh, which the caller closes."""
     mesh, engine, summary = start(backend, case)
-    state = dict(backend.load_checkpoint(engine, case.load)) if case.load else {}
+    state = _restore(backend, engine, case.load) if case.load else {}
     seen: dict[str, list[Any]] = {
         name: [] for name in ("losses", "norms", "moved", "skipped", "rates")
     }
@@ -198,8 +201,32 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
         seen["moved"].append(outcome.moved)
         seen["skipped"].append(outcome.skipped_by_scaler)
         if case.save and case.save[0] == step + 1:
-            backend.save_checkpoint(engine, case.save[1], {"step": step + 1})
+            _save(backend, engine, mesh, case.save[1], step=step + 1)
     return Outcome(**seen, state=state, summary=summary), engine, mesh
+
+
+def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> None:
+    """Write the engine's part of a checkpoint."""
+    state = backend.engine_state(engine)
+    write_fragments(own_fragments(state, mesh), folder, mesh.rank)
+    if mesh.rank == 0:
+        write_plain(engine, state, folder)
+        schedule = engine.schedule.state_dict()
+        (folder / RUN).write_text(json.dumps({"step": step, "schedule": schedule}))
+    mesh.barrier()
+
+
+def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
+    """Restore what `_save` wrote; returns the step."""
+    backend.restore_engine(engine, SavedEngine(folder))
+    state = json.loads((folder / RUN).read_text())
+    restore_schedule(engine.schedule, state.pop("schedule"))
+    return state
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that `follow` wrote, tied ones once."""
+    return SavedEngine(folder).weights()
 
 
 def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:

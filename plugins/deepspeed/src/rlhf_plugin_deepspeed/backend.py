@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import Mesh, ModelShape, Plan
+from rlhf.engine import EngineState, Mesh, ModelShape, Plan, SavedState
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
@@ -22,7 +22,7 @@ from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.diagnosis import diagnose
-from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
+from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.versions import installed_version
@@ -89,19 +89,13 @@ class DeepSpeedBackend:
         return prepare_training(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
 
     @hookimpl
-    def save_checkpoint(
-        self, engine: TrainingEngine, directory: Path, state: Mapping[str, Any]
-    ) -> bool:
-        checkpoint.save(engine, directory, state)
+    def engine_state(self, engine: InferenceEngine) -> EngineState:
+        return checkpoint.engine_state(engine)
+
+    @hookimpl
+    def restore_engine(self, engine: InferenceEngine, saved: SavedState) -> bool:
+        checkpoint.restore(engine, saved)
         return True
-
-    @hookimpl
-    def load_checkpoint(self, engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
-        return checkpoint.load(engine, directory)
-
-    @hookimpl
-    def read_weights(self, directory: Path) -> Mapping[str, Tensor]:
-        return checkpoint.read_weights(directory)
 
     @hookimpl
     def export_weights(self, engine: InferenceEngine, directory: Path) -> bool:

@@ -1,143 +1,89 @@
-"""Resumable state in DeepSpeed's own files, with a note of the layout that can load it."""
+"""An engine's state as the fragments that this rank holds, at any stage; checkpoints are made of
+them."""
 
-import io
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib import metadata
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from torch import Tensor, nn
+from attrs import frozen
+from deepspeed.ops.adam import FusedAdam
+from torch import Tensor, distributed, nn
+from torch.optim import AdamW, Optimizer
 
-from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.engine import TrainingEngine
+from rlhf.engine import EngineState, Fragment, SavedState
+from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.optimizer import replay_steps
+from rlhf_plugin_deepspeed.weights import buffers, synchronize
 
-TAG = "deepspeed"
-NOTE = "deepspeed.json"
-MODEL_STATES = "mp_rank_00_model_states.pt"
-
-
-def save(engine: TrainingEngine, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the engine, its schedule and `state` into `directory`. Collective."""
-    schedule = engine.schedule.state_dict() if engine.schedule is not None else None
-    engine.deepspeed.save_checkpoint(
-        str(directory),
-        tag=TAG,
-        client_state={"rlhf": {"state": dict(state), "schedule": schedule}},
-        save_latest=False,
-        exclude_frozen_parameters=is_adapter(engine.module),
-    )
-    if engine.mesh.rank == 0:
-        note = {
-            **{name: value for name, (value, _) in _layout(engine).items()},
-            "deepspeed": metadata.version("deepspeed"),
-            "adapter": is_adapter(engine.module),
-            "trained": engine.masters,
-        }
-        (directory / NOTE).write_text(json.dumps(note, indent=1) + "\n")
-    engine.mesh.barrier()
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
 
 
-def load(engine: TrainingEngine, directory: Path) -> Mapping[str, Any]:
-    """Restore `engine` and return the `state` that was saved. Raises RLHFError for another layout.
-    Collective."""
-    note = read_note(directory)
-    _check_layout(engine, note, directory)
-    with _own_clipping(engine.deepspeed.optimizer):
-        _, client = engine.deepspeed.load_checkpoint(
-            str(directory),
-            tag=TAG,
-            load_module_strict=not note["adapter"],
-            load_lr_scheduler_states=False,
-        )
-    if engine.schedule is not None and client["rlhf"]["schedule"] is not None:
-        engine.schedule.load_state_dict(client["rlhf"]["schedule"])
-    replay_steps(engine.deepspeed.basic_optimizer)
-    return client["rlhf"]["state"]
+@frozen(kw_only=True, eq=False)
+class Piece:
+    """The part of a trained parameter that this rank updates."""
+
+    parameter: nn.Parameter
+    offset: int
+    """Elements of the parameter before this part."""
+    master: Tensor
+    """The tensor that the optimizer updates: one parameter, or parts of many, flat."""
+    start: int
+    """Elements of `master` before this part."""
+    size: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return this part of `values`, which are laid out as `master` is."""
+        return values.detach().view(-1).narrow(0, self.start, self.size)
 
 
-def _layout(engine: TrainingEngine) -> dict[str, tuple[Any, str]]:
-    """Return what a checkpoint depends on, each with the setting that chooses it."""
-    return {
-        "stage": (engine.stage, "deepspeed.stage"),
-        "ranks": (engine.mesh.world, "--nproc"),
-        "precision": (engine.precision, "model.dtype"),
-        "offload_optimizer": (
-            engine.deepspeed.zero_offload_optimizer() is not None,
-            "deepspeed.offload_optimizer",
-        ),
-    }
-
-
-def _check_layout(engine: TrainingEngine, note: Mapping[str, Any], directory: Path) -> None:
-    for name, (value, setting) in _layout(engine).items():
-        if note[name] != value:
-            written = json.dumps(note[name]).strip('"')
-            raise RLHFError(
-                f"the checkpoint {directory} was written with {name} {note[name]} but this run "
-                f"has {value}; resume it with {setting} {written}"
+def engine_state(engine: InferenceEngine) -> EngineState:
+    """Return views of what this rank holds."""
+    fragments = list(_untrained(engine))
+    if not isinstance(engine, TrainingEngine):
+        return EngineState(fragments=fragments)
+    names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
+    steps = _steps(optimizer)
+    for piece in _pieces(engine):
+        values = {"weight": piece.of(piece.master)}
+        state = optimizer.state.get(piece.master)
+        if state:
+            values |= {kind: piece.of(state[kind]) for kind in MOMENTS}
+            if piece.offset == 0:
+                values["step"] = torch.tensor([steps[piece.master]])
+        fragments += [
+            Fragment(
+                name=names[piece.parameter], kind=kind, offset=piece.offset, values=value,
+                replicated=engine.stage == 0,
             )
+            for kind, value in values.items()
+        ]  # fmt: skip
+    scaler = _scaler(engine)
+    more = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
+    return EngineState(fragments=fragments, more={"scaler": more})
 
 
-@contextmanager
-def _own_clipping(optimizer: Any) -> Iterator[None]:
-    """Keep this run's clipping. DeepSpeed takes it from the checkpoint, and refuses one that clips
-    where this run leaves out the norm; older checkpoints over bf16 states are such."""
-    kept = {
-        name: getattr(optimizer, name)
-        for name in ("clip_grad", "compute_grad_norm")
-        if hasattr(optimizer, name)
-    }
-    if "compute_grad_norm" in kept:
-        optimizer.compute_grad_norm = True
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(optimizer, name, value)
-
-
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Return the state dict in fp32 of a checkpoint of any stage and number of ranks, on the host.
-
-    From an adapter's run it only holds the trained weights.
-    """
-    note = read_note(directory)
-    weights = (
-        _read_stage_0(directory, note) if note["stage"] == 0 else _read_shards(directory, note)
-    )
-    if not note["adapter"]:
-        return weights
-    # The base is not written, except a tied weight, which DeepSpeed keeps under its second name.
-    trained = {name for names in note["trained"] for name in names}
-    return {name: value for name, value in weights.items() if name in trained}
-
-
-def _read_shards(directory: Path, note: Mapping[str, Any]) -> dict[str, Tensor]:
-    # DeepSpeed prints its progress, shard by shard.
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        weights = get_fp32_state_dict_from_zero_checkpoint(
-            str(directory), tag=TAG, exclude_frozen_parameters=note["adapter"]
-        )
-    if note["stage"] < 3:
-        # Frozen weights are in no optimizer: at stage 1 only the module's state has them.
-        weights = {**_model_states(directory)["module"], **weights}
-    return _floats(weights)
-
-
-def read_note(directory: Path) -> dict[str, Any]:
-    """Return the note of the layout. Raises RLHFError where this backend wrote no checkpoint."""
-    path = directory / NOTE
-    if not path.is_file():
-        raise RLHFError(
-            f"{directory} is not a checkpoint of the deepspeed backend ({NOTE} is missing); name a "
-            "folder under checkpoints/ of a run, or resume with the backend that wrote it"
-        )
-    return json.loads(path.read_text())
+def restore(engine: InferenceEngine, saved: SavedState) -> None:
+    """Restore what `engine_state` returned, of any layout. Collective."""
+    offload: Any = None
+    if engine.stage == 3:
+        optimizer = engine.runner.optimizer
+        offload = getattr(optimizer, "parameter_offload", optimizer)
+        # Small parameters are whole on every rank, and would keep their values.
+        offload.partition_all_parameters()
+    for item in _untrained(engine):
+        saved.read(item.name, item.kind, item.offset, item.values)
+    if isinstance(engine, TrainingEngine):
+        _restore_optimizer(engine, saved)
+        for name, value in saved.more.get("scaler", {}).items():
+            setattr(_scaler(engine), name, value)
+    if offload is not None and offload.persistent_parameters:
+        offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
+    # The next gathering reads shards on another stream.
+    synchronize()
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -145,36 +91,144 @@ def is_adapter(module: nn.Module) -> bool:
     return any(hasattr(part, "peft_config") for part in module.modules())
 
 
-def _read_stage_0(directory: Path, note: Mapping[str, Any]) -> dict[str, Tensor]:
-    states = _model_states(directory)
-    weights = _floats(states["module"])
-    optimizer = states["optimizer"]
-    for index, names in enumerate(note["trained"]):
-        if "fp32_groups_flat" in optimizer:
-            sizes = [weights[name].numel() for name in names]
-            masters = optimizer["fp32_groups_flat"][index].split(sizes)
-        elif "fp32_groups" in optimizer:
-            masters = optimizer["fp32_groups"][index]
-        else:
+def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
+    names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
+    pieces: dict[Tensor, list[Piece]] = defaultdict(list)
+    for piece in _pieces(engine):
+        pieces[piece.master].append(piece)
+        saved.read(names[piece.parameter], "weight", piece.offset, piece.of(piece.master))
+    for master, parts in pieces.items():
+        # A parameter that never had a gradient has no state.
+        moved = [part for part in parts if saved.holds(names[part.parameter], "step")]
+        if not moved:
             continue
-        for name, master in zip(names, masters, strict=True):
-            weights[name] = master.detach().view(weights[name].shape)
-    # The master of a tied weight is saved under one of its names.
-    for copy, original in (states.get("shared_params") or {}).items():
-        weights[copy] = weights[original]
-    return weights
+        state = optimizer.state[master]
+        state |= {kind: torch.zeros_like(master) for kind in MOMENTS}
+        step = torch.zeros(len(moved))
+        for number, part in enumerate(moved):
+            name = names[part.parameter]
+            saved.read(name, "step", 0, step[number : number + 1])
+            for kind in MOMENTS:
+                saved.read(name, kind, part.offset, part.of(state[kind]))
+        state["step"] = _step(optimizer, master, int(step.max()))
+    replay_steps(optimizer)
+    _publish(engine, chain.from_iterable(pieces.values()))
 
 
-def _model_states(directory: Path) -> dict[str, Any]:
-    # A file of the user's own run; DeepSpeed pickles its settings beside the tensors.
-    return torch.load(directory / TAG / MODEL_STATES, map_location="cpu", weights_only=False)
+def _publish(engine: TrainingEngine, pieces: Iterable[Piece]) -> None:
+    """Copy the optimizer's weights to those that the model computes with."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.stage == 3:
+        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    elif engine.stage > 0:
+        optimizer.update_lp_params()
+    else:
+        for piece in pieces:
+            piece.parameter.detach().view(-1).copy_(piece.of(piece.master))
 
 
-def _floats(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return all weights in fp32 and buffers of integers as they are; tied weights stay one
-    tensor."""
-    made: dict[int, Tensor] = {}
-    for value in weights.values():
-        if id(value) not in made:
-            made[id(value)] = value.float() if value.is_floating_point() else value
-    return {name: made[id(value)] for name, value in weights.items()}
+def _pieces(engine: TrainingEngine) -> Iterator[Piece]:
+    """Yield the parts of all trained parameters that this rank updates."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.stage == 3:
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for group, flat in groups:
+            yield from _shards(group, flat)
+    elif engine.stage > 0:
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+        for parameter, flat in ((item, flat) for group, flat in groups for item in group):
+            part = parameter._hp_mapping
+            if part is not None:
+                yield Piece(
+                    parameter=parameter, offset=part.lp_fragment_address.start, master=flat,
+                    start=part.hp_fragment_address.start, size=part.hp_fragment_address.numel,
+                )  # fmt: skip
+    else:
+        yield from _whole(engine, optimizer)
+
+
+def _shards(group: Iterable[Any], flat: Tensor) -> Iterator[Piece]:
+    """Yield this rank's part of each parameter of a group at stage 3; `flat` holds them one after
+    the other, each padded to the same size on all ranks."""
+    start = 0
+    for parameter in group:
+        offset, size = _shard(parameter)
+        yield Piece(parameter=parameter, offset=offset, master=flat, start=start, size=size)
+        start += parameter.partition_numel()
+
+
+def _shard(parameter: Any) -> tuple[int, int]:
+    """Return offset and size of this rank's part of a parameter at stage 3, without padding."""
+    most = parameter.partition_numel()
+    offset = min(distributed.get_rank(parameter.ds_process_group) * most, parameter.ds_numel)
+    return offset, min(most, parameter.ds_numel - offset)
+
+
+def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
+    """Yield all parameters at stage 0, where each rank updates all: with flat masters (FusedAdam),
+    masters of their own (torch's AdamW), or none."""
+    trained = [item for item in engine.module.parameters() if item.requires_grad]
+    masters = {item: (item, 0) for item in trained}
+    if hasattr(optimizer, "fp32_groups"):
+        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            masters |= {item: (copy, 0) for item, copy in zip(group, copies, strict=True)}
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            start = 0
+            for item in group:
+                masters[item] = (flat, start)
+                start += item.numel()
+    for item, (master, start) in masters.items():
+        yield Piece(parameter=item, offset=0, master=master, start=start, size=item.numel())
+
+
+def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
+    """Yield frozen weights and the buffers of the state dict; none where only an adapter is
+    trained."""
+    if is_adapter(engine.module):
+        return
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            continue
+        shard = getattr(parameter, "ds_tensor", None)
+        if shard is None:
+            offset, values = 0, parameter.detach().view(-1)
+        else:
+            offset, size = _shard(parameter)
+            values = shard.detach().view(-1)[:size]
+        yield Fragment(
+            name=name, kind="weight", offset=offset, values=values, replicated=shard is None
+        )
+    for name, buffer in buffers(engine.module):
+        yield Fragment(name=name, kind="weight", offset=0, values=buffer.view(-1), replicated=True)
+
+
+def _names(engine: TrainingEngine) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in engine.module.named_parameters()}
+
+
+def _scaler(engine: TrainingEngine) -> Any:
+    """Return what holds the loss scale of fp16, or None."""
+    if engine.precision != "fp16":
+        return None
+    optimizer = engine.deepspeed.optimizer
+    return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+
+
+def _steps(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Return the number of updates of each tensor. FusedAdam counts those of a group in its last
+    one."""
+    steps = {tensor: int(state["step"]) for tensor, state in optimizer.state.items() if state}
+    if isinstance(optimizer, FusedAdam):
+        for group in optimizer.param_groups:
+            moved = [tensor for tensor in group["params"] if tensor in steps]
+            steps |= dict.fromkeys(moved, max((steps[tensor] for tensor in moved), default=0))
+    return steps
+
+
+def _step(optimizer: Optimizer, master: Tensor, step: int) -> Tensor | int:
+    """Return the number of updates as the optimizer keeps it."""
+    if isinstance(optimizer, AdamW):
+        return torch.tensor(float(step), device=master.device)
+    return step

@@ -58,7 +58,6 @@ class TrainingEngine(InferenceEngine):
         *,
         runner: Any,
         schedule: LRScheduler | None,
-        masters: list[list[str]],
         clip: float,
         order: GradientOrder | None,
         fence: Callable[[], None],
@@ -71,8 +70,6 @@ class TrainingEngine(InferenceEngine):
         self.deepspeed = runner
         self.stage = runner.zero_optimization_stage()
         self.schedule = schedule
-        self.masters = masters
-        """Names of the trained parameters in the optimizer's groups, in its order."""
         self.clip = clip
         """Largest norm of the gradient, or 0; for the steps that clip here and not in DeepSpeed."""
         self.order = order

@@ -47,7 +47,6 @@ def prepare_training(
 ) -> TrainingEngine:
     """Return an engine that trains `model`. Collective."""
     layers = _unify(model, plan)
-    masters = _names(model, optimizer)
     rounded = isinstance(optimizer, RoundedAdamW)
     settings = _settings(model, plan, ranks=mesh.data.size, rounded=rounded)
     with rate_zero(optimizer), reduced_by_parameter(layers):
@@ -63,7 +62,6 @@ def prepare_training(
         model,
         runner=runner,
         schedule=schedule,
-        masters=masters,
         clip=plan.settings["gradient_clipping"],
         order=order,
         fence=fence,
@@ -165,8 +163,3 @@ def _some_empty(model: nn.Module, ranks: int) -> bool:
     """Return whether a rank's shard of some parameter has no element."""
     sizes = [getattr(item, "ds_numel", item.numel()) for item in model.parameters()]
     return any(-(-size // ranks) * (ranks - 1) >= size for size in sizes)
-
-
-def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(item)] for item in group["params"]] for group in optimizer.param_groups]

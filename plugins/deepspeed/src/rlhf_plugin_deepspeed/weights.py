@@ -62,7 +62,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if weights is not None and mesh.rank == 0:
                 parameter.copy_(weights[source])
-    _synchronize()
+    synchronize()
     _load_buffers(module, weights, mesh)
     return tuple(
         aliases[0] for aliases, source in zip(names.values(), found, strict=True) if not source
@@ -85,7 +85,7 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
             yield name, value
     if trained_only:
         return
-    for name, buffer in _buffers(engine.module):
+    for name, buffer in buffers(engine.module):
         yield name, buffer.detach().cpu()
 
 
@@ -104,10 +104,10 @@ def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> No
             # Rank 0's value of a sharded one goes to all ranks; each rank moves a whole one itself.
             if first or not sharded:
                 parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
-    _synchronize()
+    synchronize()
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     """Wait for the last shard that was written: the next gathering reads it on another stream."""
     get_accelerator().synchronize()
 
@@ -138,14 +138,14 @@ def _compare(
     return found, ""
 
 
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers of the state dict; others are computed, not loaded."""
     kept = set(module.state_dict())
     return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
 
 
 def _load_buffers(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
-    for name, buffer in _buffers(module):
+    for name, buffer in buffers(module):
         if weights is not None and mesh.rank == 0 and name in weights:
             buffer.copy_(weights[name])
         if mesh.world > 1:

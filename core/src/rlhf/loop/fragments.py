@@ -1,0 +1,143 @@
+"""The state of an engine on disk: flat fragments in safetensors, which any layout can read.
+
+A tensor's key is NAME/KIND/OFFSET, so the headers of the files are their index. docs/runs.md
+describes the format.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf.engine import GIB, Engine, EngineState, Fragment, Mesh, whole_shape
+from rlhf.errors import RLHFError, SameOnAllRanks
+
+PLAIN = "state.json"
+WEIGHT = "weight"
+LARGEST = 2 * GIB
+"""Bytes after which a rank begins another file: of tensors on a device, so much is on the host at
+once."""
+
+
+def write_plain(engine: Engine, state: EngineState, folder: Path) -> Path:
+    """Write what is not a tensor, with the shapes of all parameters, and return the file. For one
+    rank."""
+    path = folder / PLAIN
+    plain = {"shapes": shapes_of(engine.module), "more": state.more}
+    path.write_text(json.dumps(plain, indent=1) + "\n")
+    return path
+
+
+def write_fragments(fragments: Sequence[Fragment], folder: Path, rank: int) -> list[Path]:
+    """Write the fragments of this rank and return the files."""
+    paths = []
+    for number, part in enumerate(_in_parts(fragments)):
+        paths.append(folder / f"rank-{rank:05d}-{number:03d}.safetensors")
+        save_file(
+            {f"{item.name}/{item.kind}/{item.offset}": item.values for item in part}, paths[-1]
+        )
+    return paths
+
+
+def own_fragments(state: EngineState, mesh: Mesh) -> list[Fragment]:
+    """Return what this rank writes: its own fragments, and a share of those that all ranks hold."""
+    fragments = []
+    for item in state.fragments:
+        if item.replicated:
+            parts = item.values.tensor_split(mesh.world)
+            before = sum(part.numel() for part in parts[: mesh.rank])
+            item = attrs.evolve(item, offset=item.offset + before, values=parts[mesh.rank])
+        if item.values.numel():
+            fragments.append(item)
+    return fragments
+
+
+def shapes_of(module: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of all parameters before sharding, and of all buffers, by name."""
+    buffers = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
+    whole = {name: list(whole_shape(item)) for name, item in module.named_parameters()}
+    return buffers | whole
+
+
+def check_model(folder: Path, module: nn.Module) -> None:
+    """Raise RLHFError unless the engine in `folder` was trained on parameters of the same names and
+    shapes as those of `module`."""
+    saved = json.loads((folder / PLAIN).read_text())["shapes"]
+    for name, parameter in module.named_parameters():
+        shape = list(whole_shape(parameter))
+        if parameter.requires_grad and saved.get(name) != shape:
+            has = f"of shape {saved[name]}" if name in saved else "missing"
+            raise SameOnAllRanks(
+                f"{folder.parent} is of another model: {name} is {has} there but has the shape "
+                f"{shape} here; bring the old model back, or start again with --overwrite"
+            )
+
+
+class SavedEngine:
+    """The state of an engine in a checkpoint: an `rlhf.engine.SavedState`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        plain = json.loads((folder / PLAIN).read_text())
+        self.shapes: dict[str, list[int]] = plain["shapes"]
+        self.more: Mapping[str, Any] = plain["more"]
+        self._slices: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+        for path in sorted(folder.glob("rank-*.safetensors")):
+            file = safe_open(path, "pt")
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                name, kind, offset = key.rsplit("/", 2)
+                found = (int(offset), file.get_slice(key))
+                self._slices.setdefault((name, kind), []).append(found)
+
+    def holds(self, name: str, kind: str) -> bool:
+        """Return whether the checkpoint has this value."""
+        return (name, kind) in self._slices
+
+    def read(self, name: str, kind: str, offset: int, into: Tensor) -> None:
+        """Fill `into`, flat, with the elements from `offset` on, reading no others."""
+        end, filled = offset + into.numel(), 0
+        for start, values in self._slices.get((name, kind), []):
+            first, last = max(start, offset), min(start + values.get_shape()[0], end)
+            if first < last:
+                into[first - offset : last - offset] = values[first - start : last - start].to(
+                    into.device
+                )
+                filled += last - first
+        if filled != into.numel():
+            raise RLHFError(
+                f"{self.folder} lacks elements {offset:,} to {end:,} of {name} ({kind}); "
+                "it belongs to another model or backend"
+            )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that were saved, whole and on the host. Floats are float32."""
+        names = (name for name in self.shapes if self.holds(name, WEIGHT))
+        return {name: self._whole(name) for name in names}
+
+    def _whole(self, name: str) -> Tensor:
+        dtype = self._slices[name, WEIGHT][0][1][:0].dtype
+        whole = torch.empty(
+            self.shapes[name], dtype=torch.float32 if dtype.is_floating_point else dtype
+        )
+        self.read(name, WEIGHT, 0, whole.view(-1))
+        return whole
+
+
+def _in_parts(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:
+    """Yield the fragments in parts of at most `LARGEST` bytes, or of one fragment."""
+    part: list[Fragment] = []
+    size = 0
+    for item in fragments:
+        if part and size + item.values.nbytes > LARGEST:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += item.values.nbytes
+    if part:
+        yield part

@@ -1,0 +1,143 @@
+"""The table of capabilities enforced: precision, version, keys of DeepSpeed's JSON, and what a
+preset sets outside of its section."""
+
+import pytest
+from attrs import evolve
+
+from rlhf.errors import RLHFError
+from rlhf.plugin import ModelConfig, OptimConfig
+from rlhf.testing import read_config
+from rlhf.testing.problem import configure
+from rlhf_plugin_deepspeed import config as section_of
+from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS, DeepSpeedConfig, check, resolve
+
+
+def config(**settings):
+    return configure(DeepSpeedConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("model", "states", "text"),
+    [
+        (
+            {"quantize": "nf4", "dtype": "fp16"},
+            "fp32",
+            "model.quantize needs model.dtype fp32 or bf16",
+        ),
+        ({"fp8": "tensorwise", "dtype": "fp32"}, "fp32", "model.fp8 needs model.dtype bf16"),
+        ({"dtype": "fp32"}, "bf16", "optim.states bf16 needs model.dtype bf16"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_another_precision_is_refused(model, states, text):
+    run = evolve(config(), model=ModelConfig(**model), optim=OptimConfig(states=states))
+    with pytest.raises(RLHFError) as error:
+        check(run)
+    assert str(error.value) == text
+
+
+def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch):
+    run = config(stage=2, config={"zero_optimization": {"contiguous_gradients": False}})
+    check(run)
+    monkeypatch.setattr(section_of, "installed_version", lambda: "0.19.4")
+    with pytest.raises(RLHFError) as error:
+        check(run)
+    assert str(error.value) == (
+        "deepspeed.config.zero_optimization.contiguous_gradients needs deepspeed 0.19.8, but "
+        "0.19.4 is installed; run pip install 'deepspeed>=0.19.8,<0.20'"
+    )
+
+
+RAW = [
+    (
+        {"stage": 2, "config": {"fp16": {"initial_scale_power": 8}}},
+        "deepspeed.config.fp16.initial_scale_power needs model.dtype fp16",
+    ),
+    (
+        {"stage": 2, "config": {"zero_optimization": {"sub_group_size": 1000}}},
+        "deepspeed.config.zero_optimization.sub_group_size has no effect at ZeRO stage 2, only at "
+        "stage 3; remove it",
+    ),
+    (
+        {
+            "preset": "zero2_offload",
+            "config": {"zero_optimization": {"contiguous_gradients": False}},
+        },
+        "deepspeed.config.zero_optimization.contiguous_gradients cannot be combined with "
+        "deepspeed.offload_optimizer; remove one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), RAW, ids=lambda value: str(value)[:60])
+def test_a_key_of_deepspeeds_that_has_no_effect_is_refused(settings, text):
+    with pytest.raises(RLHFError) as error:
+        check(config(**settings))
+    assert str(error.value) == text
+
+
+def test_keys_that_other_settings_decide_are_refused_by_name():
+    raw = {
+        "train_batch_size": 32,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "compile": {"deepcompile": True},
+        "zero_optimisation": {"overlap_comm": True},
+    }
+    with pytest.raises(ValueError, match="remove") as error:
+        DeepSpeedConfig(config=raw)
+    assert str(error.value) == (
+        "remove train_batch_size (batch.size decides it); remove optimizer.type (optim decides "
+        "it); remove optimizer.params.lr (optim decides it); remove bf16.enabled (model.dtype "
+        "decides it); remove zero_optimization.stage (deepspeed.stage decides it); remove "
+        "zero_optimization.offload_optimizer.device (deepspeed.offload_optimizer decides it); "
+        "remove compile.deepcompile (DeepCompile is not supported; set model.kernels to compile); "
+        "zero_optimisation.overlap_comm cannot be set here; did you mean "
+        "zero_optimization.overlap_comm?"
+    )
+    with pytest.raises(ValueError, match=r"expects true or false, got 0$"):
+        DeepSpeedConfig(config={"zero_optimization": {"overlap_comm": 0}})
+    with pytest.raises(ValueError, match=r"expects a whole number, got 1\.5$"):
+        DeepSpeedConfig(config={"zero_optimization": {"sub_group_size": 1.5}})
+
+
+def test_deepspeeds_own_keys_are_read_from_the_command_line():
+    words = [
+        "--deepspeed",
+        "zero2",
+        "--deepspeed.config",
+        "{zero_optimization: {overlap_comm: no}}",
+    ]
+    section = read_config("sft", overrides=words, inputs=False).config.backend_section
+    assert section.config == {"zero_optimization": {"overlap_comm": False}}
+    with pytest.raises(RLHFError) as error:
+        read_config("sft", overrides=["--deepspeed.config", "{scheduler: {type: x}}"], inputs=False)
+    assert str(error.value) == (
+        "deepspeed.config: remove scheduler.type (optim.schedule decides it)"
+    )
+
+
+def test_a_preset_with_a_dtype_sets_it_unless_another_is_set():
+    def dtype(*words):
+        return read_config("sft", overrides=words, inputs=False).config.model.dtype
+
+    assert dtype("--deepspeed", "zero2_fp16") == dtype("--deepspeed", "zero2-fp16") == "fp16"
+    assert dtype("--deepspeed", "zero2_bf16", "--model.dtype", "bf16") == "bf16"
+    # The demo's fp32 is a default too.
+    demo = read_config("sft", overrides=["--deepspeed", "zero2-bf16"])
+    assert (demo.demo, demo.config.model.dtype) == (True, "bf16")
+    with pytest.raises(RLHFError) as error:
+        dtype("--deepspeed", "zero2-fp16", "--model.dtype", "fp32")
+    assert str(error.value) == (
+        "model.dtype is fp32 but the preset zero2-fp16 is fp16; set only one of the two"
+    )
+
+
+@pytest.mark.parametrize(("name", "ours"), OTHER_NAMES.items())
+def test_the_names_of_others_are_names_of_presets(name, ours):
+    preset = PRESETS[ours]
+    run = evolve(config(preset=name), model=ModelConfig(dtype=preset.dtype or "fp32"))
+    check(run)
+    assert resolve(run.backend_section) == resolve(DeepSpeedConfig(preset=ours))
+    assert resolve(run.backend_section).stage == preset.stage

@@ -16,7 +16,7 @@ class SurveyTrainer(Trainer):
     """Each answer against the mean of the whole step: not a sum over micro-batches."""
 
     row_format = "demonstration"
-    asked = 0
+    num_surveys = 0
 
     def example(self, row: Any) -> Example:
         return Example(row.prompt, row.answers, {"length": float(len(row.answers[0].tokens))})
@@ -26,7 +26,7 @@ class SurveyTrainer(Trainer):
 
     def survey(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         assert not torch.is_grad_enabled()
-        self.asked += 1
+        self.num_surveys += 1
         return {
             "logprob": self.policy(batch, answer_logprobs)["logprobs"],
             "length": batch.values["length"],
@@ -51,10 +51,10 @@ class SurveyTrainer(Trainer):
         return {"derived": sums["count"] + 1.0}
 
     def state(self) -> dict[str, Any]:
-        return {"asked": self.asked}
+        return {"num_surveys": self.num_surveys}
 
     def load_state(self, state: Any) -> None:
-        self.asked = state["asked"]
+        self.num_surveys = state["num_surveys"]
 
 
 class HoardingTrainer(SurveyTrainer):

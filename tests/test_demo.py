@@ -110,9 +110,9 @@ def test_a_slip_is_one_wrong_result_that_is_carried_on() -> None:
 
 def test_steps_are_wrong_from_the_first_number_on_that_is_not_the_questions() -> None:
     for row in rows("arithmetic", "eval", "stepwise"):
-        asked = re.findall(r"[+-] \d+", row["prompt"])
+        signs = re.findall(r"[+-] \d+", row["prompt"])
         used = [re.findall(r"[+-] \d+", step)[0] for step in row["completions"][:-1]]
-        same = [one == other for one, other in zip(asked, used, strict=True)]
+        same = [one == other for one, other in zip(signs, used, strict=True)]
         known = [all(same[: number + 1]) for number in range(len(same))]
         assert row["labels"] == [*known, all(same)]
 

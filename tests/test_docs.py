@@ -157,7 +157,7 @@ def test_every_yaml_file_of_the_repository_is_read(path: Path) -> None:
     trainers = {row.name for row in installed() if row.kind == "trainer"}
     own = {*yaml.safe_load(path.read_text()), *path.relative_to(ROOT).parts[:2]} & trainers
     trainer = own.pop() if own else "sft"
-    # The command line brings held-out rows where the file does not.
+    # The command line adds held-out rows if the file has none.
     words = [str(path), "--data.eval", "rows.jsonl"]
     assert read_config(trainer, overrides=words, inputs=False).config is not None
 

@@ -137,7 +137,7 @@ def test_other_rows_under_the_old_name_are_refused(
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
     message = (
         r"step-000002 was written in training on 22 examples of 1,168 tokens but data.train "
-        r"now has 21 of 1,1\d\d; bring the old rows back, or start again with --overwrite"
+        r"now has 21 of 1,1\d\d; restore the old rows, or start again with --overwrite"
     )
     with pytest.raises(RankFailure, match=message):
         one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))

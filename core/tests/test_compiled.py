@@ -178,8 +178,8 @@ def test_conflicting_settings_are_reported_with_the_configuration(
 
 
 def test_unsupported_devices_and_models_are_reported() -> None:
-    asked = ["--model.kernels", "compile"]
-    config = read_config("sft", overrides=asked, inputs=False).config
+    words = ["--model.kernels", "compile"]
+    config = read_config("sft", overrides=words, inputs=False).config
     with pytest.raises(RLHFError) as caught:
         check_compilable(config.model, torch.device("cpu"))
     assert str(caught.value) == (

@@ -99,7 +99,7 @@ def test_a_config_that_cannot_be_read_stops_a_resume(tmp_path: Path) -> None:
 
 
 def resumed(folder: Path, *words: str) -> Request:
-    """A request to go on in a folder that was begun without `words`."""
+    """A request to resume a run folder that was begun without `words`."""
     given = ["--model", "m", "--data", "d.jsonl", "--output", str(folder)]
     if not folder.exists():
         with_run(folder)

@@ -34,9 +34,9 @@ def known_plugins() -> str:
     return "".join(sorted(lines))
 
 
-@pytest.mark.skipif(not PLUGINS.is_dir(), reason="core stands alone here")
+@pytest.mark.skipif(not PLUGINS.is_dir(), reason="the plugins are not here")
 def test_the_list_of_our_own_plugins_is_what_the_folder_plugins_holds() -> None:
-    assert KNOWN.read_text() == known_plugins(), f"write it anew: python {__file__}"
+    assert KNOWN.read_text() == known_plugins(), f"run python {__file__}"
 
 
 def test_a_plugin_that_cannot_be_imported_is_listed_from_metadata(install: Install) -> None:

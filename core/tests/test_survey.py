@@ -1,4 +1,4 @@
-"""Values of whole steps: where they stand, whatever the split."""
+"""Values of the whole step: their order does not depend on the split."""
 
 from collections.abc import Sequence
 from typing import Any

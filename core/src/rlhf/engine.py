@@ -359,7 +359,7 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 @cache
 def fused_on(kind: str) -> bool:
     """Return whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta
-    device, on which a run is rehearsed, stands for the machine's accelerator."""
+    device, on which a run is rehearsed, represents the machine's accelerator."""
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return kind == "cuda" and find_spec("triton") is not None

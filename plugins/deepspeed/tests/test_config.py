@@ -167,9 +167,9 @@ def test_auto_takes_the_first_stage_whose_states_fit():
     assert plan(8, 32 * GIB).stage == 3
 
 
-@pytest.mark.parametrize("asked", [{"kernels": "compile"}, {"fp8": "tensorwise"}])
-def test_auto_takes_no_stage_at_which_layers_are_not_compiled(asked):
-    run = evolve(config(), model=ModelConfig(dtype="bf16", **asked))
+@pytest.mark.parametrize("settings", [{"kernels": "compile"}, {"fp8": "tensorwise"}])
+def test_auto_takes_no_stage_at_which_layers_are_not_compiled(settings):
+    run = evolve(config(), model=ModelConfig(dtype="bf16", **settings))
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=32 * GIB)
     made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="")
     assert made.stage == 2
@@ -333,10 +333,11 @@ def test_advised_settings_are_valid_with_the_configured_ones(settings):
 
 def test_parameters_on_the_cpu_are_advised_with_their_own_number():
     # Of 112 GiB only what is gathered at once is left, two of the largest layers.
-    asked, there = plan(1, 200 * GIB, preset="zero3"), plan(1, 200 * GIB, preset="zero3_offload")
-    (advised,) = [words for words in asked.lighter if "zero3_offload" in words]
+    on_device = plan(1, 200 * GIB, preset="zero3")
+    on_cpu = plan(1, 200 * GIB, preset="zero3_offload")
+    (advised,) = [words for words in on_device.lighter if "zero3_offload" in words]
     assert advised == "deepspeed.preset zero3_offload (1.0 GiB of states instead of 113.0)"
-    assert there.lighter == ()
+    assert on_cpu.lighter == ()
     above = plan(8, 800 * GIB, preset="zero2_offload").lighter
     assert above == ("deepspeed.preset zero3_offload (1.0 GiB of states instead of 14.0)",)
 

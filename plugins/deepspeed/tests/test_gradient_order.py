@@ -23,17 +23,17 @@ A_WEIGHT = 512
 
 
 @contextmanager
-def told(calls):
-    """Appends the elements of what is reduced in here."""
+def reductions_in(calls):
+    """Append the number of elements of every reduction in the block to `calls`."""
     all_reduce = distributed.all_reduce
 
-    def tell(tensor, **options):
+    def record(tensor, **options):
         calls.append(tensor.numel())
         return all_reduce(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages_1_and_2, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(stages_1_and_2.distributed, "all_reduce", tell)
+        patch.setattr(stages_1_and_2.distributed, "all_reduce", record)
         yield
 
 
@@ -59,7 +59,7 @@ def reduced(settings):
     found = []
     for last in (False, True):
         calls = []
-        with told(calls):
+        with reductions_in(calls):
             loss = engine(make_batch(0, [mesh.rank], engine.device), losses)["loss"].sum()
             engine.backward(loss, last=last)
         found.append(calls)
@@ -86,14 +86,14 @@ def reduced_beside(offload):
     loss = engine(make_batch(0, [0, 1], engine.device), losses)["loss"].sum()
     all_reduce = distributed.all_reduce
 
-    def tell(tensor, **options):
+    def record(tensor, **options):
         accelerator.seen.append(f"{tensor.numel()} on {accelerator.current.name}")
         return all_reduce(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages_1_and_2, "get_accelerator", lambda: accelerator)
         patch.setattr(stages_1_and_2, "distributed", SimpleNamespace(**vars(distributed)))
-        patch.setattr(stages_1_and_2.distributed, "all_reduce", tell)
+        patch.setattr(stages_1_and_2.distributed, "all_reduce", record)
         patch.setattr(
             torch.Tensor,
             "record_stream",

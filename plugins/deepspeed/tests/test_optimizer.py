@@ -28,10 +28,10 @@ TOLD = "compiling DeepSpeed's CPUAdam: a minute or two, once per machine\n"
 
 
 @pytest.mark.parametrize(
-    ("seconds", "local_rank", "told"), [(0.3, "0", TOLD), (0.3, "1", ""), (0.0, "0", "")]
+    ("seconds", "local_rank", "printed"), [(0.3, "0", TOLD), (0.3, "1", ""), (0.0, "0", "")]
 )
 def test_a_long_build_is_printed_once_per_host(
-    monkeypatch, capsys, tmp_path, seconds, local_rank, told
+    monkeypatch, capsys, tmp_path, seconds, local_rank, printed
 ):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     accelerator = SimpleNamespace(create_op_builder=lambda name: Builder(seconds))
@@ -40,7 +40,7 @@ def test_a_long_build_is_printed_once_per_host(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert building.compiled.__wrapped__("CPUAdamBuilder") == ""
     time.sleep(0.2)
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed
 
 
 def test_a_killed_build_does_not_block_later_ones(monkeypatch, tmp_path):

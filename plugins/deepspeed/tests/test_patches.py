@@ -138,10 +138,10 @@ def test_an_import_patches_nothing():
 
 
 def names(stage=3, *, version=NEWEST, **changes):
-    asked = {"states": "fp32", "offload": False, "setting": "all"}
+    defaults = {"states": "fp32", "offload": False, "setting": "all"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "installed_version", lambda: version)
-        return names_for(stage, **asked | changes)
+        return names_for(stage, **defaults | changes)
 
 
 def test_a_newer_deepspeed_gets_only_the_patches_for_correctness(monkeypatch):

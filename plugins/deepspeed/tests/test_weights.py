@@ -207,13 +207,13 @@ def test_fp16_is_refused_without_an_accelerator_that_supports_it(single):
 
 
 def test_torchs_warnings_about_deepspeed_are_not_shown():
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         importlib.reload(quiet)
         words = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
         warnings.warn(words, FutureWarning, stacklevel=1)
         warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
-    assert [str(item.message) for item in told] == ["something else is deprecated"]
+    assert [str(item.message) for item in caught] == ["something else is deprecated"]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,11 @@ def test_torchs_warnings_about_deepspeed_are_not_shown():
     ],
 )
 def test_the_allocator_uses_expandable_segments_by_default(monkeypatch, device, given, expected):
-    told = []
+    settings = []
     monkeypatch.setattr(os, "environ", dict(given))
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     expand_segments(device)
-    assert told == expected
+    assert settings == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

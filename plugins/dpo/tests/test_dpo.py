@@ -81,8 +81,8 @@ def test_the_command_finds_a_loss_in_the_current_folder(inputs: Inputs, tmp_path
     env |= {"RLHF_CACHE": inputs.cache, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert column([json.loads(line) for line in told.splitlines()], "loss") == [0.5]
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert column([json.loads(line) for line in metrics.splitlines()], "loss") == [0.5]
 
 
 @pytest.mark.parametrize("losses", ["sigmoid", "[sigmoid, {name: sft, weight: 0.2}]"])

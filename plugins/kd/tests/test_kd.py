@@ -139,7 +139,7 @@ def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], problem:
 
 
 def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads() -> None:
-    def asked(budget: int, **settings: int) -> None:
+    def check(budget: int, **settings: int) -> None:
         examples = SimpleNamespace(
             prompt_lengths=np.array([3, 8, 5]), name=lambda number: f"row {number}"
         )
@@ -151,14 +151,14 @@ def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads(
         )
         check_room(run, KDConfig(on_policy=0.5, **settings))
 
-    asked(12, max_new_tokens=4)
+    check(12, max_new_tokens=4)
     with pytest.raises(RLHFError) as error:
-        asked(11, max_new_tokens=4)
+        check(11, max_new_tokens=4)
     assert str(error.value) == (
         "row 1: with a new answer the example may have 12 tokens but batch.tokens is 11: set "
         "batch.tokens to at least 12, or lower kd.max_new_tokens"
     )
-    asked(100, max_new_tokens=400)
+    check(100, max_new_tokens=400)
 
 
 class Writer:

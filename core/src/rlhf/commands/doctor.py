@@ -39,28 +39,28 @@ COLUMNS = (8, 15)
 
 def doctor_command(*, as_json: bool) -> int:
     """Print all findings; returns 2 if something is missing that every run needs, else 0."""
-    found = [*_versions(), *_packages(), *describe_machine(), *_disks(), *_backends()]
+    findings = [*_versions(), *_packages(), *describe_machine(), *_disks(), *_backends()]
     if as_json:
-        print(json.dumps([attrs.asdict(each) for each in found], indent=2))
+        print(json.dumps([attrs.asdict(each) for each in findings], indent=2))
     else:
-        for each in found:
+        for each in findings:
             print("\n".join(_lines(each)))
-    return 2 if any(each.state == "missing" for each in found) else 0
+    return 2 if any(each.state == "missing" for each in findings) else 0
 
 
-def _lines(found: Finding) -> Iterator[str]:
+def _lines(finding: Finding) -> Iterator[str]:
     """Yield the finding in columns, and its remedy on a line below."""
     state, subject = COLUMNS
-    yield f"{found.state:{state}}  {found.subject:{subject}}  {found.here}"
-    if found.state != "ok":
-        feature = f"for {found.feature}: " if found.feature else ""
-        yield f"{'':{state + subject + 2}}  {feature}{found.remedy}"
+    yield f"{finding.state:{state}}  {finding.subject:{subject}}  {finding.here}"
+    if finding.state != "ok":
+        feature = f"for {finding.feature}: " if finding.feature else ""
+        yield f"{'':{state + subject + 2}}  {feature}{finding.remedy}"
 
 
 def _versions() -> Iterator[Finding]:
-    found = [f"{name} {metadata.version(name)}" for name in VERSIONS if is_satisfied(name)]
+    versions = [f"{name} {metadata.version(name)}" for name in VERSIONS if is_satisfied(name)]
     yield Finding(
-        subject="versions", here=", ".join([f"Python {platform.python_version()}", *found])
+        subject="versions", here=", ".join([f"Python {platform.python_version()}", *versions])
     )
 
 

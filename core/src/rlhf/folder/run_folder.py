@@ -89,7 +89,7 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     free = [*MAY_CHANGE, request.config.backend_name]
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
-    # Read anew, for the defaults of settings that an older release did not have.
+    # Read again, for the defaults of settings that an older release did not have.
     cls = type(request.config)
     config, _ = structure(without_removed(cls, before), cls)
     before = before if config is None else to_tree(config)

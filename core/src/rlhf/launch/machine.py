@@ -39,21 +39,21 @@ def _devices() -> Finding:
         return Finding(subject="accelerator", here="unknown without torch")
     import torch  # late: it may be missing
 
-    found = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    version = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         count = torch.accelerator.device_count()
         name = torch.get_device_module(accelerator).get_device_name(0)
         _, total = torch.accelerator.get_memory_info(0)
-        driver = f", driver {found}" if found else ""
+        driver = f", driver {version}" if version else ""
         return Finding(
             subject="accelerator", here=f"{count} x {name}, {total / GIB:.1f} GiB each{driver}"
         )
-    if not found:
+    if not version:
         return Finding(subject="accelerator", here="none; runs use the CPU")
     return Finding(
         subject="accelerator",
-        here=f"NVIDIA driver {found}, but torch {torch.__version__} finds no device",
+        here=f"NVIDIA driver {version}, but torch {torch.__version__} finds no device",
         state="optional",
         feature="training on the GPU",
         remedy="install torch for CUDA as https://pytorch.org/get-started/locally says",

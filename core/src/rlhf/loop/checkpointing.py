@@ -61,7 +61,7 @@ def check_data(folder: Path, train: Examples) -> None:
     if saved != [rows, tokens]:
         raise SameOnAllRanks(
             f"{folder} was written in training on {saved[0]:,} examples of {saved[1]:,} tokens but "
-            f"data.train now has {rows:,} of {tokens:,}; bring the old rows back, or "
+            f"data.train now has {rows:,} of {tokens:,}; restore the old rows, or "
             "start again with --overwrite"
         )
 

@@ -127,11 +127,11 @@ def compare(
     logits = chunks.capped(chunks.scaled(raw, scale), softcap)
     plain = logits.log_softmax(-1)
     soft = plain if temperature == 1.0 else (logits / temperature).log_softmax(-1)
-    distance, kl, by_logprob, teacher_likeliest = against(
+    distance, kl, by_logprob, teacher_most_likely = against(
         soft, *chunk, measure=measure, temperature=temperature
     )
     places = targets[:, None]
-    likeliest = plain.argmax(-1)
+    most_likely = plain.argmax(-1)
     probabilities = plain.exp()
     read = torch.stack(
         (
@@ -139,8 +139,8 @@ def compare(
             kl,
             plain.gather(-1, places).squeeze(-1),
             -(probabilities * plain).sum(-1),
-            (likeliest == targets).float(),
-            (likeliest == teacher_likeliest).float(),
+            (most_likely == targets).float(),
+            (most_likely == teacher_most_likely).float(),
         )
     )
     if not with_gradient:

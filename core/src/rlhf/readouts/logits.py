@@ -81,7 +81,7 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
 
         return Read(*read_rows(logits, targets, scale, softcap))
     values = capped(scaled(logits, scale), softcap)
-    largest, likeliest = values.max(-1)
+    largest, most_likely = values.max(-1)
     target = values.gather(-1, targets[:, None]).squeeze(-1)
     shifted = values.sub_(largest[:, None])
     exponentials = shifted.exp()
@@ -90,7 +90,7 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
     # With p = exp(x - normaliser), -sum(p * log p) = log(total) - sum(exp(s) * s) / total, where
     # s = x - largest.
     entropy = total.log() - exponentials.mul_(shifted).sum(-1) / total
-    return Read(normaliser, target - normaliser, entropy, (likeliest == targets).float())
+    return Read(normaliser, target - normaliser, entropy, (most_likely == targets).float())
 
 
 def overwrites(logits: Tensor) -> bool:

@@ -21,7 +21,7 @@ WARPS = 8
 
 def read_rows(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return normaliser, log-probability of the target, entropy and whether the target is the
-    likeliest token (the first of several): [4, n] in float32, of logits [n, V]."""
+    most likely token (the first of several): [4, n] in float32, of logits [n, V]."""
     rows, vocabulary = logits.shape
     output = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -70,7 +70,7 @@ def _read(  # type: ignore[no-untyped-def]
     start = logits + row * stride
     target = tl.load(targets + row)
     most = float("-inf")
-    likeliest = VOCABULARY
+    most_likely = VOCABULARY
     total = 0.0
     tilted = 0.0
     for first in range(0, VOCABULARY, BLOCK):
@@ -80,7 +80,7 @@ def _read(  # type: ignore[no-untyped-def]
         x = tl.where(inside, x, float("-inf"))
         here = tl.max(x, 0)
         nearest = tl.min(tl.where(x == here, place, VOCABULARY), 0)
-        likeliest = tl.where(here > most, nearest, likeliest)
+        most_likely = tl.where(here > most, nearest, most_likely)
         new = tl.maximum(most, here)
         shrunk = tl.where(total > 0, tl.exp(most - new), 0.0)
         moved = tl.where(total > 0, total * (most - new), 0.0)
@@ -95,7 +95,7 @@ def _read(  # type: ignore[no-untyped-def]
     tl.store(output + row, normaliser)
     tl.store(output + rows + row, at - normaliser)
     tl.store(output + 2 * rows + row, tl.log(total) - tilted / total)
-    tl.store(output + 3 * rows + row, (likeliest == target).to(tl.float32))
+    tl.store(output + 3 * rows + row, (most_likely == target).to(tl.float32))
 
 
 @triton.jit

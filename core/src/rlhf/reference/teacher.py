@@ -82,9 +82,9 @@ def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: flo
 def _top(hidden: Tensor, *, head: Head, top: int, temperature: float) -> Tensor:
     """hidden [n, H] -> [n, 2 top + 1]."""
     logprobs = head.logits(hidden).div_(temperature).log_softmax(-1)
-    likeliest, tokens = logprobs.topk(top, dim=-1)
+    top_logprobs, tokens = logprobs.topk(top, dim=-1)
     rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([tokens.float(), likeliest, rest], dim=-1)
+    return torch.cat([tokens.float(), top_logprobs, rest], dim=-1)
 
 
 def _read_teacher(teacher: Config) -> Any:

@@ -56,8 +56,8 @@ class Bench:
 
     def start(self, name: str, world: int, *words: str) -> Metrics:
         """Run through DeepSpeed on `world` ranks, into the folder `name`."""
-        given = self._to(name, *words)
-        metrics: Metrics = shared(world).run(tiny.run, self.trainer, given, self.cache)[0]
+        arguments = self._to(name, *words)
+        metrics: Metrics = shared(world).run(tiny.run, self.trainer, arguments, self.cache)[0]
         return metrics
 
     def losses(self, settings: Mapping[str, Any]) -> list[float]:
@@ -68,8 +68,8 @@ class Bench:
             for name, value in settings.items()
             for word in (f"--{self.trainer}.{name}", yaml.safe_dump(value).split("\n...")[0])
         ]
-        given = self._to("unused", *words)
-        return [m.loss for m in tiny.first_steps(self.trainer, given, self.cache, num_steps=3)]
+        arguments = self._to("unused", *words)
+        return [m.loss for m in tiny.first_steps(self.trainer, arguments, self.cache, num_steps=3)]
 
     def _to(self, name: str, *words: str) -> list[str]:
         return [*self.words, "--output", str(self.folder / name), *words]
@@ -111,16 +111,16 @@ def make_bench(
     }
     train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
     held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])
-    given = [
+    arguments = [
         "--model", str(models["model"]), "--model.dtype", "fp32", "--data.train", str(train),
         "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "4",
         "--optim.lr", rate, "--optim.clip", clip, "--train.steps", str(NUM_STEPS),
         "--checkpoint.every", "null", *(word.format(**models) for word in words),
     ]  # fmt: skip
-    bench = Bench(trainer, folder, given, str(folder / "cache"))
+    bench = Bench(trainer, folder, arguments, str(folder / "cache"))
     unused = ["--output", str(folder / "unused")]
     bench.longest = tiny.longest_example(
-        trainer, [*given, *unused], bench.cache, num_steps=NUM_STEPS
+        trainer, [*arguments, *unused], bench.cache, num_steps=NUM_STEPS
     )
     bench.words += ["--batch.tokens", str(4 * bench.longest)]
     return bench

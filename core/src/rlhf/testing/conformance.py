@@ -115,9 +115,9 @@ class TrainerConformance:
 
     def test_a_run_in_bf16_begins_like_that_in_fp32(self, bench: Bench) -> None:
         words = ("--model.dtype", "bf16", "--train.stop_at", "2", *STAGES["stage 2"])
-        found = column(bench.run("bf16", 1, *words), "loss")
+        losses = column(bench.run("bf16", 1, *words), "loss")
         expected = column(bench.plain(), "loss")[:2]
-        assert found == pytest.approx(expected, rel=0.1, abs=0.1), (
+        assert losses == pytest.approx(expected, rel=0.1, abs=0.1), (
             "at model.dtype bf16, the default, the first losses are not near those in fp32"
         )
 

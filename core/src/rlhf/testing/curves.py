@@ -16,11 +16,11 @@ def same_curve(metrics: Metrics, expected: Metrics) -> None:
     and the same numbers in the last evaluation (to 1e-4)."""
     differs = "{} differs from the run in plain torch: at step {} {} instead of {}"
     for name, absolute, relative in (("loss", 1e-5, 1e-5), ("grad_norm", 0.0, 1e-4)):
-        for step, (found, wanted) in enumerate(
+        for step, (actual, reference) in enumerate(
             zip(column(metrics, name), column(expected, name), strict=True), start=1
         ):
-            assert found == pytest.approx(wanted, abs=absolute, rel=relative), differs.format(
-                name, step, found, wanted
+            assert actual == pytest.approx(reference, abs=absolute, rel=relative), differs.format(
+                name, step, actual, reference
             )
     assert metrics[-1] == pytest.approx(expected[-1], abs=1e-4, rel=1e-4), (
         "the last evaluation differs from that of the run in plain torch"

@@ -116,8 +116,8 @@ class PlainBackend:
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        weights, own = 4 * model_shape.parameters, 4 * model_shape.trainable
-        states = {"gradients": own, "optimizer": 2 * own}
+        weights, trainable = 4 * model_shape.parameters, 4 * model_shape.trainable
+        states = {"gradients": trainable, "optimizer": 2 * trainable}
         return {"weights": weights, **(states if trained else {})}
 
     @hookimpl
@@ -135,8 +135,8 @@ class PlainBackend:
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
     ) -> Optimizer:
         optim = config.optim
-        given = [dict(group) for group in groups if group["params"]]
-        return AdamW(given, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
+        filled = [dict(group) for group in groups if group["params"]]
+        return AdamW(filled, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
 
     @hookimpl
     def prepare(
@@ -179,8 +179,8 @@ class PlainBackend:
     def mix_weights(self, engine: PlainEngine, source: PlainEngine, share: float) -> bool:
         pairs = zip(engine.module.parameters(), source.module.parameters(), strict=True)
         with torch.no_grad():
-            for own, other in pairs:
-                own.lerp_(other, share)
+            for weight, source_weight in pairs:
+                weight.lerp_(source_weight, share)
         return True
 
     @hookimpl

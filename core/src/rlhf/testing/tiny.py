@@ -106,8 +106,8 @@ def longest_example(trainer: str, words: Sequence[str], cache: str, *, num_steps
     data = prepare_data(read_config(trainer, overrides=words))
     longest = max(int(part.lengths.max()) for part in (data.train, data.eval) if part)
     if data.trainer.needs_rollout():
-        given = [*words, "--batch.tokens", str(AMPLE_TOKENS)]
-        moments = first_steps(trainer, given, cache, num_steps=num_steps)
+        arguments = [*words, "--batch.tokens", str(AMPLE_TOKENS)]
+        moments = first_steps(trainer, arguments, cache, num_steps=num_steps)
         longest = max(longest, *(moment.largest for moment in moments))
     return longest
 
@@ -157,8 +157,8 @@ def step_memory(
     batch = largest(session.train_order, session.num_steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.activations, estimate.activations + estimate.passing)
-    found = step_bytes(session.trainer, batch, modules, gradients=0)
-    return rehearsed, (found.activations, found.peak)
+    measured = step_bytes(session.trainer, batch, modules, gradients=0)
+    return rehearsed, (measured.activations, measured.peak)
 
 
 def in_plain_torch(

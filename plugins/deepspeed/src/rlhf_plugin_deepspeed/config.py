@@ -101,16 +101,16 @@ def allowed_keys(section: object, attribute: object, value: Mapping[str, Any]) -
     """Raise ValueError with every key of DeepSpeed's JSON that cannot be set beside a preset."""
     kinds = {row.setting.removeprefix(RAW): row.kind for row in CAPABILITIES if row.kind}
     problems = []
-    for key, given in leaves(value):
+    for key, setting in leaves(value):
         if why := [why for name, why in REFUSED.items() if f"{key}.".startswith(f"{name}.")]:
             problems.append(f"remove {key} ({why[0]})")
         elif key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else f"available: {', '.join(kinds)}"
             problems.append(f"{key} cannot be set here; {hint}")
-        elif [type(given)] != [kinds[key]] or given < 0:
+        elif [type(setting)] != [kinds[key]] or setting < 0:
             expected = "true or false" if kinds[key] is bool else "a whole number"
-            problems.append(f"{key} expects {expected}, got {given}")
+            problems.append(f"{key} expects {expected}, got {setting}")
     if problems:
         raise ValueError("; ".join(problems))
 

@@ -38,9 +38,9 @@ OPERATORS = {
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions, communication and operators."""
     version = installed_version()
-    found = [_version(version), *_too_new_for(version), _precisions(), _communication()]
+    findings = [_version(version), *_too_new_for(version), _precisions(), _communication()]
     on_cpu = get_accelerator().device_name() == "cpu"
-    return found + [_operator(name) for name in OPERATORS if not (on_cpu and "Fused" in name)]
+    return findings + [_operator(name) for name in OPERATORS if not (on_cpu and "Fused" in name)]
 
 
 def _version(version: str) -> Finding:

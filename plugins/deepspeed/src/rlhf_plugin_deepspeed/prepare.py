@@ -104,9 +104,9 @@ def _settings(model: nn.Module, plan: Plan, *, ranks: int, rounded: bool) -> dic
     if plan.stage == 3:
         # Gradients are laid side by side for their reduction, so a buffer for them is one copy too
         # many. But with the optimizer on the host, DeepSpeed without the buffer releases the memory
-        # of a gradient that has an empty shard while another stream still reads it. (And it divides
-        # a gradient that fills a bucket by itself in place: those of embeddings and heads, which
-        # nobody else reads.)
+        # of a gradient that has an empty shard while another stream still reads it. (It also
+        # divides a gradient that fills a bucket by itself in place. This affects only embeddings
+        # and heads, whose gradients are not read elsewhere.)
         zero["contiguous_gradients"] = "offload_optimizer" in zero and _some_empty(model, ranks)
     return settings
 

@@ -13,19 +13,19 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def launcher_variables() -> list[str]:
     """Return the variables of the rendezvous that a launcher set. Raises RLHFError for half of
     them."""
-    given = [name for name in RENDEZVOUS if name in os.environ]
-    if not distributed.is_initialized() and len(given) not in (0, len(RENDEZVOUS)):
+    present = [name for name in RENDEZVOUS if name in os.environ]
+    if not distributed.is_initialized() and len(present) not in (0, len(RENDEZVOUS)):
         missing = ", ".join(name for name in RENDEZVOUS if name not in os.environ)
         raise RLHFError(
-            f"the launcher set {', '.join(given)} but not {missing}; start the ranks with "
+            f"the launcher set {', '.join(present)} but not {missing}; start the ranks with "
             "torchrun, or unset them to run one process"
         )
-    for name in given:
+    for name in present:
         if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
             raise RLHFError(
                 f"the launcher set {name} to {os.environ[name]!r}, which is not a number"
             )
-    return given
+    return present
 
 
 def meet(timeout: timedelta) -> distributed.Store:

@@ -52,11 +52,11 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     Raises RLHFError, the same on every rank, for a weight of another shape.
     """
     names = _names(module)
-    found, problem = _compare(names, weights) if mesh.rank == 0 else ([], "")
-    found, problem = mesh.gather((found, problem))[0]
+    sources, problem = _compare(names, weights) if mesh.rank == 0 else ([], "")
+    sources, problem = mesh.gather((sources, problem))[0]
     if problem:
         raise RLHFError(problem)
-    for parameter, source in zip(names, found, strict=True):
+    for parameter, source in zip(names, sources, strict=True):
         if source is None:
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
@@ -65,7 +65,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     synchronize()
     _load_buffers(module, weights, mesh)
     return tuple(
-        aliases[0] for aliases, source in zip(names.values(), found, strict=True) if not source
+        aliases[0] for aliases, source in zip(names.values(), sources, strict=True) if not source
     )
 
 
@@ -92,8 +92,8 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
 def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> None:
     """Move the weights of `engine` to `share` of `source`'s, in fp32 and back. Collective."""
     first = engine.mesh.rank == 0
-    own, others = engine.module.named_parameters(), source.module.named_parameters()
-    for (name, parameter), (other_name, other) in zip(own, others, strict=True):
+    parameters, others = engine.module.named_parameters(), source.module.named_parameters()
+    for (name, parameter), (other_name, other) in zip(parameters, others, strict=True):
         assert name == other_name, f"{engine.role} has {name} where {source.role} has {other_name}"
         sharded = hasattr(parameter, "ds_id")
         with (
@@ -125,17 +125,17 @@ def _compare(
 ) -> tuple[list[str | None], str]:
     """Return the key of `weights` that fills each parameter, and what is wrong with the shapes."""
     assert weights is not None, "rank 0 loads the weights"
-    found: list[str | None] = []
+    sources: list[str | None] = []
     for parameter, aliases in names.items():
         source = next((name for name in aliases if name in weights), None)
-        found.append(source)
+        sources.append(source)
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if source is not None and tuple(weights[source].shape) != shape:
-            return found, (
+            return sources, (
                 f"the weight {source} has the shape {list(weights[source].shape)} but the model "
                 f"expects {list(shape)}; the weights in model.path do not belong to its config.json"
             )
-    return found, ""
+    return sources, ""
 
 
 def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

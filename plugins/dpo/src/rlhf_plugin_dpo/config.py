@@ -73,8 +73,8 @@ def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> Non
             )
         if names.count(entry.name) > 1:
             raise ValueError(f"duplicate loss {entry.name!r}; give it one weight")
-        brought = entry.name == "sft" and any(kind_of(name).sft for name in names)
-        if entry.weight == 0 and not brought:
+        added = entry.name == "sft" and any(kind_of(name).sft for name in names)
+        if entry.weight == 0 and not added:
             raise ValueError(f"{entry.name} has the weight 0; remove it")
     if not any(name != "sft" for name in names):
         raise ValueError("sft is not a pair loss; add a pair loss, or use `rlhf run sft`")
@@ -118,8 +118,8 @@ class DPOConfig:
     @property
     def sft_weight(self) -> float:
         """Factor on the sft term: as configured, else 1 if a pair loss adds the term."""
-        given = [entry.weight for entry in self.loss if entry.name == "sft"]
-        return given[0] if given else float(any(kind_of(name).sft for name in self.names))
+        weights = [entry.weight for entry in self.loss if entry.name == "sft"]
+        return weights[0] if weights else float(any(kind_of(name).sft for name in self.names))
 
     @property
     def needs_reference(self) -> bool:
@@ -164,6 +164,6 @@ class DPOConfig:
 
 def check(config: Config) -> None:
     """Raise RLHFError for a reference that this run cannot have."""
-    own: DPOConfig = config.own
-    if own.needs_reference:
-        check_reference(config, own.reference, every=own.reference_every)
+    section: DPOConfig = config.own
+    if section.needs_reference:
+        check_reference(config, section.reference, every=section.reference_every)

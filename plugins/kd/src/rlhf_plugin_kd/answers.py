@@ -61,8 +61,8 @@ def check_room(run: Run, config: KDConfig) -> None:
 def chosen(
     examples: Sequence[Example], seed: Sequence[int], config: KDConfig
 ) -> dict[str, list[int]]:
-    """The places of the examples whose answers student and teacher write; one without a prompt
-    keeps its own, since nothing stands there to be answered."""
+    """Return the places of the examples whose answers the student and the teacher write. An example
+    without a prompt keeps its answer."""
     draws = np.random.Generator(np.random.PCG64([*seed, 0])).random(len(examples))
     writers: dict[str, list[int]] = {"student": [], "teacher": []}
     for place, (example, draw) in enumerate(zip(examples, draws, strict=True)):

@@ -1,9 +1,9 @@
 """Kahneman-Tversky optimisation: answers that are good or bad by themselves (arXiv 2402.01306).
 
 Departures from the paper and from common practice: the divergence is estimated from prompts with
-answers of other rows, drawn from the whole data set anew in each epoch, not from the neighbours in
-a batch. It is the mean over the optimizer step on all ranks, so the curve does not depend on how a
-step is split, and a step of one row has a divergence too.
+answers of other rows. They are drawn from the whole data set, differently in each epoch, and not
+from the neighbours in a batch. The divergence is the mean over the optimizer step on all ranks, so
+the curve does not depend on how a step is split, and a step of one row has a divergence too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,15 +76,15 @@ class KTOTrainer(Trainer):
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         """Return means over the rows of each side; a side without rows has none."""
-        found = {}
+        metrics = {}
         for side in SIDES:
-            found[f"count/{side}"] = count = sums[f"count/{side}"]
+            metrics[f"count/{side}"] = count = sums[f"count/{side}"]
             if count:
-                found[f"rewards/{side}"] = sums[f"rewards/{side}"] / count
-                found[f"logps/{side}"] = sums[f"logps/{side}"] / count
-        if all(f"rewards/{side}" in found for side in SIDES):
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+                metrics[f"rewards/{side}"] = sums[f"rewards/{side}"] / count
+                metrics[f"logps/{side}"] = sums[f"logps/{side}"] / count
+        if all(f"rewards/{side}" in metrics for side in SIDES):
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
 
     def check_examples(self, examples: Examples) -> None:
         if self.needs_survey():

@@ -39,9 +39,9 @@ def first(marked: Tensor, example: Tensor, num_examples: int) -> Tensor:
     """Return the row index [E] of each example's first token in `marked` [T], T if it has none."""
     size = len(marked)
     places = torch.arange(size, device=marked.device)
-    found = places.new_full((num_examples + 1,), size)
+    firsts = places.new_full((num_examples + 1,), size)
     owner = torch.where(marked, example, num_examples)
-    return found.scatter_reduce(0, owner, places, "amin")[:num_examples]
+    return firsts.scatter_reduce(0, owner, places, "amin")[:num_examples]
 
 
 def histogram(odds: Tensor, chosen: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ def histogram(odds: Tensor, chosen: Tensor) -> Tensor:
 def derived(sums: Mapping[str, Any]) -> dict[str, float]:
     """Return F1 of wrong steps and, if both classes occur, the area under the ROC curve."""
     said_or_wrong = sums["wrong/all"] + sums["wrong/said"]
-    found = {"f1_wrong": 2 * sums["wrong/hit"] / max(said_or_wrong, 1.0)}
+    metrics = {"f1_wrong": 2 * sums["wrong/hit"] / max(said_or_wrong, 1.0)}
     wrong, right = sums["histogram/wrong"], sums["histogram/right"]
     if any(wrong) and any(right):
-        found["auc"] = area(wrong, right)
-    return found
+        metrics["auc"] = area(wrong, right)
+    return metrics
 
 
 def area(wrong: Sequence[float], right: Sequence[float]) -> float:

@@ -25,6 +25,8 @@ def report(config: Any, folder: Path) -> None:
     for right in (True, False):
         row = next(row for row in rows if all(row["labels"]) == right)
         print(f"\n> {row['prompt'].strip()}\np(right)  is     step")
-        found = scorer.probabilities(row["prompt"], row["completions"])
-        for probability, label, step in zip(found, row["labels"], row["completions"], strict=True):
+        probabilities = scorer.probabilities(row["prompt"], row["completions"])
+        for probability, label, step in zip(
+            probabilities, row["labels"], row["completions"], strict=True
+        ):
             print(f"{probability:8.2f}  {'right' if label else 'wrong'}  {step}")

@@ -41,8 +41,8 @@ class Scorer:
         ids = torch.tensor([tokens], device=self.model.device)
         logits = self.model(input_ids=ids).logits[0].float()
         places = [len(row.prompt) + end for end in row.columns["ends"]]
-        found: list[float] = log_odds(logits[places][:, self.labels]).sigmoid().tolist()
-        return found
+        probabilities: list[float] = log_odds(logits[places][:, self.labels]).sigmoid().tolist()
+        return probabilities
 
 
 def process_config(folder: str | Path) -> Any:

@@ -39,9 +39,9 @@ class PRMTrainer(Trainer):
     def example(self, row: Any) -> Example:
         labels = label_per_token(row)
         if self.config.steps == "last":
-            given = [place for place, label in enumerate(labels) if not math.isnan(label)]
+            labelled = [place for place, label in enumerate(labels) if not math.isnan(label)]
             labels = [
-                label if place in given[-1:] else math.nan for place, label in enumerate(labels)
+                label if place in labelled[-1:] else math.nan for place, label in enumerate(labels)
             ]
         return Example(row.prompt, row.answers, {"label": [labels]})
 

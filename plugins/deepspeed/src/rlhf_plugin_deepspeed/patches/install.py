@@ -17,17 +17,17 @@ def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
     """Set attributes of `owner` as the patch `name` says; returns what undoes it, which
     `restore_modules` does for a module. Raises RLHFError as `check_target` does."""
     new = {check_target(name, owner, attribute): it for attribute, it in replacements.items()}
-    before = {found: vars(owner)[found] for found in new if found in vars(owner)}
+    before = {attribute: vars(owner)[attribute] for attribute in new if attribute in vars(owner)}
 
     def restore() -> None:
-        for found in new:
-            if found in before:
-                setattr(owner, found, before[found])
+        for attribute in new:
+            if attribute in before:
+                setattr(owner, attribute, before[attribute])
             else:
-                delattr(owner, found)
+                delattr(owner, attribute)
 
-    for found, replacement in new.items():
-        setattr(owner, found, replacement)
+    for attribute, replacement in new.items():
+        setattr(owner, attribute, replacement)
     if inspect.ismodule(owner):
         _restorers.append(restore)
     return restore
@@ -45,15 +45,15 @@ def check_target(name: str, owner: Any, attribute: str) -> str:
     expects."""
     target = next(item for item in PATCHES[name].targets if path_of(item)[-1] == attribute)
     *_, parent, _ = path_of(target)
-    found = f"_{parent}{attribute}" if attribute.startswith("__") else attribute
-    if not hasattr(owner, found):
+    actual_name = f"_{parent}{attribute}" if attribute.startswith("__") else attribute
+    if not hasattr(owner, actual_name):
         raise RLHFError(_refusal(name, target, "is missing"))
-    expected, function = parameters(target), getattr(owner, found)
+    expected, function = parameters(target), getattr(owner, actual_name)
     if expected is not None:
         actual = [item for item in inspect.signature(_plain(function)).parameters if item != "self"]
         if not fits(expected, actual):
             raise RLHFError(_refusal(name, target, f"takes ({', '.join(actual)})"))
-    return found
+    return actual_name
 
 
 def path_of(target: str) -> list[str]:

@@ -186,7 +186,7 @@ def update_weights_themselves(optimizer: Any) -> None:
         rank = distributed.get_rank(group=optimizer.real_dp_process_group[index])
         assert masters[index].dtype == parts[rank].dtype
         masters[index].data = parts[rank].data
-    # Made anew, for it holds views of the copy.
+    # Rebuilt, because it holds views of the copy.
     optimizer._link_all_hp_params()
     without_padding = optimizer._get_groups_without_padding
     # torch saves a view with all of the tensor behind it.

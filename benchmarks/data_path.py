@@ -65,8 +65,8 @@ def packing_rate() -> float:
 
 
 def tokenising_rates(tokenizer_path: str, path: Path) -> tuple[float, float]:
-    """Rows per second of the whole way from file to examples, and of the tokenizer alone on the
-    same texts."""
+    """Return the rows per second from file to examples, and of only the tokenizer on the same
+    texts."""
     from transformers import AutoTokenizer
 
     from rlhf.data.files import Source

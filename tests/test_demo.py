@@ -108,7 +108,7 @@ def test_a_slip_is_one_wrong_result_that_is_carried_on() -> None:
             assert (eval(left) == int(right)) == (number != place)
 
 
-def test_steps_are_wrong_from_the_first_number_on_that_is_not_the_questions() -> None:
+def test_steps_are_wrong_from_the_first_number_that_differs_from_the_question() -> None:
     for row in rows("arithmetic", "eval", "stepwise"):
         signs = re.findall(r"[+-] \d+", row["prompt"])
         used = [re.findall(r"[+-] \d+", step)[0] for step in row["completions"][:-1]]

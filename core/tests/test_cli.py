@@ -242,16 +242,19 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
 
 
 def test_a_plugin_that_lacks_a_distribution_is_not_usable_but_not_broken(
-    install: Install, capsys: pytest.CaptureFixture[str]
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    observer = {"ear": "toy_ear:Ear"}
-    requires = ["ear-lib>=1; extra == 'sound'", "eye-lib; extra == 'sight'"]
-    install("rlhf-ears", {"observers": observer}, {"toy_ear": "import ear_lib"}, requires=requires)
-    assert main(["plugins", "check"]) == 0
-    assert capsys.readouterr().out == (
-        "not usable  observer 'ear' of rlhf-ears 1.0: needs ear_lib; "
-        "run `pip install 'rlhf-ears[sound]'`\n"
-    )
+    record = """
+        from rlhf.plugin import TrainerPlugin
+        from toy_plugin import ToyConfig
+        plugin = TrainerPlugin(config=ToyConfig, trainer="no:T", requires=("ear-lib>=1",))
+    """
+    install("rlhf-ears", {"trainers": {"ear": "toy_ear:plugin"}}, {"toy_ear": record})
+    main(["plugins", "check"])
+    assert (
+        "not usable  trainer 'ear' of rlhf-ears 1.0: needs ear-lib>=1; "
+        "run `pip install 'ear-lib>=1'`"
+    ) in capsys.readouterr().out.splitlines()
 
 
 def test_a_default_that_is_not_a_setting_names_the_plugin(

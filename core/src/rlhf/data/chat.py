@@ -41,11 +41,6 @@ class ChatTemplate:
         """By template: what it writes after an answer, and how much of that the model generates."""
         self._plain: Rendering | None = None
 
-    @property
-    def present(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(self.tokenizer.chat_template)
-
     def render(
         self,
         messages: Messages,
@@ -80,7 +75,12 @@ class ChatTemplate:
     def view(
         self, tools: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
     ) -> "Rendering":
-        """Return the template with these tools and keywords."""
+        """Return the template with these tools and keywords. Raises RLHFError if there is none."""
+        if not self.tokenizer.chat_template:
+            raise RLHFError(
+                "this is a conversation, but the tokenizer has no chat template; "
+                "set data.chat_template to a file or to chatml"
+            )
         if tools or keywords:
             return Rendering(self, tools, keywords or {})
         if self._plain is None:

@@ -195,13 +195,16 @@ class Examples(Sequence[Example]):
     def first_beyond(self, vocabulary: int) -> tuple[str, int] | None:
         """Return where the first example with a token id of at least `vocabulary` came from, and
         that id."""
-        for part, file in enumerate(self.files):
-            first = file.first_beyond(vocabulary)
-            if first is not None:
-                place, token = first
-                taken = (self._part == part) & (self._place == place)
-                return self.name(int(taken.argmax())), token
-        return None
+        if all(file.largest_token() < vocabulary for file in self.files):
+            return None
+        tokens = (
+            (number, int(token))
+            for number, example in enumerate(self)
+            for part in (example.prompt, *(answer.tokens for answer in example.answers))
+            for token in part
+        )
+        number, token = next(found for found in tokens if found[1] >= vocabulary)
+        return self.name(number), token
 
     def value(self, name: str) -> NDArray[np.float32]:
         """Return a value per example [n]."""

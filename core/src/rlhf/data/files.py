@@ -7,6 +7,7 @@ import csv
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -152,7 +153,7 @@ class Source:
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
         try:
-            with _quiet():
+            with quiet():
                 if what == "csv":
                     keywords |= _as_text(keywords["data_files"])
                 return datasets.load_dataset(what, **keywords)
@@ -170,7 +171,7 @@ class Source:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence progress bars and logging of `datasets`; its exceptions say what is wrong."""
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
@@ -197,16 +198,10 @@ def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
     """The rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
     schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
     target = scratch / "rows.arrow"
-    texts: list[str] = []
-    lines: list[int] = []
+    rows = ({LINE: line, TEXT: text} for line, text in _texts(path))
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for line, text in _texts(path):
-            texts.append(text)
-            lines.append(line)
-            if len(texts) == CHUNK:
-                writer.write_batch(pa.record_batch([texts, lines], schema=schema))
-                texts, lines = [], []
-        writer.write_batch(pa.record_batch([texts, lines], schema=schema))
+        while chunk := list(itertools.islice(rows, CHUNK)):
+            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
     return datasets.Dataset.from_file(str(target))
 
 

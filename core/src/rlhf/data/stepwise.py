@@ -44,7 +44,7 @@ from rlhf.data.columns import (
 )
 from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
-from rlhf.data.tokens import Reader, Row, Unencoded, check_template, encode_all
+from rlhf.data.tokens import Reader, Row, Unencoded, encode_all
 from rlhf.errors import RLHFError
 
 
@@ -109,7 +109,6 @@ def _prompt(row: Columns, reader: Reader) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     messages = as_messages("prompt", value)
-    check_template(reader)
     return reader.chat.view(tools_of(row), keywords_of(row)).text(messages, opened=True)
 
 

@@ -19,7 +19,7 @@ from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data import trees
 from rlhf.data.cache import cache_root, key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
-from rlhf.data.files import Source
+from rlhf.data.files import Source, quiet
 from rlhf.data.mapping import ExampleBuilder, RowsToTrees
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
@@ -125,7 +125,7 @@ def _tokenised(
         separator=getattr(section, "separator", "\n"),
         placeholder=getattr(section, "placeholder", None),
     )
-    with _quiet(processes):
+    with _frozen_objects(), contextlib.nullcontext() if sys.stderr.isatty() else quiet():
         done = rows.with_format("arrow").map(
             RowsToTrees(source, numbers, data, trainer, reader),
             batched=True,
@@ -193,24 +193,10 @@ def _check_budget(examples: Examples, tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def _quiet(processes: int) -> Iterator[None]:
-    """Show no progress bar without a terminal, run no threads of the tokenizer beside processes,
-    and keep the garbage collector off the imported modules, which would cost a fifth of the
-    time."""
-    shown = not datasets.are_progress_bars_disabled()
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    if processes > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+def _frozen_objects() -> Iterator[None]:
+    """Keep the garbage collector off the imported modules, which would cost a fifth of the time."""
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        if shown:
-            datasets.enable_progress_bars()
-        if processes > 1:
-            os.environ.pop("TOKENIZERS_PARALLELISM")
-            if before is not None:
-                os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -122,7 +122,6 @@ def render_conversation(
 
     Several texts if the template renders earlier turns differently, none without such a turn.
     """
-    check_template(reader)
     return reader.chat.render(messages, first=first, tools=tools_of(row), keywords=keywords_of(row))
 
 
@@ -159,15 +158,6 @@ def render_answer(
     if not texts:
         raise RLHFError(f"`{name}` has no turn of the assistant after the prompt; end it with one")
     return texts[-1]
-
-
-def check_template(reader: Reader) -> None:
-    """Raise RLHFError if the tokenizer has no chat template."""
-    if not reader.chat.present:
-        raise RLHFError(
-            "this is a conversation, but the tokenizer has no chat template; "
-            "set data.chat_template to a file or to chatml"
-        )
 
 
 def _prompt_size(path: Encoded) -> int:

@@ -57,9 +57,9 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "path": len(example.prompt) + max(sizes, default=0),
         "answers": len(sizes),
         "prompt": example.prompt,
-        "tokens": _joined([answer.tokens for answer in answers]),
+        "tokens": [token for answer in answers for token in answer.tokens],
         "ends": np.cumsum(sizes),
-        "trained": np.asarray(_masks(answers, sizes), np.uint8),
+        "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
         "inputs": json.dumps(dict(example.inputs)) if example.inputs else "",
@@ -119,19 +119,10 @@ class TreeFile:
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
         return digest.hexdigest()
 
-    def first_beyond(self, vocabulary: int) -> tuple[int, int] | None:
-        """Return the first example with a token id of at least `vocabulary`, and that id."""
-        for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
-            first = []
-            for name in ("prompt", "tokens"):
-                offsets, values = chunk[name]
-                outside = np.flatnonzero(values >= vocabulary)
-                if len(outside):
-                    index = int(np.searchsorted(offsets, outside[0], side="right")) - 1
-                    first.append((start + index, int(values[outside[0]])))
-            if first:
-                return min(first)
-        return None
+    def largest_token(self) -> int:
+        """Return the largest token id, 0 without tokens."""
+        largest = [pc.max(pc.list_flatten(self._table[name])) for name in ("prompt", "tokens")]
+        return max(token.as_py() or 0 for token in largest)
 
     def list_lengths(self, name: str) -> NDArray[np.int64]:
         """Return how many entries a column of lists has in each example [n]."""
@@ -165,18 +156,12 @@ def write(table: pa.Table, path: Path) -> None:
                 writer.write_table(kept)
 
 
-def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
-    if len(parts) == 1:
-        return parts[0]
-    return [token for part in parts for token in part]
-
-
-def _masks(answers: Sequence[Answer], sizes: Sequence[int]) -> Sequence[Any]:
+def _masks(answers: Sequence[Answer]) -> Sequence[bool]:
     """The masks of all answers; empty if everything is trained on."""
     if all(answer.trained is None for answer in answers):
         return []
-    pairs = zip(answers, sizes, strict=True)
-    return _joined([[True] * n if a.trained is None else a.trained for a, n in pairs])
+    masks = [[True] * len(a.tokens) if a.trained is None else a.trained for a in answers]
+    return [trained for mask in masks for trained in mask]
 
 
 def _flat(value: Any) -> list[float]:

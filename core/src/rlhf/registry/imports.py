@@ -10,7 +10,7 @@ import attrs
 
 from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import BackendPlugin, TrainerPlugin
-from rlhf.registry.installed import Installed, NotInstalled, extra_for, is_satisfied
+from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
 
 RECORDS: dict[str, Any] = {"trainer": TrainerPlugin, "backend": BackendPlugin}
 
@@ -48,9 +48,6 @@ def load_object(path: str, plugin: Installed | None = None) -> Any:
     except RLHFError:
         raise
     except Exception as error:  # A plugin's module may raise anything.
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if plugin and missing and (extra := extra_for(plugin, missing)):
-            raise NotInstalled(f"{plugin} needs {missing}; run `pip install '{extra}'`") from error
         raise RLHFError(
             f"{plugin or path} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"(`python -c 'import {module}'` shows where)"

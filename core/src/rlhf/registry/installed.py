@@ -100,18 +100,6 @@ def is_satisfied(requirement: str, *, extra: str = "") -> bool:
     return parsed.specifier.contains(version, prereleases=True)
 
 
-def extra_for(plugin: Installed, module: str) -> str | None:
-    """Return the extra of the plugin's distribution that installs `module`, or None.
-
-    It is written as for pip: `rlhf-plugin-NAME[EXTRA]`.
-    """
-    for line in metadata.requires(plugin.distribution) or ():
-        match = re.match(r"([\w.-]+).*\bextra\s*==\s*['\"]([\w.-]+)", line)
-        if match and _canonical(match[1]) == _canonical(module.partition(".")[0]):
-            return f"{plugin.distribution}[{match[2]}]"
-    return None
-
-
 @functools.cache
 def _scan(path: tuple[str, ...]) -> tuple[Installed, ...]:
     """Return every entry point in our groups. `path` is sys.path, the key of the cache.

@@ -28,7 +28,7 @@ def result(
 ) -> StepResult:
     plan = order.step(number)
     return StepResult(
-        plan=plan, batches=[order[plan.micro[0]]], outcome=outcome, learning_rate=0.1,
+        plan=plan, batches=[order[plan.micro[0]]], losses=[], outcome=outcome, learning_rate=0.1,
         report=report,
     )  # fmt: skip
 

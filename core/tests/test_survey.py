@@ -92,10 +92,11 @@ def test_ranks_of_a_tensor_axis_count_once(two: Ranks) -> None:
 
 def test_the_total_of_a_value_is_read_only_if_a_term_needs_it() -> None:
     totals = StepTotals(
-        {"examples": 4.0}, {"kl": torch.tensor([1.0, 2.5]), "answers": torch.ones(2)}
+        {"examples": 4.0, "answers": 7.0},
+        {"kl": torch.tensor([1.0, 2.5]), "answers": torch.ones(2)},
     )
-    assert (totals["examples"], totals["kl"]) == (4.0, 3.5)
-    assert list(totals) == ["examples", "kl"]
-    assert len(totals) == 2
+    assert (totals["answers"], totals["kl"]) == (7.0, 3.5)
+    assert list(totals) == ["examples", "answers", "kl"]
+    assert len(totals) == 3
     with pytest.raises(KeyError):
         totals["other"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from attrs import define, field, frozen
+from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
@@ -28,6 +28,8 @@ class StepResult:
     plan: StepPlan
     batches: Sequence[PackedBatch]
     """What this rank's loader packed for it."""
+    losses: Sequence[Tensor]
+    """The weighted loss of each of this rank's micro-batches."""
     outcome: StepOutcome | LaterOutcome
     learning_rate: float
     report: Report | None
@@ -91,7 +93,7 @@ class Journal:
         self.skipped += result.outcome.skipped_by_scaler
         self.flush()
         if result.report is not None:
-            self._pending = (attrs.evolve(result, batches=()), self._host_metrics(result))
+            self._pending = (result, self._host_metrics(result))
         if self._progress is not None:
             self._progress.step(result.step)
 

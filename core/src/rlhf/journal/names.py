@@ -22,8 +22,6 @@ class NameCheck:
     trainer: str
     mesh: Mesh
     _texts: dict[str, str] | None = field(default=None, init=False)
-    _metrics: list[str] = field(factory=list, init=False)
-    """Names of the metrics, in rank 0's order."""
 
     def check(self, sums: Sums) -> None:
         """Raise RLHFError if the names differ between ranks or from those of the first call, or if
@@ -34,7 +32,6 @@ class NameCheck:
         elif texts != self._texts:
             places = {"in the first step": self._texts, "now": texts}
             raise RLHFError(self._text("in every step", places))
-        sums.order_metrics(self._metrics)
 
     def _share(self, sums: Sums, texts: dict[str, str]) -> None:
         shares = self.mesh.gather((texts, list(sums.metrics)))
@@ -44,7 +41,7 @@ class NameCheck:
                     f"trainer {self.trainer!r}: loss() returns a metric {name!r}, a name that core "
                     "uses itself; rename it"
                 )
-        self._texts, self._metrics = shares[0]
+        self._texts = shares[0][0]
         if any(each != self._texts for each, _ in shares):
             places = {f"on rank {rank}": each for rank, (each, _) in enumerate(shares)}
             raise SameOnAllRanks(self._text("on all ranks", places))

@@ -1,9 +1,10 @@
 """Sums and what they are divided by: the only way in which a mean is formed in this system."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from rlhf.engine import Deferred, Mesh
@@ -85,15 +86,11 @@ class Sums:
             self.terms[f"{TERM}{number}"] = term.per
         self._add_metrics(loss)
 
-    def order_metrics(self, names: Iterable[str]) -> None:
-        """Move the metrics into this order: ranks are added up by position."""
-        for name in names:
-            self._sums[name] = self._sums.pop(name)
-
     def reduce(self, totals: Totals) -> "Report":
         """Reduce over all ranks and start the copy to the host. Collective: one sum, and one
         maximum if there are extremes."""
-        names = sorted(self._sums, key=lambda name: self._per[name] in EXTREMES)
+        # Ranks are added up by position, whatever order their micro-batches had.
+        names = sorted(self._sums, key=lambda name: (self._per[name] in EXTREMES, name))
         parts = [self._sums[name] * EXTREMES.get(self._per[name], 1.0) for name in names]
         num_sums = sum(self._per[name] not in EXTREMES for name in names)
         values = self._mesh.data.sum(_flat(parts[:num_sums]))
@@ -119,25 +116,22 @@ class Sums:
         self._per[name] = per
 
 
+@frozen
 class Report:
     """The reduced sums of one step or evaluation, while they are copied to the host."""
 
-    def __init__(
-        self,
-        values: Deferred,
-        shapes: Mapping[str, torch.Size],
-        per: Mapping[str, str],
-        totals: Totals,
-    ) -> None:
-        self._values, self._shapes, self._per, self._totals = values, shapes, per, totals
+    _values: Deferred
+    _shapes: Mapping[str, torch.Size]
+    _per: Mapping[str, str]
+    _totals: Totals
 
     def read(self, derive: Derive) -> dict[str, float]:
         """Return metrics by name: the loss, every `sum / total(per)`, the extremes, and what
         `derive` returns for the plain sums (a list for a sum with a dimension)."""
         sums = self._read()
         metrics = {"loss": 0.0}
-        for name, value in sums.items():
-            per = self._per[name]
+        for name, per in self._per.items():
+            value = sums[name]
             if per in EXTREMES:
                 metrics[name] = value
                 continue

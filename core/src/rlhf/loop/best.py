@@ -4,12 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from attrs import define
 
 from rlhf.config.objective import objective
 from rlhf.errors import SameOnAllRanks
-
-STATE = ("step", "value", "waited", "seen")
 
 
 @define
@@ -59,13 +58,13 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold (plain data)."""
-        return {name: getattr(self, name) for name in ("metric", *STATE)}
+        return attrs.asdict(self, filter=attrs.filters.exclude("patience"))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; ignored if it is of another metric."""
         if state.get("metric") == self.metric:
-            for name in STATE:
-                setattr(self, name, state[name])
+            for name, value in state.items():
+                setattr(self, name, value)
 
     def __str__(self) -> str:
         """The metric, its best value and step."""

@@ -40,37 +40,22 @@ def evaluate(session: Session, *, step: int) -> None:
 def evaluate_at_end(session: Session, *, step: int) -> None:
     """Evaluate weights that are saved already, so that a failure loses no step. The result counts
     for the best where a run without a stop would evaluate too. Collective."""
-    counts = step == session.num_steps or is_due(session.config.train.eval_every, step)
-    if session.best.metric is None or not counts:
+    if step != session.num_steps and not is_due(session.config.train.eval_every, step):
         evaluate(session, step=step)
-    else:
-        is_best(session, step=step)
+        return
+    judge(session, step=step)
+    if session.best.metric is not None:
         save(session, step)
 
 
-def evaluate_late(session: Session, *, step: int) -> str | None:
-    """Run the evaluation that a signal left out. Returns "patience" if it ends the run.
-    Collective."""
-    session.evaluation_owed = False
-    is_best(session, step=step)
-    session.journal.flush()
-    save(session, step)
-    return out_of_patience(session)
-
-
-def is_best(session: Session, *, step: int) -> bool:
-    """Evaluate; return whether this is the best evaluation so far. Its model is exported before a
-    checkpoint can name it. Collective."""
+def judge(session: Session, *, step: int) -> tuple[bool, str | None]:
+    """Evaluate; return whether this is the best evaluation so far, and "patience" if it ends the
+    run. The best model is exported before a checkpoint can name it. Collective."""
     evaluate(session, step=step)
-    if not session.best.update(step, session.journal.last):
-        return False
-    export_model(session)
-    return True
-
-
-def out_of_patience(session: Session) -> str | None:
-    """Return the reason to stop after an evaluation, or None."""
-    return "patience" if session.best.exhausted else None
+    best = session.best.update(step, session.journal.last)
+    if best:
+        export_model(session)
+    return best, "patience" if session.best.exhausted else None
 
 
 def is_due(every: int | None, step: int) -> bool:

@@ -3,28 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-from attrs import frozen
-from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
-from rlhf.engine import LaterOutcome, StepOutcome
+from rlhf.engine import StepOutcome
 from rlhf.errors import SameOnAllRanks
 from rlhf.journal.journal import StepResult
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, poison_unless_finite, weighted_loss
 from rlhf.loop.session import Session
-
-
-@frozen
-class PendingStep:
-    """A step whose outcome may still be on the device."""
-
-    plan: StepPlan
-    batches: Sequence[PackedBatch]
-    losses: Sequence[Tensor]
-    """The weighted loss of each batch."""
-    outcome: StepOutcome | LaterOutcome
 
 
 class Stepper:
@@ -34,7 +21,7 @@ class Stepper:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._names = NameCheck(session.record.name, session.mesh)
-        self._pending: PendingStep | None = None
+        self._pending: StepResult | None = None
 
     def take(self, plan: StepPlan, packed: Sequence[PackedBatch]) -> StepResult:
         """Take the step of `plan` on `packed`: the survey's batches, if it has its own, then the
@@ -51,16 +38,16 @@ class Stepper:
         self.raise_if_not_finite()
         rate = float(session.schedule.get_last_lr()[0])
         outcome = engine.step()
-        self._pending = PendingStep(plan, batches, sums.losses, outcome)
+        logged = (plan.step + 1) % session.config.train.log_every == 0
+        result = self._pending = StepResult(
+            plan=plan, batches=packed, losses=sums.losses, outcome=outcome, learning_rate=rate,
+            report=sums.reduce(totals) if logged else None,
+        )  # fmt: skip
         if isinstance(outcome, StepOutcome):
             self.raise_if_not_finite()
         for follower in session.followers:
-            follower.after_step(plan.step + 1)
-        logged = (plan.step + 1) % session.config.train.log_every == 0
-        report = sums.reduce(totals) if logged else None
-        return StepResult(
-            plan=plan, batches=packed, outcome=outcome, learning_rate=rate, report=report
-        )
+            follower.after_step(result.step)
+        return result
 
     def raise_if_not_finite(self) -> None:
         """Raise the error of the last step if its loss or gradient was not finite. Collective only
@@ -73,12 +60,12 @@ class Stepper:
             raise _not_finite(self._session, pending, outcome.grad_norm)
 
 
-def _not_finite(session: Session, pending: PendingStep, grad_norm: float) -> SameOnAllRanks:
+def _not_finite(session: Session, pending: StepResult, grad_norm: float) -> SameOnAllRanks:
     """Return the error of a step that was not finite. It names the rows of the micro-batches whose
     loss was not, or all rows of the step. Collective."""
     own = [
-        (float(loss), batch.rows)
-        for loss, batch in zip(pending.losses, pending.batches, strict=True)
+        (float(loss), rows)
+        for loss, rows in zip(pending.losses, pending.plan.micro, strict=True)
         if not torch.isfinite(loss)
     ]
     parts = [part for share in session.mesh.data.gather(own) for part in share]
@@ -89,4 +76,4 @@ def _not_finite(session: Session, pending: PendingStep, grad_norm: float) -> Sam
         rows = names(pending.plan.rows)
         problem = f"the loss is finite but the norm of its gradient is {grad_norm}, in {rows}"
     advice = "no weight was changed; look at these rows, or lower optim.lr"
-    return SameOnAllRanks(f"step {pending.plan.step + 1}: {problem}: {advice}")
+    return SameOnAllRanks(f"step {pending.step}: {problem}: {advice}")

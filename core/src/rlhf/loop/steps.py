@@ -8,14 +8,7 @@ import torch
 
 from rlhf.data.loader import batches_from
 from rlhf.loop.checkpointing import save
-from rlhf.loop.evaluation import (
-    evaluate,
-    evaluate_at_end,
-    evaluate_late,
-    is_best,
-    is_due,
-    out_of_patience,
-)
+from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
@@ -59,7 +52,9 @@ def _take_steps(
     reason, step, evaluated = None, first_step, None
     engine.train()
     if session.evaluation_owed and is_due(config.train.eval_every, step):
-        reason, evaluated = evaluate_late(session, step=step), step
+        session.evaluation_owed = False
+        (_, reason), evaluated = judge(session, step=step), step
+        save(session, step)
     while step < session.num_steps and reason is None:
         plan = order.step(step)
         if rolls_out:
@@ -77,8 +72,7 @@ def _take_steps(
         best, due = False, is_due(config.train.eval_every, step)
         if reason is None and due:
             stepper.raise_if_not_finite()
-            best, evaluated = is_best(session, step=step), step
-            reason = out_of_patience(session)
+            (best, reason), evaluated = judge(session, step=step), step
         session.evaluation_owed = reason == "signal" and due
         if reason is not None or best or is_due(config.checkpoint.every, step):
             stepper.raise_if_not_finite()

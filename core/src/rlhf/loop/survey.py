@@ -14,9 +14,9 @@ from rlhf.data.order import StepPlan
 from rlhf.engine import Mesh
 from rlhf.trainer import Trainer
 
-EXAMPLE, ANSWER = "example", "answer"
-INDICES = ("examples", "answers")
-"""Names in `batch.step` of the positions of this batch's own values in those of the step."""
+EXAMPLES, ANSWERS = "examples", "answers"
+"""What a value is per, and the names in `batch.step` of the positions of this batch's own values in
+those of the step."""
 
 
 @define
@@ -60,37 +60,29 @@ class Survey:
             by_batch = [dict(self.trainer.survey(batch)) for batch in seen]
         own = {name: torch.cat([values[name] for values in by_batch]) for name in by_batch[0]}
         index = StepIndex(plan)
-        kinds = self._agreed_kinds(own, index, [index.positions(batch) for batch in seen])
         positions = index.positions(*seen)
+        kinds = self._agreed_kinds(own, index, positions)
         ranks = self.mesh.data
         whole = {
             name: ranks.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
             for name, values in own.items()
         }
-        return [
-            attrs.evolve(batch, step=whole | _indices(index.positions(batch), batch))
-            for batch in batches
-        ]
+        return [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
 
     def _agreed_kinds(
-        self,
-        own: Mapping[str, Tensor],
-        index: "StepIndex",
-        positions: Sequence[Mapping[str, list[int]]],
+        self, own: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]
     ) -> Mapping[str, str]:
         """Return what each value is per. With one answer per example both are the same. Otherwise
         the lengths tell, but a rank may have only examples with one answer: the ranks share what
         they know, once. Collective then."""
         if index.one_answer:
-            return dict.fromkeys(own, EXAMPLE)
+            return dict.fromkeys(own, EXAMPLES)
         if own.keys() - self._kinds.keys():
-            counts = {
-                kind: sum(len(each[kind]) for each in positions) for kind in (EXAMPLE, ANSWER)
-            }
+            num_examples, num_answers = (len(positions[kind]) for kind in (EXAMPLES, ANSWERS))
             known = {
-                name: EXAMPLE if len(values) == counts[EXAMPLE] else ANSWER
+                name: EXAMPLES if len(values) == num_examples else ANSWERS
                 for name, values in own.items()
-                if counts[EXAMPLE] != counts[ANSWER]
+                if num_examples != num_answers
             }
             for kinds in self.mesh.data.gather(known):
                 self._kinds |= kinds
@@ -106,38 +98,31 @@ class StepIndex:
         self._first = np.cumsum(plan.answers) - plan.answers
         self.one_answer = bool((plan.answers == 1).all())
         """Whether every example has one answer."""
-        self.sizes = {EXAMPLE: len(plan.rows), ANSWER: int(plan.answers.sum())}
+        self.sizes = {EXAMPLES: len(plan.rows), ANSWERS: int(plan.answers.sum())}
         """Examples and answers of the whole step."""
 
-    def positions(self, *batches: PackedBatch) -> dict[str, list[int]]:
-        """Return the positions of the batches' examples and of their answers, in their order."""
+    def positions(self, *batches: PackedBatch) -> dict[str, Tensor]:
+        """Return the positions of the batches' examples and of their answers, in their order, on
+        the device of the batches."""
         examples = [self._position[row] for batch in batches for row in batch.rows]
         answers = [
             int(self._first[position]) + number
             for position in examples
             for number in range(int(self._counts[position]))
         ]
-        return {EXAMPLE: examples, ANSWER: answers}
+        device = batches[0].tokens.device
+        # `torch.tensor(..., device=)` would synchronise.
+        return {
+            name: torch.tensor(own, dtype=torch.long).to(device, non_blocking=True)
+            for name, own in ((EXAMPLES, examples), (ANSWERS, answers))
+        }
 
 
-def spread(values: Tensor, positions: Sequence[int], size: int) -> Tensor:
+def spread(values: Tensor, positions: Tensor, size: int) -> Tensor:
     """Scatter values [n, ...] -> [size, ...], zero except at `positions` [n]. The sum of such
     tensors over all ranks is the whole step's."""
     whole = values.new_zeros(size, *values.shape[1:])
-    return whole.index_copy_(0, _index_on(positions, values.device), values.detach())
-
-
-def _indices(positions: Mapping[str, list[int]], batch: PackedBatch) -> dict[str, Tensor]:
-    by_kind = (positions[EXAMPLE], positions[ANSWER])
-    return {
-        name: _index_on(own, batch.tokens.device)
-        for name, own in zip(INDICES, by_kind, strict=True)
-    }
-
-
-def _index_on(positions: Sequence[int], device: torch.device) -> Tensor:
-    """Return an index on the device; `torch.tensor(..., device=)` would synchronise."""
-    return torch.tensor(positions, dtype=torch.long).to(device, non_blocking=True)
+    return whole.index_copy_(0, positions, values.detach())
 
 
 @define
@@ -152,7 +137,8 @@ class StepTotals(Mapping[str, float]):
         return self.known[name] if name in self.known else float(self.surveyed[name].sum())
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.known, *(name for name in self.surveyed if name not in INDICES))
+        # `batch.step` has positions under two names that are known counts too.
+        return iter({**self.known, **self.surveyed})
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self.known.keys() | self.surveyed.keys())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from attrs import field, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,8 +48,8 @@ def with_logprobs(
     missing = sum(len(table.open()) for part in tables for table in part)
     computed = 0
     if any(mesh.gather(missing)):
-        loaded = engine()
-        computed = sum(fill(part, loaded, mesh, tokens=tokens, read=read) for part in tables)
+        fill = Fill(engine(), mesh, tokens, read)
+        computed = sum(fill(table) for part in tables for table in part)
     pairs = zip(examples, tables, strict=True)
     complete = tuple(part.with_values(name, values) for part, values in pairs)
     took = time.monotonic() - started
@@ -56,73 +57,56 @@ def with_logprobs(
     return complete, f"{what} in {folder}"
 
 
-def fill(
-    tables: Sequence[LogprobTable],
-    engine: Engine,
-    mesh: Mesh,
-    *,
-    tokens: int,
-    read: Callable[[Engine, PackedBatch], Tensor] = own_logprobs,
-) -> int:
-    """Compute the missing parts with `engine`, open the tables, and return the number of computed
-    examples. Collective.
+@frozen
+class Fill:
+    """Computes with `engine` what a table lacks. Every host writes into its own cache folder."""
 
-    `tokens` is the budget of a micro-batch; `read` returns the values of each prediction [N] or
-    [N, width]. Every host writes into its own cache folder.
-    """
-    started = time.monotonic()
-    count = 0
-    for table in tables:
+    engine: Engine
+    mesh: Mesh
+    tokens: int
+    """The budget of a training micro-batch."""
+    read: Callable[[Engine, PackedBatch], Tensor]
+    """Returns the values of each prediction [N] or [N, width]."""
+    started: float = field(factory=time.monotonic)
+
+    def __call__(self, table: LogprobTable) -> int:
+        """Compute the missing parts, open the table, and return the number of computed examples.
+        Collective."""
+        count, mesh = 0, self.mesh
         missing = sorted({part for parts in mesh.gather(table.open()) for part in parts})
         for done, part in enumerate(missing):
-            if mesh.rank == 0 and done and time.monotonic() - started > SILENCE:
+            if mesh.rank == 0 and done and time.monotonic() - self.started > SILENCE:
                 print(f"cache      {done} of {len(missing)} parts computed", flush=True)
-            values = _computed(table, part, engine, mesh, tokens=tokens, read=read)
+            values = self._values(table, part)
             count += len(table.examples_of(part))
             if mesh.local_rank == 0:
                 table.write(part, values)
         mesh.barrier()
         left = table.open()
         assert not left, f"parts {left} of {table.folder} are missing"
-    return count
+        return count
 
+    def _values(self, table: LogprobTable, part: int) -> NDArray[np.float32]:
+        """Return the values of one part, in the order of its examples. Collective."""
+        numbers, ranks = table.examples_of(part), self.mesh.data
+        lengths = table.file.column("length")[numbers.start : numbers.stop]
+        budget = max(NO_GRADIENT_FACTOR * self.tokens, int(lengths.max()))
+        own: dict[int, NDArray[np.float32]] = {}
+        for micro in layout(lengths, ranks.size, budget):
+            chosen = [numbers[int(place)] for place in micro[ranks.rank]]
+            own |= zip(chosen, self._of_examples(table.file, chosen), strict=True)
+        whole = {n: values for share in ranks.gather(own) for n, values in share.items()}
+        return np.concatenate([whole[number] for number in numbers])
 
-def _computed(
-    table: LogprobTable,
-    part: int,
-    engine: Engine,
-    mesh: Mesh,
-    *,
-    tokens: int,
-    read: Callable[[Engine, PackedBatch], Tensor],
-) -> NDArray[np.float32]:
-    """Return the values of one part, in the order of its examples. Collective."""
-    numbers = table.examples_of(part)
-    lengths = table.file.column("length")[numbers.start : numbers.stop]
-    budget = max(NO_GRADIENT_FACTOR * tokens, int(lengths.max()))
-    own: dict[int, NDArray[np.float32]] = {}
-    for micro in layout(lengths, mesh.data.size, budget):
-        chosen = [numbers[int(place)] for place in micro[mesh.data.rank]]
-        values = _of_examples(table.file, chosen, engine, read)
-        own |= zip(chosen, values, strict=True)
-    whole = {number: values for share in mesh.data.gather(own) for number, values in share.items()}
-    return np.concatenate([whole[number] for number in numbers])
-
-
-def _of_examples(
-    file: TreeFile,
-    numbers: Sequence[int],
-    engine: Engine,
-    read: Callable[[Engine, PackedBatch], Tensor],
-) -> Iterator[NDArray[np.float32]]:
-    """Yield the values of each example's answers, from one forward. Collective at stage 3."""
-    batch = pack(file, numbers)  # type: ignore[arg-type]
-    with torch.no_grad():
-        predicted = read(engine, batch.to(engine.device))
-    values = torch.full((len(batch.tokens), *predicted.shape[1:]), torch.nan)
-    values[batch.predict_at] = predicted.cpu()
-    start = 0
-    for prompt, answers in batch.spans:
-        end = start + prompt + sum(answers)
-        yield values[start + prompt : end].numpy().copy()
-        start = end
+    def _of_examples(self, file: TreeFile, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """Yield the values of each example's answers, from one forward. Collective at stage 3."""
+        batch = pack(file, numbers)  # type: ignore[arg-type]
+        with torch.no_grad():
+            predicted = self.read(self.engine, batch.to(self.engine.device))
+        values = torch.full((len(batch.tokens), *predicted.shape[1:]), torch.nan)
+        values[batch.predict_at] = predicted.cpu()
+        start = 0
+        for prompt, answers in batch.spans:
+            end = start + prompt + sum(answers)
+            yield values[start + prompt : end].numpy().copy()
+            start = end

@@ -18,7 +18,7 @@ from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
-from rlhf.readouts import token_logprobs
+from rlhf.readouts import answer_logprobs, token_logprobs
 from rlhf.registry.gateway import BackendGateway
 
 ChosenMode = Literal["adapter", "engine", "cache"]
@@ -38,7 +38,7 @@ class EngineReference:
         return self(batch, token_logprobs)["logprobs"]
 
     def answer_logprobs(self, batch: PackedBatch) -> Tensor:
-        return sum_by_answer(self.token_logprobs(batch), batch)
+        return self(batch, answer_logprobs)["logprobs"]
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
         with torch.no_grad(), evaluating(self.engine):
@@ -57,7 +57,8 @@ class CachedReference:
         return batch.values[REFERENCE].index_select(0, batch.predict_at)
 
     def answer_logprobs(self, batch: PackedBatch) -> Tensor:
-        return sum_by_answer(self.token_logprobs(batch), batch)
+        tokens = self.token_logprobs(batch)
+        return tokens.new_zeros(len(batch.answer_example)).index_add(0, batch.answer, tokens)
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
         raise self._not_cached()
@@ -67,11 +68,6 @@ class CachedReference:
             "the reference's mode is cache, which only has log-probabilities of the data's own "
             "answers; choose adapter or engine"
         )
-
-
-def sum_by_answer(tokens: Tensor, batch: PackedBatch) -> Tensor:
-    """tokens [N] -> [A]: the sum over the predictions of each answer."""
-    return tokens.new_zeros(len(batch.answer_example)).index_add(0, batch.answer, tokens)
 
 
 @frozen(kw_only=True)
@@ -105,30 +101,27 @@ def choose_mode(
 ) -> tuple[ChosenMode, str]:
     """Return the mode for a run of `steps` over `num_rows` rows, and the reason. Raises RLHFError
     for a mode that the configuration does not allow."""
-    chosen, reason = (
-        (mode, "as configured")
-        if mode != "auto"
-        else _cheapest(config, num_rows=num_rows, steps=steps, every=every, live=live)
-    )
+    seen = steps * config.batch.size
+    chosen: ChosenMode
+    if mode != "auto":
+        chosen, reason = mode, "as configured"
+    elif every is not None:
+        chosen, reason = "engine", f"it moves towards the policy every {every} steps"
+    elif config.lora is not None:
+        chosen, reason = "adapter", "the policy with its adapter off, no second model"
+    elif live or not num_rows:
+        chosen = "engine"
+        reason = "a second model, frozen: it runs on more than the data's own rows"
+    elif config.model.quantize is not None:
+        chosen, reason = "cache", "a second model would not be quantized"
+    elif seen >= num_rows:
+        chosen = "cache"
+        reason = "every row is trained on, so computed once for all, and no second model"
+    else:
+        chosen = "engine"
+        reason = f"a second model, frozen: only {seen:,} of {num_rows:,} rows are trained on"
     check_reference(config, chosen, every=every, live=live)
     return chosen, reason
-
-
-def _cheapest(
-    config: Config, *, num_rows: int, steps: int, every: int | None, live: bool
-) -> tuple[ChosenMode, str]:
-    if every is not None:
-        return "engine", f"it moves towards the policy every {every} steps"
-    if config.lora is not None:
-        return "adapter", "the policy with its adapter off, no second model"
-    if live or not num_rows:
-        return "engine", "a second model, frozen: it runs on more than the data's own rows"
-    if config.model.quantize is not None:
-        return "cache", "a second model would not be quantized"
-    seen = steps * config.batch.size
-    if seen >= num_rows:
-        return "cache", "every row is trained on, so computed once for all, and no second model"
-    return "engine", f"a second model, frozen: only {seen:,} of {num_rows:,} rows are trained on"
 
 
 @contextmanager

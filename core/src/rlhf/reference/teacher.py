@@ -25,23 +25,13 @@ TEACHER = "teacher"
 def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
     """Raise RLHFError unless `model` predicts the policy's tokens, more than `top` of them. Reads
     configurations and tokenizers, no weights."""
-    size = check_vocabulary(config, evolve(config, model=model), tokenizer)
-    if top is not None and top >= size:
+    teacher, policy = evolve(config, model=model), config.model.path
+    setting = f"{config.trainer_name}.teacher {model.path}"
+    architectures = (read_architecture(config), _read_teacher(teacher))
+    size, teachers = (each.get_text_config().vocab_size for each in architectures)
+    if size != teachers:
         raise RLHFError(
-            f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
-            "vocabulary; lower it, or remove it to run the teacher beside the policy"
-        )
-
-
-def check_vocabulary(policy: Config, teacher: Config, tokenizer: Any) -> int:
-    """Return the size of the vocabulary. Raises RLHFError unless both models predict the very same
-    tokens."""
-    setting = f"{policy.trainer_name}.teacher {teacher.model.path}"
-    architectures = (read_architecture(policy), _read_teacher(teacher))
-    sizes = [architecture.get_text_config().vocab_size for architecture in architectures]
-    if sizes[0] != sizes[1]:
-        raise RLHFError(
-            f"{setting} has {sizes[1]} tokens but the policy {policy.model.path} has {sizes[0]}; "
+            f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
             "choose a teacher with the policy's vocabulary"
         )
     own, other = tokenizer.get_vocab(), load_tokenizer(teacher).get_vocab()
@@ -49,11 +39,15 @@ def check_vocabulary(policy: Config, teacher: Config, tokenizer: Any) -> int:
     if differ:
         token, number = differ[0]
         raise RLHFError(
-            f"{setting} has different tokens than the policy {policy.model.path}, although both "
-            f"have {sizes[0]} (the first is {token!r}, {number}); choose a teacher with the "
+            f"{setting} has different tokens than the policy {policy}, although both "
+            f"have {size} (the first is {token!r}, {number}); choose a teacher with the "
             "policy's tokenizer"
         )
-    return int(sizes[0])
+    if top is not None and top >= size:
+        raise RLHFError(
+            f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
+            "vocabulary; lower it, or remove it to run the teacher beside the policy"
+        )
 
 
 def teacher_folder(

@@ -162,7 +162,7 @@ def test_the_host_and_an_unknown_memory_take_what_is_given(words: list[str]) -> 
 
 
 def test_a_choice_is_of_the_run(words: list[str]) -> None:
-    fit = Choice(300, "full").apply_to(fit_of(words, GIB))
+    fit = fit_of(words, GIB).under(*Choice(300, "full"))
     assert fit.config.batch.budget == 300
     assert fit.config.model.recompute == "full"
 

@@ -3,8 +3,7 @@ accelerator and keeps it busy."""
 
 import math
 from collections.abc import Iterable
-
-from attrs import evolve, frozen
+from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
 from rlhf.engine import gib
@@ -27,16 +26,11 @@ IDLE_COST = 1.0
 """Time that half the tokens may add where the device waits for the host."""
 
 
-@frozen
-class Choice:
+class Choice(NamedTuple):
     """Values for `batch.tokens` and `model.recompute`."""
 
     tokens: int
     recompute: Recompute
-
-    def apply_to(self, fit: StepFit) -> StepFit:
-        """Return the fit with these values."""
-        return fit.under(tokens=self.tokens, recompute=self.recompute)
 
 
 def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
@@ -75,9 +69,9 @@ def smaller(
     fewer = _halves(configured.tokens, least) if any_tokens else []
     layer = rehearsed.shape.mean_layer
     deepest = levels[-1] if levels else configured.recompute
-    costs = [(RECOMPUTE_COST[level], evolve(configured, recompute=level)) for level in levels]
+    costs = [(RECOMPUTE_COST[level], Choice(configured.tokens, level)) for level in levels]
     costs += [
-        (HALVING_COST, evolve(configured, tokens=tokens))
+        (HALVING_COST, Choice(tokens, configured.recompute))
         for tokens in fewer
         if tokens * layer >= ENOUGH
     ]
@@ -93,7 +87,7 @@ def first_that_fits(
     least, and its peak."""
     chosen, least = None, math.inf
     for choice in choices:
-        peak = choice.apply_to(fit).peak
+        peak = fit.under(*choice).peak
         if peak is not None and peak < least:
             chosen, least = choice, peak
         if least <= limit:
@@ -106,25 +100,22 @@ def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tupl
     the host, and the peak leaves ample room."""
     most, layer = AMPLE * fit.mesh.memory, rehearsed.shape.mean_layer
     step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.data.size
-    tokens = configured.tokens
+    tokens, larger = configured.tokens, list[Choice]()
     while (
         tokens < step
         and tokens * layer < ENOUGH
         and rehearsed.estimate.peak_with(2 * tokens) <= most
     ):
         tokens *= 2
+        larger.append(Choice(tokens, configured.recompute))
     # `peak_with` scales the estimate; only a rehearsal sees what does not grow with the tokens.
-    while tokens > configured.tokens:
-        peak = evolve(configured, tokens=tokens).apply_to(fit).peak
-        if peak is not None and peak <= most:
-            break
-        tokens //= 2
-    if tokens == configured.tokens:
+    chosen, peak = first_that_fits(fit, reversed(larger), limit=most)
+    if chosen is None or peak > most:
         return configured, ""
-    few, many = math.ceil(step / tokens), math.ceil(step / configured.tokens)
-    return evolve(configured, tokens=tokens), (
-        f"tokens     {tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} per step "
-        f"instead of {many} (smaller ones leave the device waiting for the host)"
+    few, many = math.ceil(step / chosen.tokens), math.ceil(step / configured.tokens)
+    return chosen, (
+        f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} "
+        f"per step instead of {many} (smaller ones leave the device waiting for the host)"
     )
 
 

@@ -11,7 +11,7 @@ from rlhf.data.examples import Examples
 from rlhf.engine import Mesh, gib
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.rehearsal import NotRehearsed, Rehearsed, rehearse
+from rlhf.memory.rehearsal import NotRehearsed, Rehearsal, Rehearsed, rehearse
 from rlhf.model.kernels.layers import compiles
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
@@ -42,10 +42,11 @@ class StepFit:
     @cached_property
     def rehearsed(self) -> Rehearsed | NotRehearsed:
         """A step without values."""
-        return rehearse(
-            self.trainer, self.config, self.mesh, self.hooks,
-            steps=self.steps, longest=self.longest, examples=self.examples,
+        run = Rehearsal(
+            self.config, self.trainer.tokenizer, self.mesh, self.hooks, self.steps, self.longest,
+            tuple(self.examples),
         )  # fmt: skip
+        return rehearse(self.trainer, run)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -57,7 +58,7 @@ class StepFit:
         """Bytes at the peak of a step; None if they are not known."""
         return None if self.estimate is None else self.estimate.peak
 
-    def under(self, *, tokens: int, recompute: Recompute) -> "StepFit":
+    def under(self, tokens: int, recompute: Recompute) -> "StepFit":
         """Return the fit of the same run with another `batch.tokens` and `model.recompute`."""
         if (tokens, recompute) == (self.config.batch.budget, self.config.model.recompute):
             return self
@@ -110,7 +111,7 @@ class StepFit:
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
             advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
-        lean = self.under(tokens=self.config.batch.budget, recompute="full").peak
+        lean = self.under(self.config.batch.budget, "full").peak
         if lean is not None and lean < estimate.peak:
             advice.append(f"set model.recompute to full (about {gib(lean)} GiB)")
         advice += [f"use {setting}" for setting in rehearsed.lighter]

@@ -6,7 +6,7 @@ for any trainer and any model whose code does not read values.
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -65,22 +65,12 @@ class NotRehearsed:
     """Of an error in the code of a model or a trainer."""
 
 
-def rehearse(
-    trainer: Trainer,
-    config: Config,
-    mesh: Mesh,
-    hooks: BackendGateway,
-    *,
-    steps: int,
-    longest: int,
-    examples: Sequence[Examples],
-) -> Rehearsed | NotRehearsed:
-    """Return what a step of `trainer` takes on each accelerator of `mesh`, without a collective.
+def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
+    """Return what a step of `trainer` takes on each accelerator of the run, without a collective.
 
     A model or a trainer may need values, and its setup may raise for a configuration that the run's
     own setup refuses next: then there is only a reason.
     """
-    run = Rehearsal(config, trainer.tokenizer, mesh, hooks, steps, longest, tuple(examples))
     try:
         return _rehearse(trainer, run)
     except UnknownError as error:

@@ -87,7 +87,7 @@ def choose_fit(
     # Ranks may see different amounts of device memory: rank 0 decides.
     chosen = choose(fit, any_tokens=any_tokens) if mesh.rank == 0 else None
     choice, line = mesh.gather(chosen)[0]
-    return choice.apply_to(fit), line
+    return fit.under(*choice), line
 
 
 def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
@@ -114,4 +114,4 @@ def out_of_memory(
     """Return the error of a run whose accelerator ran out of memory."""
     fit = step_fit(config, data, mesh, hooks)
     choice, _ = choose(fit, any_tokens=config.batch.tokens == "auto")
-    return choice.apply_to(fit).error(cause)
+    return fit.under(*choice).error(cause)

@@ -109,10 +109,8 @@ class Journal:
         if self.folder is not None:
             self.folder.append_metrics({"step": step, **metrics})
             self.observers.on_eval(run=self.record, step=step, metrics=metrics)
-            if self._progress is not None:
-                self._progress.evaluated(step, metrics)
-            else:
-                print(evaluation_line(step, metrics), flush=True)
+            # Above the progress bar, if there is one: rich prints around it.
+            print(evaluation_line(step, metrics), flush=True)
         self._interval.since += time.perf_counter() - self._evaluating_since
 
     def checkpoint(self, step: int, directory: Path) -> None:

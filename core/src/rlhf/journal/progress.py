@@ -18,25 +18,21 @@ class Progress:
         self._steps, self._first = steps, done
         self._start = time.monotonic()
         self._printed: float | None = None
-        self._console = Console()
-        self._bar: RichProgress | None = None
-        if self._console.is_terminal:
-            self._bar = RichProgress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),
-                TimeRemainingColumn(), TextColumn("{task.fields[metrics]}"),
-                console=self._console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("train", total=steps, completed=done, metrics="")
-            self._bar.start()
+        self._bar = RichProgress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),
+            TimeRemainingColumn(), TextColumn("{task.fields[metrics]}"),
+            disable=not Console().is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("train", total=steps, completed=done, metrics="")
+        self._bar.start()
 
     def step(self, step: int) -> None:
         """A step has ended."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        self._bar.update(self._task, completed=step)
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a logged step are known."""
-        if self._bar is not None:
+        if not self._bar.disable:
             speed = f"{_number(metrics['tokens_per_s'])} tokens/s"
             self._bar.update(self._task, metrics=f"loss {_number(metrics['loss'])}  {speed}")
             return
@@ -48,17 +44,9 @@ class Progress:
             line = f"step {step}/{self._steps}  {shown(metrics)}  {_clock(left)} left"
             print(line, flush=True)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation has ended."""
-        if self._bar is not None:
-            self._bar.console.print(evaluation_line(step, metrics), highlight=False)
-        else:
-            print(evaluation_line(step, metrics), flush=True)
-
     def close(self) -> None:
         """End the bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
 
 def shown(metrics: Mapping[str, float]) -> str:

@@ -22,8 +22,11 @@ def export_command(source: str, output: str) -> int:
 
 def _checkpoint_folder(source: Path) -> Path:
     """Return the checkpoint that `source` names. Raises RLHFError if it is damaged."""
-    if (source / "checkpoints").is_dir():
-        newest = checkpoints.newest(source / "checkpoints", remedy=_remedy(source / "checkpoints"))
+    inside = source / "checkpoints"
+    folder = inside if inside.is_dir() else source.parent
+    remedy = f"export the previous one with rlhf export {folder}/{{}} OUT"
+    if folder == inside:
+        newest = checkpoints.newest(folder, remedy=remedy)
         if newest is None:
             raise RLHFError(f"{source} has no checkpoint yet; choose another run folder")
         return newest
@@ -31,8 +34,4 @@ def _checkpoint_folder(source: Path) -> Path:
         raise RLHFError(
             f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )
-    return checkpoints.named(source.parent, source.name, remedy=_remedy(source.parent))
-
-
-def _remedy(checkpoints: Path) -> str:
-    return f"export the previous one with rlhf export {checkpoints}/{{}} OUT"
+    return checkpoints.named(folder, source.name, remedy=remedy)

@@ -1,5 +1,6 @@
 """`rlhf merge`: merge a LoRA adapter into its base model."""
 
+import shutil
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -19,22 +20,15 @@ def merge_command(adapter: str, output: str) -> int:
     disable_progress_bar()
     with new_folder(Path(output)) as target:
         source = adapter_folder(Path(adapter))
-        base = _merge(source, target)
-    print(f"merged {source} into {base} and wrote {output}")
+        settings = adapter_settings(str(source))
+        merged = exported_model(source, task_of(settings.task_type)).merge_and_unload()
+        merged.save_pretrained(target)
+        if (source / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        if (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
+    print(f"merged {source} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
-
-
-def _merge(source: Path, target: Path) -> str:
-    """Fill the empty folder `target`; returns the name of the base model."""
-    settings = adapter_settings(str(source))
-    merged = exported_model(source, task_of(settings.task_type)).merge_and_unload()
-    merged.save_pretrained(target)
-    if (source / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(source).save_pretrained(target)
-    if (source / "generation_config.json").is_file():
-        text = (source / "generation_config.json").read_text(encoding="utf-8")
-        (target / "generation_config.json").write_text(text, encoding="utf-8")
-    return str(settings.base_model_name_or_path)
 
 
 def adapter_folder(path: Path) -> Path:

@@ -41,26 +41,33 @@ def writing(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which is renamed to it if the block succeeds. Raises
-    RLHFError if `target` exists and is not an empty folder."""
-    part = target.absolute().with_name(f".{target.absolute().name}.part")
+    RLHFError if `target` exists and is not an empty folder, unless it may `replace` it."""
+    part = part_of(target)
     with writing(target):
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
             what = "is not empty" if target.is_dir() else "is a file"
             raise RLHFError(f"{target} {what}; choose a new folder")
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             yield part
+            if replace:
+                shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def part_of(target: Path) -> Path:
+    """Return the hidden path at which `target` is written."""
+    return target.absolute().with_name(f".{target.absolute().name}.part")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a file by `text`; a kill leaves either the old one or the new one."""
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
     part.write_text(text)
     part.replace(path)
 

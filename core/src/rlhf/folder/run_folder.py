@@ -5,6 +5,7 @@ import json
 import platform
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,13 @@ def _wanted(checkpoints: Path, name: str, *, contents: bool) -> Path | None:
     return checkpoint.newest(checkpoints, contents=contents)
 
 
-def logged(folder: Path, *, until: int) -> list[str]:
-    """Return the complete lines of a run's metrics.jsonl up to the step `until`."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for line in lines if _logged_step(line, default=until + 1) <= until]
+def logged(folder: Path, *, until: int) -> list[dict[str, Any]]:
+    """Return what a run's metrics.jsonl holds up to the step `until`, without incomplete lines."""
+    path, records = folder / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if record["step"] <= until]
 
 
 def write_error(folder: Path, name: str, text: str) -> Path:
@@ -167,7 +170,8 @@ class RunFolder:
         line."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            write_whole(path, "".join(line + "\n" for line in logged(self.path, until=step)))
+            records = logged(self.path, until=step)
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def close(self) -> None:
         self._lock.release()
@@ -189,10 +193,3 @@ def _lock(path: Path) -> FileLock:
             f"cannot lock {path} ({error}); choose an --output on a file system with locks"
         ) from error
     return lock
-
-
-def _logged_step(line: str, *, default: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return default

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
-from rlhf.engine import LaterOutcome, StepOutcome
+from rlhf.engine import Engine, LaterOutcome, StepOutcome
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.progress import Progress, evaluation_line
-from rlhf.journal.speed import Interval, Speed, peak_memory_gib
+from rlhf.journal.speed import Speed, peak_memory_gib
 from rlhf.journal.sums import Derive, Report
 from rlhf.registry.observers import ObserverGateway
 
@@ -49,12 +48,10 @@ class Journal:
     """The run folder on rank 0, None on the other ranks."""
     observers: ObserverGateway
     record: RunRecord
+    engine: Engine
+    """The policy's."""
     speed: Speed
-    device: torch.device
     derive: Derive
-    precision: str
-    one_row: bool
-    """Whether a micro-batch runs as one row, whose padding is then reported."""
     tokens_seen: int = 0
     """Tokens of all steps so far, over all ranks (`num_tokens`)."""
     skipped: int = 0
@@ -64,7 +61,6 @@ class Journal:
     _pending: tuple[StepResult, dict[str, Any]] | None = field(default=None, init=False)
     """A logged step whose sums are still being copied, and its numbers from the host."""
     _progress: Progress | None = field(default=None, init=False)
-    _interval: Interval = field(factory=Interval, init=False)
     _evaluating_since: float = field(default=0.0, init=False)
 
     def state(self) -> dict[str, int]:
@@ -84,11 +80,11 @@ class Journal:
         """The first step is next."""
         if self.folder is not None:
             self._progress = Progress(first_step, self.record.steps)
-        self._interval = Interval()
+        self.speed = self.speed.restarted()
 
     def step(self, result: StepResult) -> None:
         """A step has ended."""
-        self._interval.add(result.plan, result.batches)
+        self.speed.add(result.plan, result.batches)
         self.tokens_seen += int(result.plan.lengths.sum())
         self.skipped += result.outcome.skipped_by_scaler
         self.flush()
@@ -111,7 +107,7 @@ class Journal:
             self.observers.on_eval(run=self.record, step=step, metrics=metrics)
             # Above the progress bar, if there is one: rich prints around it.
             print(evaluation_line(step, metrics), flush=True)
-        self._interval.since += time.perf_counter() - self._evaluating_since
+        self.speed.since += time.perf_counter() - self._evaluating_since
 
     def checkpoint(self, step: int, directory: Path) -> None:
         """A checkpoint is complete."""
@@ -138,19 +134,19 @@ class Journal:
             self._progress.close()
 
     def _host_metrics(self, result: StepResult) -> dict[str, Any]:
-        """Return what is known without the device's sums, and begin a new interval."""
-        interval, self._interval = self._interval, Interval()
+        """Return what is known without the device's sums, and measure the speed anew."""
+        speed, self.speed = self.speed, self.speed.restarted()
         host: dict[str, Any] = {
             "learning_rate": result.learning_rate,
             "epoch": result.plan.epoch_done,
             "num_tokens": self.tokens_seen,
-            **interval.speed(self.speed, until=self._interval.since),
+            **speed.metrics(until=self.speed.since),
         }
-        memory = peak_memory_gib(self.device)
+        memory = peak_memory_gib(self.engine.device)
         if memory is not None:
             host["peak_memory_gib"] = memory
-        if self.one_row:
-            host["padding"] = interval.padding
-        if self.precision == "fp16":
+        if self.engine.module.path == "tree":
+            host["padding"] = speed.padding
+        if self.engine.precision == "fp16":
             host["skipped_steps"] = self.skipped
         return host

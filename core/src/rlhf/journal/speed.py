@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
@@ -19,18 +19,48 @@ PEAK_FLOPS: Mapping[str, float] = {
 """
 
 
-@frozen(kw_only=True)
+@define(kw_only=True)
 class Speed:
-    """Operations of a model on packed rows, forward and backward, without recomputation."""
+    """The speed of the steps since the last logged one."""
 
     shape: ModelShape
     peak: float | None
     """Operations per second that all ranks' devices together can do in bf16, or None if unknown."""
+    since: float = field(factory=lambda: time.perf_counter())
+    """When the steps began, in seconds; time of evaluations is added."""
+    _tokens: float = field(default=0.0, init=False)
+    _flops: float = field(default=0.0, init=False)
+    _used: int = field(default=0, init=False)
+    _computed: int = field(default=0, init=False)
+
+    def add(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> None:
+        """Add a step and this rank's micro-batches."""
+        self._tokens += float(plan.lengths.sum())
+        self._flops += self.flops(plan)
+        self._used += sum(batch.num_tokens for batch in batches)
+        self._computed += sum(len(batch.tokens) for batch in batches)
+
+    def restarted(self) -> "Speed":
+        """Return the speed of the steps from now on."""
+        return Speed(shape=self.shape, peak=self.peak)
+
+    def metrics(self, *, until: float) -> dict[str, float]:
+        """Return `tokens_per_s`, and `mfu` if the device's peak is known."""
+        seconds = until - self.since
+        metrics = {"tokens_per_s": self._tokens / seconds}
+        if self.peak is not None:
+            metrics["mfu"] = self._flops / seconds / self.peak
+        return metrics
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in the tokens that this rank computed."""
+        return 1 - self._used / self._computed
 
     def flops(self, plan: StepPlan) -> float:
-        """Return the operations of a step over all ranks: two per weight and token forward, four
-        backward (two for a frozen weight), the head only on predicted tokens, and half of full
-        attention, since it is causal."""
+        """Return the operations of a step over all ranks, forward and backward, without
+        recomputation: two per weight and token forward, four backward (two for a frozen weight),
+        the head only on predicted tokens, and half of full attention, since it is causal."""
         shape = self.shape
         frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
         per_weight = 6 - 2 * frozen_share
@@ -41,38 +71,6 @@ class Speed:
             per_weight * (body * tokens + shape.head * predicted)
             + 12 * shape.layers * shape.hidden * pairs
         )
-
-
-@define
-class Interval:
-    """The steps since the last logged one."""
-
-    since: float = field(factory=lambda: time.perf_counter())
-    """When they began, in seconds; time of evaluations is added."""
-    _plans: list[StepPlan] = field(factory=list, init=False)
-    _used: int = field(default=0, init=False)
-    _computed: int = field(default=0, init=False)
-
-    def add(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> None:
-        """Add a step and this rank's micro-batches."""
-        self._plans.append(plan)
-        self._used += sum(batch.num_tokens for batch in batches)
-        self._computed += sum(len(batch.tokens) for batch in batches)
-
-    def speed(self, speed: Speed, *, until: float) -> dict[str, float]:
-        """Return `tokens_per_s`, and `mfu` if the device's peak is known."""
-        seconds = until - self.since
-        tokens = sum(float(plan.lengths.sum()) for plan in self._plans)
-        metrics = {"tokens_per_s": tokens / seconds}
-        if speed.peak is not None:
-            flops = sum(speed.flops(plan) for plan in self._plans)
-            metrics["mfu"] = flops / seconds / speed.peak
-        return metrics
-
-    @property
-    def padding(self) -> float:
-        """The share of padding in the tokens that this rank computed."""
-        return 1 - self._used / self._computed
 
 
 def peak_of(device: torch.device, world: int) -> float | None:

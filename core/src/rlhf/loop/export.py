@@ -3,8 +3,8 @@
 import functools
 import json
 import operator
-import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_of
+from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
 from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
@@ -24,31 +25,27 @@ from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 
-PART = ".model.part"
-"""Hidden folder in which `model/` is written."""
-
 
 def export_model(session: Session) -> None:
     """Write the policy to `model/` of the run folder: first to a hidden folder, which is re-opened,
     compared by shape and renamed. Collective."""
-    if session.folder is not None:
-        _begin(session.path)
-    session.mesh.barrier()
-    part = session.path / PART
-    session.hooks.export_weights(engine=session.engine, directory=part)
-    if session.folder is not None:
-        more = session.trainer.model_config(session.journal.last)
-        model = session.engine.module.model
-        save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
-        verify_export(part, model)
-        _commit(session.path)
+    target, writes = session.path / "model", session.folder is not None
+    part = part_of(target)
+    with new_folder(target, replace=True) if writes else nullcontext():
+        session.mesh.barrier()
+        session.hooks.export_weights(engine=session.engine, directory=part)
+        if writes:
+            more = session.trainer.model_config(session.journal.last)
+            model = session.engine.module.model
+            save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
+            verify_export(part, model)
     session.mesh.barrier()
 
 
 def export_checkpoint(folder: Path, run: Path) -> None:
     """Write one of the run's checkpoints to `model/` of the run folder. Not collective."""
-    write_model(folder, _begin(run))
-    _commit(run)
+    with new_folder(run / "model", replace=True) as part:
+        write_model(folder, part)
 
 
 def write_model(folder: Path, target: Path) -> None:
@@ -81,18 +78,6 @@ def _with_tied(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Te
     return {**weights, **every}
 
 
-def _begin(run: Path) -> Path:
-    part = run / PART
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    return part
-
-
-def _commit(run: Path) -> None:
-    shutil.rmtree(run / "model", ignore_errors=True)
-    (run / PART).rename(run / "model")
-
-
 def _recorded(path: Path, *keys: str) -> Any:
     """Return an entry of a JSON file that the run wrote at its start."""
     try:
@@ -106,7 +91,4 @@ def _recorded(path: Path, *keys: str) -> Any:
 
 def _newest_metrics(run: Path, *, until: int) -> dict[str, float]:
     """Return the last value of every metric that the run had logged by that step."""
-    metrics: dict[str, float] = {}
-    for line in logged(run, until=until):
-        metrics |= json.loads(line)
-    return metrics
+    return {name: value for record in logged(run, until=until) for name, value in record.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,19 +43,26 @@ def step_bytes(
     of other examples runs on those of the loss.
     """
     weights = [weight for module in modules for weight in module.parameters()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    total = sum(weight.numel() for weight in trained)
     with LiveBytes(known=weights) as counter:
-        meter = _Meter(counter, weights, gradients=gradients, reducing=reducing)
+        looks = _Looks(counter)
+        hooks = [weight.register_post_accumulate_grad_hook(looks.release) for weight in trained]
         try:
             if trainer.needs_survey():
                 batch = attrs.evolve(batch, step=_survey(trainer, batch))
             loss = trainer.loss(batch)
-            total = weighted_loss(loss, {term.per: 1.0 for term in loss.terms})
             activations = counter.live
-            total.backward()
-            meter.look()
+            weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
+            looks.look()
         finally:
-            meter.close()
-    return StepBytes(activations, meter.peak, meter.growing)
+            for hook in hooks:
+                hook.remove()
+    return StepBytes(
+        activations,
+        peak=max(live + min(whole, reducing) for live, _, whole in looks.peaks),
+        growing=max(live + gradients * done // total for live, done, _ in looks.peaks),
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -96,42 +103,27 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-class _Meter:
-    """Peaks of a step, updated whenever a weight's gradient is complete."""
+@define
+class _Looks:
+    """The counter's peaks in backward, whenever a weight's gradient is complete."""
 
-    def __init__(
-        self, counter: LiveBytes, weights: Iterable[Tensor], *, gradients: int, reducing: int
-    ) -> None:
-        trained = [weight for weight in weights if weight.requires_grad]
-        self._counter = counter
-        self._gradients, self._reducing = gradients, reducing
-        self._total = sum(weight.numel() for weight in trained)
-        self._numel = 0
-        """Elements of gradients that are complete."""
-        self._bytes = 0
-        """Bytes of gradients that are complete, as autograd made them."""
-        self.peak = self.growing = 0
-        self._handles = [
-            weight.register_post_accumulate_grad_hook(self._release) for weight in trained
-        ]
+    counter: LiveBytes
+    peaks: list[tuple[int, int, int]] = field(factory=list)
+    """Bytes at the peak since the last look; elements and bytes of the gradients complete by
+    then."""
+    numel: int = 0
+    nbytes: int = 0
 
     def look(self) -> None:
-        """Take the counter's peak since the last look into account."""
-        live = self._counter.take_peak()
-        self.growing = max(self.growing, live + self._gradients * self._numel // self._total)
-        self.peak = max(self.peak, live + min(self._bytes, self._reducing))
+        self.peaks.append((self.counter.take_peak(), self.numel, self.nbytes))
 
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _release(self, weight: Tensor) -> None:
+    def release(self, weight: Tensor) -> None:
+        """Look, then let go of the gradient: from here on it counts in `numel`."""
         self.look()
-        self._numel += weight.numel()
-        self._bytes += weight.nbytes
+        self.numel += weight.numel()
+        self.nbytes += weight.nbytes
         weight.grad = None
-        # From here on this gradient counts in `_numel`, no longer in the counter.
-        self._counter.take_peak()
+        self.counter.take_peak()
 
 
 def _survey(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ parts, and a damaged file is computed again. Plain arrays, no pickles.
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -77,13 +78,10 @@ class LogprobTable:
 
 def _read(path: Path) -> NDArray[np.float32] | None:
     """Return the array in a part, mapped into memory; delete a damaged file and return None."""
-    try:
+    with suppress(ValueError, EOFError, OSError):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError):
-        path.unlink(missing_ok=True)
-        return None
-    if array.dtype == np.float32 and path.stem.endswith(_digest(array)):
-        return array
+        if array.dtype == np.float32 and path.stem.endswith(_digest(array)):
+            return array
     path.unlink(missing_ok=True)
     return None
 

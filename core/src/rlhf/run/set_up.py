@@ -59,10 +59,9 @@ def set_up(
     )  # fmt: skip
     record = RunRecord(name=request.name, folder=path, config=config, steps=run.steps)
     journal = Journal(
-        folder=folder, observers=observers, record=record, device=mesh.device,
+        folder=folder, observers=observers, record=record, engine=policy.engine,
         speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
-        derive=trainer.derive, precision=policy.engine.precision,
-        one_row=policy.engine.module.path == "tree",
+        derive=trainer.derive,
     )  # fmt: skip
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,

@@ -83,8 +83,7 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
         trainer, batch, [model], gradients=policy.get("gradients", 0), reducing=reducing
     )
     estimate = Estimate(
-        states={"policy": policy}, updating=updating, activations=counted.activations,
-        passing=counted.peak - counted.activations, growing=counted.growing, tokens=tokens,
+        states={"policy": policy}, updating=updating, step=counted, tokens=tokens,
         accumulates=False,
     )  # fmt: skip
     assert estimate.peak / GIB == pytest.approx(measured, rel=0.1)

@@ -59,8 +59,7 @@ ESTIMATE = Estimate(
         "reference": {"weights": 3 * GIB},
     },
     updating=9 * GIB,
-    activations=40 * GIB,
-    passing=5 * GIB,
+    step=StepBytes(40 * GIB, peak=45 * GIB),
     tokens=16_384,
 )
 
@@ -74,7 +73,7 @@ def test_an_estimate_reads_as_one_line() -> None:
 
 
 def test_the_optimizers_step_can_be_the_peak() -> None:
-    estimate = attrs.evolve(ESTIMATE, activations=GIB, passing=0)
+    estimate = attrs.evolve(ESTIMATE, step=StepBytes(GIB, peak=GIB))
     assert estimate.peak == 36 * GIB
     assert str(estimate) == (
         "36.0 GiB at the peak: weights 3.0, gradients 3.0, optimizer 18.0, reference 3.0, "
@@ -87,7 +86,8 @@ def test_gradients_do_not_exist_yet_in_the_only_micro_batch_of_a_step() -> None:
 
 
 def test_gradients_can_exist_beside_the_last_activations() -> None:
-    estimate = attrs.evolve(ESTIMATE, accumulates=False, growing=50 * GIB)
+    step = StepBytes(40 * GIB, peak=45 * GIB, growing=50 * GIB)
+    estimate = attrs.evolve(ESTIMATE, accumulates=False, step=step)
     assert estimate.peak == 74 * GIB
     assert str(estimate) == (
         "74.0 GiB at the peak: weights 3.0, optimizer 18.0, reference 3.0, gradients 3.0, "
@@ -222,7 +222,7 @@ def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) 
 def test_recomputed_compiled_layers_keep_only_their_inputs(words: list[str]) -> None:
     def activations(**more: str) -> int:
         options = [word for name, value in more.items() for word in (f"--model.{name}", value)]
-        return fit_of([*words, *options], GIB).estimate.activations
+        return fit_of([*words, *options], GIB).estimate.step.activations
 
     again = activations(kernels="compile", recompute="full")
     assert again <= activations(kernels="none", recompute="full")
@@ -234,7 +234,7 @@ def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
     lean = fit_of([*words, "--model.recompute", "full"], GIB)
     whole = fit.estimate
     tokens = 3 * whole.tokens // 4
-    smaller = whole.resident + (whole.activations + whole.passing) * tokens / whole.tokens
+    smaller = whole.resident + whole.step.peak * tokens / whole.tokens
     cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
     assert str(fit.error(cause)) == (
         "out of memory on cpu, which has 1.0 GiB, when allocating 2.00 GiB more; a step was "

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from rlhf.engine import gib
+from rlhf.memory.step_bytes import StepBytes
 
 
 @frozen(kw_only=True)
@@ -16,16 +17,12 @@ class Estimate:
     """By role: `weights`, `gradients`, `optimizer`, `buffers`."""
     updating: int
     """Transient bytes of the optimizer's step, when no activation is left."""
-    activations: int
-    """Bytes that the largest micro-batch keeps for backward."""
-    passing: int
-    """Transient peak above `activations`: the head's logits, gradients of activations."""
+    step: StepBytes
+    """Bytes of survey, loss and backward on the largest micro-batch."""
     tokens: int
     """Number of tokens of that micro-batch."""
     accumulates: bool = True
     """Whether a step has several micro-batches, so that gradients exist beside activations."""
-    growing: int = 0
-    """Peak of a step of one micro-batch: the gradients so far and what backward still needs."""
 
     @property
     def resident(self) -> int:
@@ -40,21 +37,21 @@ class Estimate:
     @property
     def _pass(self) -> int:
         """Bytes that forward and backward add to `resident`, whose gradients may not exist yet."""
-        passing = self.activations + self.passing
         if self.accumulates:
-            return passing
-        return max(passing, self.growing) - self.states["policy"].get("gradients", 0)
+            return self.step.peak
+        whole = max(self.step.peak, self.step.growing)
+        return whole - self.states["policy"].get("gradients", 0)
 
     def __str__(self) -> str:
         """Return one line, in GiB."""
-        policy = dict(self.states["policy"])
-        parts = {"activations": self.activations, "head": self.passing}
+        policy, step = dict(self.states["policy"]), self.step
+        parts = {"activations": step.activations, "head": step.peak - step.activations}
         if self.updating > self._pass:
             parts = {"optimizer's step": self.updating}
         elif not self.accumulates:
             gradients = policy.pop("gradients", 0)
-            if self.growing > self.activations + self.passing:
-                parts = {"gradients": gradients, "activations": self.growing - gradients}
+            if step.growing > step.peak:
+                parts = {"gradients": gradients, "activations": step.growing - gradients}
         others = {
             role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
         }
@@ -67,10 +64,8 @@ class Estimate:
         """Return the tokens of the largest micro-batch that fits `total` bytes, or 0."""
         if self.resident + self.updating > total:
             return 0
-        room = total - self.resident
-        return int(self.tokens * room / max(self.activations + self.passing, 1))
+        return int(self.tokens * (total - self.resident) / max(self.step.peak, 1))
 
     def peak_with(self, tokens: int) -> int:
         """Return the peak with micro-batches of so many tokens."""
-        passing = (self.activations + self.passing) * tokens // self.tokens
-        return self.resident + max(passing, self.updating)
+        return self.resident + max(self.step.peak * tokens // self.tokens, self.updating)

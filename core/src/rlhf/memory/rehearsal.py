@@ -97,13 +97,10 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     reducing = states["policy"].pop("reducing", 0)
     modules = [role.engine.module for role in run.roles.values()]
     gradients = states["policy"].get("gradients", 0)
-    measured = step_bytes(actor, batch, modules, gradients=gradients, reducing=reducing)
     estimate = Estimate(
         states=states,
         updating=updating,
-        activations=measured.activations,
-        passing=measured.peak - measured.activations,
-        growing=measured.growing,
+        step=step_bytes(actor, batch, modules, gradients=gradients, reducing=reducing),
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )

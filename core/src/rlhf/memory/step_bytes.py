@@ -23,9 +23,10 @@ class StepBytes:
     activations: int
     """Bytes alive when backward begins."""
     peak: int
-    """The peak of survey, loss and backward, with gradients that wait for their reduction."""
-    growing: int
-    """The peak including all gradients of weights so far."""
+    """The peak of survey, loss and backward, with gradients that wait for their reduction: above
+    `activations` are the head's logits and gradients of activations."""
+    growing: int = 0
+    """The peak including all gradients of weights so far: that of a step of one micro-batch."""
 
 
 def step_bytes(

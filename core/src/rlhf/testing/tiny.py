@@ -156,7 +156,7 @@ def step_memory(
     session.engine.train()
     batch = largest(session.train_order, session.num_steps)
     modules = [engine.module for engine in backend.engines]
-    rehearsed = (estimate.activations, estimate.activations + estimate.passing)
+    rehearsed = (estimate.step.activations, estimate.step.peak)
     measured = step_bytes(session.trainer, batch, modules, gradients=0)
     return rehearsed, (measured.activations, measured.peak)
 

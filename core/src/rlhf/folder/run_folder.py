@@ -78,9 +78,16 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     if request.resume is None:
         return None
     checkpoints = folder / "checkpoints"
-    if not holds_run(folder):
-        # A requeued job may start here, but not one that names a checkpoint.
-        return _wanted(checkpoints, request.resume, contents=not verified)
+    if holds_run(folder):
+        _check_settings(request, folder)
+    if request.resume:
+        return checkpoint.named(checkpoints, request.resume, contents=not verified)
+    # A requeued job may start in a folder without a run, but not one that names a checkpoint.
+    return checkpoint.newest(checkpoints, contents=not verified)
+
+
+def _check_settings(request: Request, folder: Path) -> None:
+    """Raise RLHFError for a changed setting that a resumed run may not change."""
     before = load_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     if not before:
         raise RLHFError(
@@ -104,14 +111,6 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
             f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()
         )
         raise RLHFError(f"{folder} cannot be resumed with another configuration: {changed}")
-    return _wanted(checkpoints, request.resume, contents=not verified)
-
-
-def _wanted(checkpoints: Path, name: str, *, contents: bool) -> Path | None:
-    """Return the checkpoint of that name, or the newest one if the name is empty."""
-    if name:
-        return checkpoint.named(checkpoints, name, contents=contents)
-    return checkpoint.newest(checkpoints, contents=contents)
 
 
 def logged(folder: Path, *, until: int) -> list[dict[str, Any]]:
@@ -155,10 +154,8 @@ class RunFolder:
         """Write the versions of packages, without environment variables and host names."""
         versions: dict[str, Any] = {"python": platform.python_version()}
         for name in RECORDED:
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
         self.write_json("versions.json", versions | more)
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:

@@ -144,12 +144,10 @@ class Report:
 
     def _read(self) -> dict[str, Any]:
         """Return each sum by its name; the maximum of negated values is turned back."""
-        flat = self._values.read()
+        flat = iter(self._values.read())
         sums: dict[str, Any] = {}
-        start = 0
         for name, shape in self._shapes.items():
-            part = flat[start : start + shape.numel()]
-            start += shape.numel()
+            part = [next(flat) for _ in range(shape.numel())]
             sums[name] = part if len(shape) else part[0]
         return {name: -value if self._per[name] == "min" else value for name, value in sums.items()}
 

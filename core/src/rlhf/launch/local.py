@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from rlhf.launch.hosts import ONE_HOST, Place
-from rlhf.launch.signals import PARENT, catch, numbers, quit_on_next_ctrl_c, restore
+from rlhf.launch.signals import PARENT, catch, numbers, quit_on_next_ctrl_c
 
 STOPPED, INTERRUPTED = 143, 130
 PR_SET_PDEATHSIG = 1
@@ -59,7 +59,7 @@ class Ranks:
         self._patience, self._grace = patience, grace
         self._deadline: float | None = None
         # Installed first: a signal after the first start must reach the ranks.
-        self._previous = catch(self._on_signal, signals)
+        self._caught = catch(self._on_signal, signals)
         self._stop = numbers(signals)[0]
         self.processes: list[subprocess.Popen[bytes]] = []
         port = str(place.port or _free_port())
@@ -93,7 +93,7 @@ class Ranks:
             self._end(2.0)
             raise
         finally:
-            restore(self._previous)
+            self._caught.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -4,15 +4,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any
 
 PARENT = "RLHF_PARENT"
 """Variable with the process id of the launcher of ours that started this rank."""
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"
 )
-Handlers = dict[int, Any]
 
 
 def numbers(names: Sequence[str]) -> list[int]:
@@ -22,20 +21,14 @@ def numbers(names: Sequence[str]) -> list[int]:
 
 def catch(
     handler: Callable[[int, FrameType | None], None], names: Sequence[str] = ("TERM",)
-) -> Handlers:
-    """Install `handler` for the named signals and Ctrl-C and return the previous handlers.
-
-    Does nothing outside of the main thread, where Python allows no handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handler) for number in (*numbers(names), signal.SIGINT)}
-
-
-def restore(handlers: Handlers) -> None:
-    """Install the handlers that `catch` returned."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+) -> ExitStack:
+    """Install `handler` for the named signals and Ctrl-C. The previous handlers return when the
+    stack is closed. Does nothing outside of the main thread, where Python allows no handlers."""
+    caught = ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number in (*numbers(names), signal.SIGINT):
+            caught.callback(signal.signal, number, signal.signal(number, handler))
+    return caught
 
 
 def quit_on_next_ctrl_c(*, announce: bool) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from contextlib import closing
 
 import torch
 
@@ -21,7 +20,7 @@ def train(session: Session, *, first_step: int) -> str:
     stop = StopWatch(session.config, session.mesh)
     _freeze_heap(session.engine.device)
     try:
-        with closing(stop):
+        with stop.caught:
             reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
     finally:
         gc.unfreeze()

@@ -8,7 +8,7 @@ from types import FrameType
 
 from rlhf.config.sections import Config
 from rlhf.engine import Deferred, Mesh, on_device
-from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c, restore
+from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c
 
 
 class StopWatch:
@@ -24,7 +24,8 @@ class StopWatch:
         self._signalled = False
         self._votes: Deferred | None = None
         """Whether a rank wants to stop after the previous step, by reason."""
-        self._previous = catch(self._on_signal, config.checkpoint.stop_signals)
+        self.caught = catch(self._on_signal, config.checkpoint.stop_signals)
+        """Brings the signal handlers from before back when it is closed."""
 
     def reason(self, steps_done: int) -> str | None:
         """Return why to stop now, "signal", "hours" or "stop_at", or None to continue; the same on
@@ -37,10 +38,6 @@ class StopWatch:
         own = on_device([float(self._signalled), float(late)], self._mesh.device)
         votes, self._votes = self._votes, Deferred(self._mesh.max(own))
         return None if votes is None else _reason(*votes.read())
-
-    def close(self) -> None:
-        """Restore the signal handlers from before."""
-        restore(self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
-from rlhf.engine import Mesh
+from rlhf.engine import Mesh, on_device
 from rlhf.trainer import Trainer
 
 EXAMPLES, ANSWERS = "examples", "answers"
@@ -111,11 +111,8 @@ class StepIndex:
             for number in range(int(self._counts[position]))
         ]
         device = batches[0].tokens.device
-        # `torch.tensor(..., device=)` would synchronise.
-        return {
-            name: torch.tensor(own, dtype=torch.long).to(device, non_blocking=True)
-            for name, own in ((EXAMPLES, examples), (ANSWERS, answers))
-        }
+        numbers = {EXAMPLES: examples, ANSWERS: answers}
+        return {name: on_device(own, device).long() for name, own in numbers.items()}
 
 
 def spread(values: Tensor, positions: Tensor, size: int) -> Tensor:

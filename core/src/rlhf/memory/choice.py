@@ -128,17 +128,14 @@ def _explain_smaller(
     configured: Choice, chosen: Choice, *, whole: int, peak: float, memory: int
 ) -> str:
     """Return the line that explains a choice that takes less."""
-    names: list[str] = []
-    parts: list[str] = []
+    parts: dict[str, str] = {}
     if chosen.recompute != configured.recompute:
-        names.append(chosen.recompute)
-        parts.append(LEVELS[chosen.recompute])
-    label = "recompute" if names else "tokens"
+        parts[chosen.recompute] = LEVELS[chosen.recompute]
+    label = "recompute" if parts else "tokens"
     if chosen.tokens != configured.tokens:
         tokens = f"{chosen.tokens} tokens per micro-batch"
-        names.append(tokens if names else str(chosen.tokens))
-        parts.append(tokens)
+        parts[tokens if parts else str(chosen.tokens)] = tokens
     return (
-        f"{label:<10} {', '.join(names)}: a step would take {gib(whole)} of {gib(memory)} GiB, and "
-        f"takes {gib(peak)} with {', '.join(parts)}"
+        f"{label:<10} {', '.join(parts)}: a step would take {gib(whole)} of {gib(memory)} GiB, and "
+        f"takes {gib(peak)} with {', '.join(parts.values())}"
     )

@@ -27,8 +27,12 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
     configurations and tokenizers, no weights."""
     teacher, policy = evolve(config, model=model), config.model.path
     setting = f"{config.trainer_name}.teacher {model.path}"
-    architectures = (read_architecture(config), _read_teacher(teacher))
-    size, teachers = (each.get_text_config().vocab_size for each in architectures)
+    size = read_architecture(config).get_text_config().vocab_size
+    try:
+        teachers = read_architecture(teacher).get_text_config().vocab_size
+    except RLHFError as error:
+        text = str(error).replace("model.path", f"{config.trainer_name}.teacher", 1)
+        raise RLHFError(text) from error
     if size != teachers:
         raise RLHFError(
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
@@ -79,12 +83,3 @@ def _top(hidden: Tensor, *, head: Head, top: int, temperature: float) -> Tensor:
     top_logprobs, tokens = logprobs.topk(top, dim=-1)
     rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([tokens.float(), top_logprobs, rest], dim=-1)
-
-
-def _read_teacher(teacher: Config) -> Any:
-    """Return the teacher's architecture; an error names the trainer's setting."""
-    try:
-        return read_architecture(teacher)
-    except RLHFError as error:
-        text = str(error).replace("model.path", f"{teacher.trainer_name}.teacher", 1)
-        raise RLHFError(text) from error

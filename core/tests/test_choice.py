@@ -65,7 +65,7 @@ def test_where_a_layer_keeps_the_device_busy_more_tokens_are_not_taken(
     small: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit = on_accelerator(small, GIB)
-    monkeypatch.setattr(choice, "ENOUGH", 300 * fit.rehearsed.shape.mean_layer)
+    monkeypatch.setattr(choice, "ENOUGH", 300 * fit.rehearsed.policy.shape.mean_layer)
     picked, _ = chosen(fit)
     assert picked.tokens == 300
 
@@ -124,7 +124,7 @@ def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
     fit = on_accelerator(given, memory)
     picked, _ = chosen(fit)
     assert picked == Choice(400, "full")
-    monkeypatch.setattr(choice, "ENOUGH", 200 * fit.rehearsed.shape.mean_layer)
+    monkeypatch.setattr(choice, "ENOUGH", 200 * fit.rehearsed.policy.shape.mean_layer)
     picked, line = chosen(fit)
     assert picked == Choice(200, "auto")
     assert line == (

@@ -41,17 +41,13 @@ class Progress:
         if step == self._steps or since >= SECONDS_BETWEEN_LINES:
             self._printed = now
             left = (now - self._start) / (step - self._first) * (self._steps - step)
-            line = f"step {step}/{self._steps}  {shown(metrics)}  {_clock(left)} left"
-            print(line, flush=True)
+            names = (name for name in SHOWN if name in metrics)
+            shown = "  ".join(f"{name} {_number(metrics[name])}" for name in names)
+            print(f"step {step}/{self._steps}  {shown}  {_clock(left)} left", flush=True)
 
     def close(self) -> None:
         """End the bar."""
         self._bar.stop()
-
-
-def shown(metrics: Mapping[str, float]) -> str:
-    """Return the main metrics of a step in one short line."""
-    return "  ".join(f"{name} {_number(metrics[name])}" for name in SHOWN if name in metrics)
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -40,7 +40,7 @@ def evaluate(session: Session, *, step: int) -> None:
 def evaluate_at_end(session: Session, *, step: int) -> None:
     """Evaluate weights that are saved already, so that a failure loses no step. The result counts
     for the best where a run without a stop would evaluate too. Collective."""
-    if step != session.num_steps and not is_due(session.config.train.eval_every, step):
+    if step != session.record.steps and not is_due(session.config.train.eval_every, step):
         evaluate(session, step=step)
         return
     judge(session, step=step)

@@ -29,7 +29,7 @@ from rlhf.request.reader import read_config
 def export_model(session: Session) -> None:
     """Write the policy to `model/` of the run folder: first to a hidden folder, which is re-opened,
     compared by shape and renamed. Collective."""
-    target, writes = session.path / "model", session.folder is not None
+    target, writes = session.record.folder / "model", session.folder is not None
     part = part_of(target)
     with new_folder(target, replace=True) if writes else nullcontext():
         session.mesh.barrier()

@@ -26,8 +26,9 @@ def roll_out(
     rows = [order.examples[int(row)] for row in plan.rows]
     examples = trainer.rollout(rows, plan.step)
     assert len(examples) == len(rows), f"{len(examples)} examples for {len(rows)} rows"
-    lengths = np.array([len(item.prompt) + sum(_answer_lengths(item)) for item in examples])
-    paths = np.array([len(item.prompt) + max(_answer_lengths(item)) for item in examples])
+    spans = [(len(item.prompt), [len(each.tokens) for each in item.answers]) for item in examples]
+    lengths = np.array([prompt + sum(answers) for prompt, answers in spans])
+    paths = np.array([prompt + max(answers) for prompt, answers in spans])
     check_budget(order, plan, lengths)
     by_micro = layout(lengths, order.ranks, order.tokens, costs(lengths, paths))
     batches = []
@@ -40,7 +41,7 @@ def roll_out(
         plan,
         lengths=lengths,
         paths=paths,
-        answers=np.array([len(item.answers) for item in examples]),
+        answers=np.array([len(answers) for _, answers in spans]),
         totals=count(batches, examples, mesh),
         layout=numbers,
         micro=[by_rank[order.rank] for by_rank in numbers],
@@ -76,7 +77,3 @@ def count(
     own = torch.tensor(counts, dtype=torch.float64, device=mesh.device).sum(0)
     names = ("examples", "answers", "tokens", "labels")
     return dict(zip(names, mesh.data.sum(own).tolist(), strict=True))
-
-
-def _answer_lengths(example: Example) -> list[int]:
-    return [len(answer.tokens) for answer in example.answers]

@@ -35,9 +35,6 @@ class Session:
     schedule: LRScheduler
     train_order: RunOrder
     eval_order: RunOrder | None
-    num_steps: int
-    path: Path
-    """The run folder."""
     folder: RunFolder | None
     """The locked run folder on rank 0, None on the other ranks."""
     journal: Journal
@@ -53,4 +50,4 @@ class Session:
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
-        return self.path / "checkpoints"
+        return self.record.folder / "checkpoints"

@@ -54,7 +54,7 @@ def _take_steps(
         session.evaluation_owed = False
         (_, reason), evaluated = judge(session, step=step), step
         save(session, step)
-    while step < session.num_steps and reason is None:
+    while step < session.record.steps and reason is None:
         plan = order.step(step)
         if rolls_out:
             plan, batches = roll_out(session.trainer, order, plan, session.mesh)
@@ -67,7 +67,7 @@ def _take_steps(
         step += 1
         session.journal.step(result)
         reason = stop.reason(step)
-        reason = "done" if step == session.num_steps else reason
+        reason = "done" if step == session.record.steps else reason
         best, due = False, is_due(config.train.eval_every, step)
         if reason is None and due:
             stepper.raise_if_not_finite()

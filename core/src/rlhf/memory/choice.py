@@ -66,8 +66,9 @@ def smaller(
     """Return the choices that take less, those that add least time first."""
     levels = fit.levels() if configured.recompute == "auto" else []
     least = max(fit.largest_example(), TOKENS_STEP)
-    fewer = _halves(configured.tokens, least) if any_tokens else []
-    layer = rehearsed.shape.mean_layer
+    halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
+    fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []
+    layer = rehearsed.policy.shape.mean_layer
     deepest = levels[-1] if levels else configured.recompute
     costs = [(RECOMPUTE_COST[level], Choice(configured.tokens, level)) for level in levels]
     costs += [
@@ -98,7 +99,7 @@ def first_that_fits(
 def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tuple[Choice, str]:
     """Double the tokens while a rank takes a step in several micro-batches, its device waits for
     the host, and the peak leaves ample room."""
-    most, layer = AMPLE * fit.mesh.memory, rehearsed.shape.mean_layer
+    most, layer = AMPLE * fit.mesh.memory, rehearsed.policy.shape.mean_layer
     step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.data.size
     tokens, larger = configured.tokens, list[Choice]()
     while (
@@ -117,11 +118,6 @@ def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tupl
         f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} "
         f"per step instead of {many} (smaller ones leave the device waiting for the host)"
     )
-
-
-def _halves(tokens: int, least: int) -> list[int]:
-    """Return half of `tokens`, a quarter and so on, down to `least`."""
-    return [tokens >> by for by in range(1, tokens.bit_length()) if tokens >> by >= least]
 
 
 def _explain_smaller(

@@ -50,10 +50,7 @@ class Rehearsed:
     """Result of a rehearsal."""
 
     estimate: Estimate
-    lighter: tuple[str, ...]
-    """The backend's settings that would take less."""
-    shape: ModelShape
-    """The policy's size."""
+    policy: "RehearsedRole"
 
 
 @frozen
@@ -104,7 +101,7 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
-    return Rehearsed(estimate, policy.plan.lighter, policy.shape)
+    return Rehearsed(estimate, policy)
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:

@@ -34,9 +34,6 @@ class LogprobTable:
         self._ends = np.cumsum(sizes)
         self._parts: dict[int, NDArray[np.float32]] = {}
 
-    def __len__(self) -> int:
-        return len(self.file)
-
     def __getitem__(self, number: int) -> list[NDArray[np.float32]]:
         part = number // self.part
         first = self._start(part * self.part)
@@ -48,7 +45,7 @@ class LogprobTable:
         """Map the complete parts and return the numbers of the others. Damaged files are
         deleted."""
         missing = []
-        for part in range(-(-len(self) // self.part)):
+        for part in range(-(-len(self.file) // self.part)):
             if part in self._parts:
                 continue
             arrays = (_read(path) for path in sorted(self.folder.glob(f"{part:06d}-*.npy")))
@@ -70,7 +67,7 @@ class LogprobTable:
 
     def examples_of(self, part: int) -> range:
         """Return the numbers of the examples in a part."""
-        return range(part * self.part, min((part + 1) * self.part, len(self)))
+        return range(part * self.part, min((part + 1) * self.part, len(self.file)))
 
     def _start(self, number: int) -> int:
         return int(self._ends[number - 1]) if number else 0

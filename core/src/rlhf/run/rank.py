@@ -77,9 +77,9 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     step = 0 if resumed is None else resume(session, resumed)
     tell = print if session.folder is not None else lambda *_, **__: None
     if resumed is None and request.resume is not None:
-        tell(f"resumed    no checkpoint in {session.path}; starting at step 0")
+        tell(f"resumed    no checkpoint in {session.record.folder}; starting at step 0")
     if is_finished(session, step):
-        tell(f"nothing left to do: {session.path / 'model'} is finished", flush=True)
+        tell(f"nothing left to do: {session.record.folder / 'model'} is finished", flush=True)
         return "done"
     if session.folder is not None:
         session.folder.cut_metrics(step)
@@ -96,7 +96,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     if reason == "patience":
         tell(f"stopped    after {best.waited} evaluations without a better one", flush=True)
     of = "" if best.step is None else f", the best by {best}"
-    tell(f"model      {session.path / 'model'}{of}", flush=True)
+    tell(f"model      {session.record.folder / 'model'}{of}", flush=True)
     return reason
 
 
@@ -105,8 +105,9 @@ def is_finished(session: Session, step: int) -> bool:
     Collective."""
     best = session.best
     judged = best.metric is None or best.seen == step
-    ended = step == session.num_steps or best.exhausted
-    return bool(ended and judged and on_rank_zero(session.mesh, (session.path / "model").is_dir))
+    ended = step == session.record.steps or best.exhausted
+    model = session.record.folder / "model"
+    return bool(ended and judged and on_rank_zero(session.mesh, model.is_dir))
 
 
 def resume(session: Session, checkpoint: Path) -> int:
@@ -118,7 +119,7 @@ def resume(session: Session, checkpoint: Path) -> int:
     lost = restore_best(session, step=step) if later else ""
     if session.folder is not None:
         aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
-        name, to_go = checkpoints.name_of(checkpoint), session.num_steps - step
+        name, to_go = checkpoints.name_of(checkpoint), session.record.steps - step
         print(f"resumed    {name}, {to_go:,} steps to go{aside}{lost}{layout}", flush=True)
     return step
 
@@ -136,7 +137,7 @@ def restore_best(session: Session, *, step: int) -> str:
     if on_rank_zero(session.mesh, lambda: checkpoints.damage(folder)):
         best.forget()
         return f"; the best, {folder.name}, was deleted, so best-model tracking restarts"
-    on_rank_zero(session.mesh, lambda: export_checkpoint(folder, session.path))
+    on_rank_zero(session.mesh, lambda: export_checkpoint(folder, session.record.folder))
     return ""
 
 

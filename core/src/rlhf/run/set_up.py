@@ -68,7 +68,7 @@ def set_up(
         survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
         followers=run.followers, schedule=policy.schedule,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
-        num_steps=run.steps, path=path, folder=folder,
+        folder=folder,
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:

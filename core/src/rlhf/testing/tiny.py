@@ -154,7 +154,7 @@ def step_memory(
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
     session.engine.train()
-    batch = largest(session.train_order, session.num_steps)
+    batch = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step.peak)
     measured = step_bytes(session.trainer, batch, modules, gradients=0)

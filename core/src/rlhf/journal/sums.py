@@ -140,7 +140,10 @@ class Report:
                 metrics["loss"] += mean
             elif per:
                 metrics[name] = mean
-        return metrics | _derived(derive, sums)
+        derived = dict(derive(sums))
+        for name in sorted(RESERVED & derived.keys()):
+            raise RLHFError(f"derive() returns {name!r}, a name that core uses itself; rename it")
+        return metrics | derived
 
     def _read(self) -> dict[str, Any]:
         """Return each sum by its name; the maximum of negated values is turned back."""
@@ -150,13 +153,6 @@ class Report:
             part = [next(flat) for _ in range(shape.numel())]
             sums[name] = part if len(shape) else part[0]
         return {name: -value if self._per[name] == "min" else value for name, value in sums.items()}
-
-
-def _derived(derive: Derive, sums: Mapping[str, Any]) -> dict[str, float]:
-    metrics = dict(derive(sums))
-    for name in sorted(RESERVED & metrics.keys()):
-        raise RLHFError(f"derive() returns {name!r}, a name that core uses itself; rename it")
-    return metrics
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

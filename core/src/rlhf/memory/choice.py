@@ -41,9 +41,8 @@ def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     changes what is learnt. Under FP8 the tokens would, so that they are never raised.
     """
     configured = Choice(fit.config.batch.budget, fit.config.model.recompute)
-    if not fit.mesh.memory or fit.mesh.device.type == "cpu":
-        return configured, ""
-    rehearsed = fit.rehearsed
+    on_accelerator = fit.mesh.memory and fit.mesh.device.type != "cpu"
+    rehearsed = fit.rehearsed if on_accelerator else None
     if not isinstance(rehearsed, Rehearsed):
         return configured, ""
     whole = rehearsed.estimate.peak

@@ -153,8 +153,12 @@ SHAPE = ModelShape(
 )
 
 
+def half(dtype="bf16", **settings):
+    return evolve(config(**settings), model=ModelConfig(dtype=dtype))
+
+
 def plan(world, memory, *, dtype="bf16", shape=SHAPE, **settings):
-    run = evolve(config(**settings), model=ModelConfig(dtype=dtype))
+    run = half(dtype, **settings)
     mesh = Mesh(world=world, device=torch.device("cpu"), memory=memory)
     return zero.plan(run, mesh, shape, optimizer="FusedAdam", reason="")
 
@@ -196,7 +200,7 @@ def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
 
 def test_at_stage_3_gradients_wait_where_the_optimizer_is():
     there, away = (
-        estimate(config(), plan(8, 80 * GIB, **settings), SHAPE, world=8, trained=True)
+        estimate(half(), plan(8, 80 * GIB, **settings), SHAPE, world=8, trained=True)
         for settings in ({"stage": 3}, {"stage": 3, "offload_optimizer": True})
     )
     assert (there["buffers"], away["buffers"]) == (2 * SHAPE.trainable // 8, 0)
@@ -206,7 +210,7 @@ def test_at_stage_3_gradients_wait_where_the_optimizer_is():
 
 @pytest.mark.parametrize(("stage", "bytes_each"), [(1, 4), (2, 4), (3, 6)])
 def test_states_in_bf16_need_masters_only_at_stage_3(stage, bytes_each):
-    run = evolve(config(), optim=OptimConfig(states="bf16"))
+    run = evolve(half(), optim=OptimConfig(states="bf16"))
     parts = estimate(run, plan(8, 80 * GIB, stage=stage), SHAPE, world=8, trained=True)
     assert parts["optimizer"] == bytes_each * SHAPE.trainable // 8
 
@@ -232,7 +236,7 @@ def test_sums_that_an_early_deepspeed_gets_wrong_are_refused(stage):
 
 def test_one_bucket_is_filled_while_another_is_reduced_over_several_ranks():
     alone, together = (
-        estimate(config(), plan(world, 80 * GIB, stage=2), SHAPE, world=world, trained=True)
+        estimate(half(), plan(world, 80 * GIB, stage=2), SHAPE, world=world, trained=True)
         for world in (1, 2)
     )
     assert alone["buffers"] == 2 * 200_000_000
@@ -257,17 +261,17 @@ def test_a_bucket_reduced_beside_backward_has_the_size_of_a_layer_within_bounds(
 
 @pytest.mark.parametrize(("stage", "share"), [(1, 0), (2, 8)])
 def test_gradients_of_a_micro_batch_come_beside_the_sums_of_earlier_ones(stage, share):
-    parts = estimate(config(), plan(8, 800 * GIB, stage=stage), SHAPE, world=8, trained=True)
+    parts = estimate(half(), plan(8, 800 * GIB, stage=stage), SHAPE, world=8, trained=True)
     assert parts.get("reducing", 0) == (2 * SHAPE.trainable // share if share else 0)
     away = plan(8, 800 * GIB, stage=stage, offload_optimizer=True)
-    assert "reducing" not in estimate(config(), away, SHAPE, world=8, trained=True)
+    assert "reducing" not in estimate(half(), away, SHAPE, world=8, trained=True)
 
 
 @pytest.mark.parametrize(("stage", "gradients"), [(1, 2 * SHAPE.trainable), (2, 0)])
 def test_with_the_optimizer_on_the_host_gradients_of_stage_2_are_added_up_there(stage, gradients):
     # Measured at 0.5B, four full micro-batches: 7.6 GiB at stage 1 and 6.3 at stage 2.
     away = plan(1, 800 * GIB, stage=stage, offload_optimizer=True)
-    parts = estimate(config(), away, SHAPE, world=1, trained=True)
+    parts = estimate(half(), away, SHAPE, world=1, trained=True)
     assert parts.get("gradients", 0) == gradients
     assert parts["optimizer"] == parts["updating"] == 0
     bucket = away.settings["zero_optimization"]["reduce_bucket_size"]

@@ -95,7 +95,7 @@ def patched(settings):
     """Names of modules' targets that differ from before a run, during the run and after it."""
     modules = [
         path_of(target) for patch in PATCHES.values() for target in patch.targets
-        if patch.lasts == "run" and len(path_of(target)) == 2
+        if len(path_of(target)) == 2
     ]  # fmt: skip
     before = {(module, name): vars(import_module(module))[name] for module, name in modules}
 

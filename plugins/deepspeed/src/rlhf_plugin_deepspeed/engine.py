@@ -49,8 +49,7 @@ class InferenceEngine:
 
 
 class TrainingEngine(InferenceEngine):
-    """A model that is trained. `deepspeed` is DeepSpeed's engine, the truth about stage and
-    scale."""
+    """A model that is trained. `deepspeed` is DeepSpeed's engine."""
 
     def __init__(
         self,
@@ -58,7 +57,6 @@ class TrainingEngine(InferenceEngine):
         *,
         runner: Any,
         schedule: LRScheduler | None,
-        clip: float,
         order: GradientOrder | None,
         fence: Callable[[], None],
         take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]",
@@ -68,9 +66,8 @@ class TrainingEngine(InferenceEngine):
     ) -> None:
         super().__init__(module, runner=runner, role=role, plan=plan, mesh=mesh)
         self.deepspeed = runner
-        self.stage = runner.zero_optimization_stage()
         self.schedule = schedule
-        self.clip = clip
+        self.clip = plan.settings["gradient_clipping"]
         """Largest norm of the gradient, or 0; for the steps that clip here and not in DeepSpeed."""
         self.order = order
         """What reduces gradients at stages 1 and 2; None where DeepSpeed does."""

@@ -28,26 +28,21 @@ class Bytes:
     optimizer: int
 
 
-def bytes_per_parameter(precision: str, *, stage: int, rounded: bool = False) -> Bytes:
+def bytes_per_parameter(config: Config, *, stage: int) -> Bytes:
     """Return the bytes of each state. Adam's two moments and the master weights are fp32, or bf16
-    where they are `rounded`; in fp32 only a sharded optimizer has separate masters."""
-    if precision == "fp32":
+    with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
+    if config.model.dtype == "fp32":
         return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
     # The weights are rounded themselves, at stage 3 a copy of them.
     in_bf16 = 6 if stage == 3 else 4
-    return Bytes(weight=2, gradient=2, optimizer=in_bf16 if rounded else 12)
+    return Bytes(weight=2, gradient=2, optimizer=in_bf16 if config.optim.states == "bf16" else 12)
 
 
 def states(
-    shape: ModelShape,
-    size: Bytes,
-    *,
-    stage: int,
-    world: int,
-    offload_optimizer: bool,
-    quantized: bool = False,
+    config: Config, shape: ModelShape, *, stage: int, world: int, offload_optimizer: bool
 ) -> dict[str, int]:
     """Return the bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
+    size = bytes_per_parameter(config, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
     optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
@@ -58,7 +53,7 @@ def states(
         gradients = 0 if offload_optimizer else gradients // world
     if stage == 3:
         weights = weights // world + 2 * shape.largest_layer * size.weight
-    if quantized:
+    if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
         weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
@@ -71,13 +66,9 @@ def estimate(
     takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
     are reduced or added to the others."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
-    rounded = config.optim.states == "bf16"
-    size = bytes_per_parameter(plan.precision, stage=plan.stage, rounded=rounded)
+    size = bytes_per_parameter(config, stage=plan.stage)
     offloaded = "offload_optimizer" in zero
-    parts = states(
-        shape, size, stage=plan.stage, world=world, offload_optimizer=offloaded,
-        quantized=config.model.quantize is not None,
-    )  # fmt: skip
+    parts = states(config, shape, stage=plan.stage, world=world, offload_optimizer=offloaded)
     if plan.stage == 3:
         on_host = "offload_param" in zero
         parts["weights"] = 0 if on_host else shape.parameters * size.weight // world
@@ -86,55 +77,40 @@ def estimate(
             parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
     if not trained:
         return {"weights": parts["weights"]}
-    parts |= _buffers(parts, zero, shape, size, stage=plan.stage)
+    parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:
         # DeepSpeed allocates its share of the gradients at the start, as a buffer.
         del parts["gradients"]
-    parts["updating"] = _updating(
-        shape, size, precision=plan.precision, stage=plan.stage, world=world, rounded=rounded,
-        offloaded=offloaded,
-    )  # fmt: skip
+    taken = _updating(config, shape, size, stage=plan.stage, world=world)
+    parts["updating"] = 0 if offloaded else taken
     return parts
 
 
 def _buffers(
-    parts: Mapping[str, int],
-    zero: Mapping[str, Any],
-    shape: ModelShape,
-    size: Bytes,
-    *,
-    stage: int,
+    zero: Mapping[str, Any], shape: ModelShape, size: Bytes, *, gradients: int
 ) -> dict[str, int]:
     offloaded = "offload_optimizer" in zero
     bucket = zero.get("reduce_bucket_size", 0) * size.weight
-    if stage == 3:
+    if zero["stage"] == 3:
         # One bucket is reduced while the next is filled.
-        return {"buffers": 0 if offloaded else parts["gradients"], "reducing": 2 * bucket}
+        return {"buffers": 0 if offloaded else gradients, "reducing": 2 * bucket}
     buffers = {"buffers": bucket * (2 if zero.get("overlap_comm") else 1)}
     if offloaded:
         # Sums come back from the host through room for the largest parameter, which is no larger
         # than a layer or an embedding.
         buffers["buffers"] += min(shape.largest_layer, shape.trainable) * size.weight
-    elif stage == 2:
+    elif zero["stage"] == 2:
         # The gradients of a micro-batch come beside the sums of earlier ones.
-        buffers["reducing"] = parts["gradients"]
+        buffers["reducing"] = gradients
     return buffers
 
 
-def _updating(
-    shape: ModelShape,
-    size: Bytes,
-    *,
-    precision: str,
-    stage: int,
-    world: int,
-    rounded: bool,
-    offloaded: bool,
-) -> int:
+def _updating(config: Config, shape: ModelShape, size: Bytes, *, stage: int, world: int) -> int:
+    rounded = config.optim.states == "bf16"
     share = shape.trainable // (world if stage >= 1 else 1)
     # DeepSpeed casts gradients to the masters' fp32, and at stages 1 to 3 flattens them before.
-    in_fp32 = 0 if rounded or (precision == "fp32" and stage == 0) else 4
-    taken = 0 if offloaded else share * (in_fp32 + size.gradient * (stage >= 1))
+    in_fp32 = 0 if rounded or (config.model.dtype == "fp32" and stage == 0) else 4
+    taken = share * (in_fp32 + size.gradient * (stage >= 1))
     if stage == 0 and world > 1:
         # Gradients are reduced in separate buckets, over bf16 states in float32.
         taken += (size.weight + (4 if rounded else 0)) * min(shape.trainable, BUCKET)

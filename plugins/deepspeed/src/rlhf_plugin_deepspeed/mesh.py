@@ -96,16 +96,12 @@ def forget(patch: str) -> None:
 
 def _check_precision(precision: str) -> None:
     accelerator = get_accelerator()
-    supported = {
-        "bf16": accelerator.is_bf16_supported,
-        "fp16": accelerator.is_fp16_supported,
-        "fp32": lambda: True,
-    }
-    if not supported[precision]():
+    supported = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
+    if not supported.get(precision, True):
+        others = [name for name, is_supported in supported.items() if is_supported]
         raise RLHFError(
             f"model.dtype is {precision}, which the accelerator here ({accelerator.device_name()}) "
-            "does not support; set model.dtype to "
-            f"{'bf16 or fp32' if precision == 'fp16' else 'fp16 or fp32'}"
+            f"does not support; set model.dtype to {' or '.join([*others, 'fp32'])}"
         )
 
 

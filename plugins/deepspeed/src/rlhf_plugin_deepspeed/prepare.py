@@ -62,7 +62,6 @@ def prepare_training(
         model,
         runner=runner,
         schedule=schedule,
-        clip=plan.settings["gradient_clipping"],
         order=order,
         fence=fence,
         take_step=_choose_step(runner, plan),

@@ -16,6 +16,4 @@ def older(version: str, than: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = tuple(int(part) for part in match.group().split(".")) if match else ()
-    return numbers + (0,) * (3 - len(numbers))
+    return tuple(int(part) for part in re.findall(r"\d+", f"{version}.0.0")[:3])

@@ -155,15 +155,13 @@ def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
 
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
     """Return the bytes of states on each accelerator."""
-    rounded = config.optim.states == "bf16"
-    size = bytes_per_parameter(config.model.dtype, stage=stage, rounded=rounded)
     parts = states(
-        shape, size, stage=stage, world=mesh.data.size,
+        config, shape, stage=stage, world=mesh.data.size,
         offload_optimizer=resolved.offload_optimizer,
-        quantized=config.model.quantize is not None,
     )  # fmt: skip
     if resolved.offload_param:
-        parts["weights"] = 2 * shape.largest_layer * size.weight  # What is gathered at once.
+        # What is gathered at once.
+        parts["weights"] = 2 * shape.largest_layer * bytes_per_parameter(config, stage=stage).weight
     return sum(parts.values())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf.errors import RLHFError
-from rlhf_plugin_deepspeed.patches.table import PATCHES
+from rlhf_plugin_deepspeed.patches.table import NEWEST, PATCHES
 from rlhf_plugin_deepspeed.versions import installed_version
 
 _restorers: list[Callable[[], None]] = []
@@ -85,7 +85,7 @@ def _plain(function: Any) -> Any:
 
 def _refusal(name: str, target: str, problem: str) -> str:
     patch = PATCHES[name]
-    remedy = f"install deepspeed {patch.oldest} to {patch.newest}"
+    remedy = f"install deepspeed {patch.oldest} to {NEWEST}"
     if patch.kind == "speed":
         remedy += " or set deepspeed.patches to correctness"
     return (

@@ -16,18 +16,16 @@ class Patch:
 
     targets: tuple[str, ...]
     """What is replaced, set or read, `module:Class.attribute(parameters)`; a parameter with `=` may
-    be missing. A private name is written as in DeepSpeed's source."""
+    be missing. A private name is written as in DeepSpeed's source. A patch of a module is undone by
+    `close_mesh`; one of an engine's object ends with it."""
     stages: tuple[int, ...]
     kind: Literal["correctness", "speed"]
-    lasts: Literal["run", "engine"] = "engine"
-    """A patch of a module is undone by `close_mesh`; one of an engine's object ends with it."""
     states: Literal["any", "fp32", "bf16"] = "any"
     """Only with this `optim.states`."""
     offload: bool = True
     """Whether it applies with the optimizer on the CPU too."""
     oldest: str = OLDEST
-    newest: str = NEWEST
-    """The DeepSpeed versions that it was tested with."""
+    """The first DeepSpeed that it is for."""
     reason: str
     gain: str = ""
     """As measured; see benchmarks/NOTES.md."""
@@ -41,7 +39,7 @@ SEQUENCE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 PATCHES = {
     "group-reset": Patch(
         targets=("deepspeed.comm.comm:cdb", "deepspeed.utils.groups:_WORLD_GROUP"),
-        stages=(0, 1, 2, 3), kind="correctness", lasts="run",
+        stages=(0, 1, 2, 3), kind="correctness",
         reason="a later run in the process can start a group of its own",
     ),
     "axes-reset": Patch(
@@ -54,12 +52,12 @@ PATCHES = {
             f"{SEQUENCE}:_SEQUENCE_PARALLEL_GROUP",
             f"{SEQUENCE}:_SEQUENCE_DATA_PARALLEL_GROUP",
         ),
-        stages=(0, 1, 2, 3), kind="correctness", lasts="run",
+        stages=(0, 1, 2, 3), kind="correctness",
         reason="a later run in the process can have axes of other sizes",
     ),
     "no-shm-build": Patch(
         targets=("deepspeed.comm.torch:build_shm_op()",),
-        stages=(0, 1, 2, 3), kind="speed", lasts="run",
+        stages=(0, 1, 2, 3), kind="speed",
         reason="DeepSpeed compiles CPU collectives that only its inference uses",
         gain="50 s at the first start on a CPU",
     ),
@@ -115,7 +113,7 @@ PATCHES = {
     ),
     "linear": Patch(
         targets=("torch.nn.functional:linear",),
-        stages=(3,), kind="speed", lasts="run",
+        stages=(3,), kind="speed",
         reason="torch's keeps the gathered weight; DeepSpeed's, off by "
         "`memory_efficient_linear: false`, takes 16 % of the host's time",
         gain="with a patch since removed: 520 -> 345 ms a step on two CPU ranks",
@@ -127,7 +125,7 @@ PATCHES = {
             f"{STAGE_3}.reduce_and_partition_stream",
             f"{STAGE_3}.__param_id_to_grad_partition",
         ),
-        stages=(3,), kind="speed", lasts="run",
+        stages=(3,), kind="speed",
         reason="shards are cut and kept all at once, and the host does not wait after backward",
         gain="with a patch since removed, on a slow host: sft on one GPU 39.4k -> 44.7k tokens/s, "
         "dpo on four 104.1k -> 113.3k",
@@ -190,4 +188,4 @@ def in_force(name: str, *, setting: str) -> bool:
     patch, version = PATCHES[name], installed_version()
     if older(version, patch.oldest):
         return False
-    return patch.kind == "correctness" or (setting == "all" and not older(patch.newest, version))
+    return patch.kind == "correctness" or (setting == "all" and not older(NEWEST, version))

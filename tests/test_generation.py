@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import sft_runs
+from rlhf.launch.places import Marker
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.run.dataset import prepare_data
@@ -61,7 +62,7 @@ def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int)
     data = prepare_data(request)
     mesh = hooks.setup_mesh(config=request.config)
     output = Path(request.config.output or "")
-    session = set_up(request, data, mesh, hooks, observers, output, None)
+    session = set_up(request, data, mesh, hooks, observers, output, None, Marker(None, 0))
     drawn = sample(
         session.engine, prompts, hooks, mesh, session.trainer.tokenizer,
         seeds=range(len(prompts)), max_new_tokens=9, temperature=1e-4, tokens=tokens,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.folder import run_folder
@@ -31,7 +32,12 @@ def run_command(request: Request) -> int:
         return run_rank(request, verified=ours and one_launcher)
     place = place_of_host()
     if place.hosts == 1:
-        run_folder.check_resumable(request, run_folder.choose(request))
+        folder = run_folder.choose(request)
+        run_folder.check_resumable(request, folder)
+    elif request.config.output is None:
+        raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
+    else:
+        folder = Path(request.config.output)
     ranks = request.nproc or place.nproc or (1 if request.demo else num_devices())
     from rlhf.run.dataset import prepare_data
     from rlhf.run.rank import run_rank
@@ -42,5 +48,6 @@ def run_command(request: Request) -> int:
     command = [sys.executable, "-m", "rlhf", *request.argv]
     checkpoint = request.config.checkpoint
     return Ranks(
-        command, ranks, checkpoint.stop_timeout, place=place, signals=checkpoint.stop_signals
-    ).wait()
+        command, ranks, checkpoint.stop_timeout,
+        place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
+    ).wait()  # fmt: skip

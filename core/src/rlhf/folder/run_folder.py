@@ -28,7 +28,10 @@ MAY_CHANGE = (
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
 
-FOLDERS = ("checkpoints", "model", "errors")
+RANKS = "ranks"
+"""Folder with the place of each rank, while a run writes to it or after it has failed."""
+
+FOLDERS = ("checkpoints", "model", "errors", RANKS)
 """Folders that a run makes in its own."""
 
 FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl")
@@ -138,6 +141,7 @@ class RunFolder:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
+        shutil.rmtree(path / RANKS, ignore_errors=True)
         if fresh:  # Remove the files of an earlier run and no others.
             for name in FOLDERS:
                 shutil.rmtree(path / name, ignore_errors=True)

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
+from rlhf.launch import places
 from rlhf.launch.hosts import ONE_HOST, Place
 from rlhf.launch.signals import PARENT, catch, numbers, quit_on_next_ctrl_c
 
@@ -52,11 +54,15 @@ class Ranks:
         grace: float = 10.0,
         place: Place = ONE_HOST,
         signals: Sequence[str] = ("TERM",),
+        places_in: Path | None = None,
+        silence: float = 45.0,
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
         other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
-        run."""
-        self._patience, self._grace = patience, grace
+        run. After one, ranks that wait for one another, by their places in the folder `places_in`,
+        are ended once they have been silent for `silence` seconds."""
+        self._patience, self._grace, self._silence = patience, grace, silence
+        self._places_in, self._began = places_in, time.time()
         self._deadline: float | None = None
         # Installed first: a signal after the first start must reach the ranks.
         self._caught = catch(self._on_signal, signals)
@@ -66,8 +72,9 @@ class Ranks:
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
         shared = {"WORLD_SIZE": str(count * place.hosts), "LOCAL_WORLD_SIZE": str(count)}
         shared |= {"MASTER_ADDR": place.address, "MASTER_PORT": port, PARENT: str(os.getpid())}
+        self._first = place.host * count
         for local in range(count):
-            ranks = {"RANK": str(place.host * count + local), "LOCAL_RANK": str(local)}
+            ranks = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
             self.processes.append(subprocess.Popen(command, env=variables))
 
@@ -88,6 +95,15 @@ class Ranks:
                     )
                     self._kill()
                     return STOPPED
+                waiting = self._waiting() if self._deadline is not None else None
+                if waiting is not None:
+                    print(
+                        f"error: {waiting}: the ranks wait for one another, so the run was stopped "
+                        "without saving; continue from the last checkpoint with --resume",
+                        file=sys.stderr,
+                    )
+                    self._kill()
+                    return STOPPED
                 time.sleep(0.05)
         except KeyboardInterrupt:
             self._end(2.0)
@@ -102,6 +118,14 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(self._stop)
+
+    def _waiting(self) -> str | None:
+        """Return which rank the others wait for, if they will never stop by themselves."""
+        return places.explain_wait(self._places(), silent_for=self._silence)
+
+    def _places(self) -> dict[int, places.Place]:
+        folder = self._places_in
+        return {} if folder is None else places.read(folder, since=self._began)
 
     def _end(self, grace: float) -> int:
         """Give the other ranks time to end with the same error, then kill them."""
@@ -127,8 +151,11 @@ class Ranks:
         for rank, code in enumerate(codes):
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
+                rank += self._first
+                place = self._places().get(rank)
+                seen = f" in {place} of step {place.step}" if place else ""
                 print(
-                    f"error: rank {rank} was killed by {name}; the other ranks were stopped",
+                    f"error: rank {rank} was killed by {name}{seen}; the other ranks were stopped",
                     file=sys.stderr,
                 )
                 return 1

@@ -20,6 +20,7 @@ RANDOM = "random-{:05d}.safetensors"
 def save(session: Session, step: int) -> None:
     """Write the checkpoint of `step`, complete or not at all, then remove old ones. Collective."""
     mesh = session.mesh
+    session.place.enter("checkpoint", step=step)
     if session.folder is not None:
         part = checkpoints.begin(session.checkpoints, step)
         for engine in session.saved_engines:

@@ -24,6 +24,7 @@ def evaluate(session: Session, *, step: int) -> None:
     source = batches_from(order)
     sums, totals = Sums(session.mesh), dict[str, float]()
     for number in range(order.steps_per_epoch):
+        session.place.enter("evaluation", step=step, batch=number + 1)
         plan = order.step(number)
         packed = list(itertools.islice(source, plan.num_batches))
         batches, step_totals = session.survey.batches(plan, packed, engine.device)

@@ -12,6 +12,7 @@ from rlhf.engine import Engine, Mesh
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
+from rlhf.launch.places import Marker
 from rlhf.loop.best import Best
 from rlhf.loop.survey import Survey
 from rlhf.reference.live import Follower
@@ -38,6 +39,7 @@ class Session:
     folder: RunFolder | None
     """The locked run folder on rank 0, None on the other ranks."""
     journal: Journal
+    place: Marker
     best: Best
     evaluation_owed: bool = False
     """Whether a signal left out the evaluation that was due after the last step."""

@@ -27,13 +27,17 @@ class Stepper:
         """Take the step of `plan` on `packed`: the survey's batches, if it has its own, then the
         loss's. Collective."""
         session, engine = self._session, self._session.engine
+        session.place.enter("survey", step=plan.step + 1)
         batches, totals = session.survey.batches(plan, packed, engine.device)
         sums = Sums(session.mesh)
         for number, batch in enumerate(batches, start=1):
+            session.place.enter("forward", batch=number)
             loss = session.trainer.loss(batch)
             weighted = weighted_loss(loss, totals)
             sums.add(loss, weighted)
+            session.place.enter("backward", batch=number)
             engine.backward(poison_unless_finite(weighted), last=number == len(batches))
+        session.place.enter("update")
         self._names.check(sums)
         self.raise_if_not_finite()
         rate = float(session.schedule.get_last_lr()[0])

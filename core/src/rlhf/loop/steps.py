@@ -57,6 +57,7 @@ def _take_steps(
     while step < session.record.steps and reason is None:
         plan = order.step(step)
         if rolls_out:
+            session.place.enter("rollout", step=step + 1)
             plan, batches = roll_out(session.trainer, order, plan, session.mesh)
         else:
             batches = list(itertools.islice(source, plan.num_batches))

@@ -1,9 +1,10 @@
 """One rank's run from the configuration to the exported model."""
 
 import re
+import shutil
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks, first_line
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import writing
+from rlhf.launch import places
 from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
@@ -55,7 +57,8 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
             )
             if folder is not None:
                 stack.callback(folder.close)
-            session = set_up(request, data, mesh, hooks, observers, path, folder, resumed)
+            place = stack.enter_context(closing(places.Marker(path / run_folder.RANKS, mesh.rank)))
+            session = set_up(request, data, mesh, hooks, observers, path, folder, place, resumed)
             record = session.record
             reason = carry_out(request, session, resumed)
     except BaseException as error:
@@ -63,7 +66,10 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
             observers.on_finish(run=record, error=error)
         if ran_out(error):
             raise out_of_memory(config, data, mesh, hooks, error) from error
+        if record is not None and lost_contact(error):
+            raise RuntimeError(explain_loss(path, mesh.rank)) from error
         raise
+    shutil.rmtree(path / run_folder.RANKS, ignore_errors=True)
     if mesh.rank == 0:
         observers.on_finish(run=record, error=None)
     hooks.close_mesh(mesh=mesh)
@@ -166,6 +172,26 @@ def ran_out(error: BaseException) -> bool:
         "out of memory|ALLOC_FAILED", str(error)
     )
     return isinstance(error, torch.OutOfMemoryError) or bool(reported)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Return whether a collective failed: a rank has ended, or did not come in time."""
+    reported = isinstance(error, RuntimeError) and re.search(
+        "Connection (closed|reset)|Timed out waiting|timed out", str(error)
+    )
+    return isinstance(error, torch.distributed.DistError) or bool(reported)
+
+
+def explain_loss(path: Path, rank: int) -> str:
+    """Return which rank the others waited for. Writes the last collectives of this rank, as
+    torch's flight recorder has them, into `errors/` of the run folder."""
+    sentence = places.explain(places.read(path / run_folder.RANKS)) or "no rank was behind"
+    record = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if record is None:  # torch before 2.11
+        return sentence
+    text = record().decode()
+    written = run_folder.write_error(path, f"collectives-rank-{rank}.json", text)
+    return f"{sentence}; the last collectives of rank {rank} are in {written}"
 
 
 def report_on_demo(request: Request, path: Path) -> None:

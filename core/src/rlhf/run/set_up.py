@@ -10,6 +10,7 @@ from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
+from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
 from rlhf.loop.session import Session
@@ -33,6 +34,7 @@ def set_up(
     observers: ObserverGateway,
     path: Path,
     folder: RunFolder | None,
+    place: Marker,
     resumed: Path | None = None,
 ) -> Session:
     """Choose what is auto, load the models, and lay out the rows. Collective."""
@@ -66,7 +68,7 @@ def set_up(
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
         survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
-        followers=run.followers, schedule=policy.schedule,
+        followers=run.followers, schedule=policy.schedule, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         folder=folder,
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),

@@ -21,6 +21,7 @@ from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
 from rlhf.hookspecs import hookimpl
+from rlhf.launch.places import Marker
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
@@ -172,7 +173,7 @@ def in_plain_torch(
     mesh = hooks.setup_mesh(config=request.config)
     data = prepare_data(request)
     output = Path(request.config.output or "")
-    session = set_up(request, data, mesh, hooks, observers, output, None)
+    session = set_up(request, data, mesh, hooks, observers, output, None, Marker(None, 0))
     return backend, session, step_fit(request.config, data, mesh, hooks)
 
 

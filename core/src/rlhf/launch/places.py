@@ -1,0 +1,108 @@
+"""Where each rank of a run is, in a file of its own, so that ranks that wait for one another can be
+explained from outside of them."""
+
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from attrs import frozen
+
+FORMAT = struct.Struct("<qqqd")
+PHASES = (
+    "set-up", "rollout", "survey", "forward", "backward", "update", "evaluation", "checkpoint",
+    "export",
+)  # fmt: skip
+"""In the order of a step."""
+SLOW = ("set-up", "rollout")
+"""Phases in which a rank may be silent for long while others wait for it."""
+
+
+@frozen
+class Place:
+    """The last thing that a rank began."""
+
+    step: int
+    phase: str
+    batch: int
+    """Micro-batch, from 1, or 0."""
+    time: float
+    """Of the clock, in seconds."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """A key by which a rank that is behind comes first."""
+        in_batches = self.phase in ("forward", "backward")
+        phase = PHASES.index("forward" if in_batches else self.phase)
+        return self.step, phase, self.batch, int(self.phase == "backward")
+
+    def __str__(self) -> str:
+        batch = f" of micro-batch {self.batch}" if self.batch else ""
+        return f"{self.phase}{batch}"
+
+
+class Marker:
+    """Writes the place of this rank: 32 bytes, in about a microsecond."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        """With `folder` None nothing is written."""
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        path = os.devnull if folder is None else folder / f"rank-{rank:05d}"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._step = 0
+        self.enter("set-up")
+
+    def enter(self, phase: str, *, step: int | None = None, batch: int = 0) -> None:
+        """Note what this rank begins; without `step` in the same step as before."""
+        self._step = self._step if step is None else step
+        values = FORMAT.pack(self._step, PHASES.index(phase), batch, time.time())
+        os.pwrite(self._file, values, 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read(folder: Path, *, since: float = 0.0) -> dict[int, Place]:
+    """Return the place of each rank that has moved after the time `since`."""
+    places = {}
+    for path in sorted(folder.glob("rank-*")):
+        content = path.read_bytes()
+        if len(content) == FORMAT.size:
+            step, phase, batch, when = FORMAT.unpack(content)
+            places[int(path.name.removeprefix("rank-"))] = Place(step, PHASES[phase], batch, when)
+    return {rank: place for rank, place in places.items() if place.time >= since}
+
+
+def explain(places: Mapping[int, Place]) -> str | None:
+    """Return one sentence that says which rank the others wait for, or None if no rank is
+    behind."""
+    if not places:
+        return None
+    front = max(places.values(), key=lambda place: place.order)
+    last = min(places.values(), key=lambda place: place.order)
+    if front.order == last.order:
+        return None
+    late = [rank for rank, place in places.items() if place.order == last.order]
+    where = f"{last}" if last.step == front.step else f"{last} of step {last.step}"
+    seconds = time.time() - max(places[rank].time for rank in late)
+    has = "has" if len(late) == 1 else "have"
+    return (
+        f"{_ranks(late)} {has} not entered the {front} of step {front.step}; last seen in "
+        f"{where}, {seconds:.0f} s ago"
+    )
+
+
+def explain_wait(places: Mapping[int, Place], *, silent_for: float) -> str | None:
+    """As `explain`, if no rank has moved for `silent_for` seconds and none is in a phase that may
+    be silent."""
+    moved = max((place.time for place in places.values()), default=time.time())
+    if time.time() - moved < silent_for or {place.phase for place in places.values()} & {*SLOW}:
+        return None
+    return explain(places)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

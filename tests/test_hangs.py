@@ -1,0 +1,46 @@
+"""A run whose ranks wait for one that has stopped explains itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tiny
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_collective_that_times_out_says_which_rank_is_missing(
+    inputs: tiny.Inputs, tmp_path: Path
+) -> None:
+    words = tiny.words(
+        inputs, tmp_path / "run", "--train.steps", "500", "--nproc", "2",
+        "--deepspeed.timeout", "0.15", "--data.workers", "0",
+    )  # fmt: skip
+    environment = os.environ | {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf", "run", "sft", *words],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or '"step": 2' not in metrics.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (second,) = (child for child in children(process.pid) if rank_of(child) == "1")
+    os.kill(second, signal.SIGSTOP)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("[rank0]: RuntimeError: rank 1 has not entered the "), errors
+    written = tmp_path / "run" / "errors" / "collectives-rank-0.json"
+    assert last.endswith(f" s ago; the last collectives of rank 0 are in {written}")
+    assert '"gloo:' in written.read_text()
+
+
+def rank_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((v.partition("=")[2] for v in variables if v.startswith("RANK=")), "")

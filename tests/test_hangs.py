@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import tiny
+import sft_runs
 
 
 def children(pid: int) -> list[int]:
@@ -15,9 +15,9 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_collective_that_times_out_says_which_rank_is_missing(
-    inputs: tiny.Inputs, tmp_path: Path
+    inputs: sft_runs.Inputs, tmp_path: Path
 ) -> None:
-    words = tiny.words(
+    words = sft_runs.words(
         inputs, tmp_path / "run", "--train.steps", "500", "--nproc", "2",
         "--deepspeed.timeout", "0.15", "--data.workers", "0",
     )  # fmt: skip

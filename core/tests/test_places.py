@@ -13,9 +13,16 @@ from rlhf.launch import places
 from rlhf.launch.local import Ranks
 from rlhf.launch.places import Marker, Place
 
+NOW = 1000.0
+
 
 def at(step: int, phase: str, batch: int = 0, *, ago: float = 0.0) -> Place:
-    return Place(step, phase, batch, time.time() - ago)
+    return Place(step, phase, batch, NOW - ago)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.time, "time", lambda: NOW)
 
 
 def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
@@ -61,12 +68,12 @@ def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
     ],
 )
 def test_the_sentence_names_who_is_waited_for_and_where(
-    where: list[Place], sentence: str | None
+    now: None, where: list[Place], sentence: str | None
 ) -> None:
     assert places.explain(dict(enumerate(where))) == sentence
 
 
-def test_only_ranks_that_are_silent_wait_for_one_another() -> None:
+def test_only_ranks_that_are_silent_wait_for_one_another(now: None) -> None:
     silent = {0: at(6, "update", ago=20.0), 1: at(6, "backward", 2, ago=19.0)}
     assert places.explain_wait(silent, silent_for=10.0) == places.explain(silent)
     assert places.explain_wait(silent, silent_for=60.0) is None

@@ -1,6 +1,7 @@
 """A run whose ranks wait for one that has stopped explains itself."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,9 +36,11 @@ def test_a_collective_that_times_out_says_which_rank_is_missing(
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
     last = errors.strip().splitlines()[-1]
-    assert last.startswith("[rank0]: RuntimeError: rank 1 has not entered the "), errors
+    # The second rank may have stopped in the phase in which the first one waits.
+    places = "rank 1 has not entered the |every rank has entered the "
+    assert re.match(rf"\[rank0\]: RuntimeError: ({places})", last), errors
     written = tmp_path / "run" / "errors" / "collectives-rank-0.json"
-    assert last.endswith(f" s ago; the last collectives of rank 0 are in {written}")
+    assert last.endswith(f"; the last collectives of rank 0 are in {written}")
     assert '"gloo:' in written.read_text()
 
 

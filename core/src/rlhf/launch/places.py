@@ -76,8 +76,8 @@ def read(folder: Path, *, since: float = 0.0) -> dict[int, Place]:
 
 
 def explain(places: Mapping[int, Place]) -> str | None:
-    """Return one sentence that says which rank the others wait for, or None if no rank is
-    behind."""
+    """Return one sentence that says which rank the others wait for, or None if no rank is behind
+    another."""
     if not places:
         return None
     front = max(places.values(), key=lambda place: place.order)

@@ -64,8 +64,9 @@ def write_model(folder: Path, target: Path) -> None:
     config = attrs.evolve(config, model=plain)
     module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
     module.save_weights(_with_tied(SavedEngine(folder / "policy").weights(), module), target)
-    more = trainer.model_config(_newest_metrics(run, until=step_of(folder)))
-    save_tokenizer_and_config(module.model, tokenizer, target, more)
+    records = logged(run, until=step_of(folder))
+    newest = {name: value for record in records for name, value in record.items()}
+    save_tokenizer_and_config(module.model, tokenizer, target, trainer.model_config(newest))
     verify_export(target, module.model)
 
 
@@ -87,8 +88,3 @@ def _recorded(path: Path, *keys: str) -> Any:
             f"{path} lacks {'.'.join(keys)}; a run writes this file at its start, so restore it or "
             "resume the run once"
         ) from error
-
-
-def _newest_metrics(run: Path, *, until: int) -> dict[str, float]:
-    """Return the last value of every metric that the run had logged by that step."""
-    return {name: value for record in logged(run, until=until) for name, value in record.items()}

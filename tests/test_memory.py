@@ -70,7 +70,9 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     hooks, _ = load_hooks(config)
     model = empty_model(config)
     shape, mesh = shape_of(model), Mesh(world=ranks, device=torch.device("cuda"), memory=140 * GIB)
-    plan = hooks.configure_zero(config=config, mesh=mesh, model_shape=shape)
+    plan = hooks.configure_zero(
+        config=config, mesh=mesh, model_shape=shape, role="policy", trained=True, occupied=0
+    )
     policy = dict(
         hooks.estimate_memory(config=config, plan=plan, model_shape=shape, mesh=mesh, trained=True)
     )

@@ -84,7 +84,7 @@ def test_a_precision_it_does_not_have_is_refused():
 
 def test_loading_names_the_missing_weights():
     backend, module = PlainBackend(), Packed(tied=False)
-    plan = backend.configure_zero(configure(), Mesh(), shape())
+    plan = backend.configure_zero(configure(), Mesh(), shape(), "policy", True, 0)
     given = initial_weights(tied=False)
     del given["model.layers.0.up.bias"]
     assert backend.load_weights(module, given, plan, Mesh()) == ("model.layers.0.up.bias",)

@@ -73,8 +73,20 @@ class BackendHooks:
         available. Collective."""
 
     @hookspec(firstresult=True)
-    def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
-        """Return the backend's plan as plain data, the same on every rank. Not collective."""
+    def configure_zero(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model_shape: ModelShape,
+        role: str,
+        trained: bool,
+        occupied: int,
+    ) -> Plan:
+        """Return the backend's plan for the model of `role`, as plain data, the same on every rank.
+
+        A model that is not `trained` has no gradients and no optimizer. The models that the run
+        already has take `occupied` bytes of each accelerator, by `estimate_memory`. Not
+        collective."""
 
     @hookspec(firstresult=True)
     def estimate_memory(

@@ -14,7 +14,7 @@ from rlhf.engine import GIB, Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf.testing.problem import configure
-from rlhf_plugin_deepspeed import capabilities, zero
+from rlhf_plugin_deepspeed import capabilities, frozen, zero
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check, resolve
 from rlhf_plugin_deepspeed.memory import estimate
 
@@ -298,6 +298,85 @@ def test_every_setting_that_deepspeed_would_choose_is_set():
         "stage3_param_persistence_threshold": 0,
         "memory_efficient_linear": False,
     }
+
+
+def plan_frozen(world, memory, *, occupied=0, model=None, **settings):
+    run = evolve(config(**settings), model=model or ModelConfig(dtype="bf16"))
+    mesh = Mesh(world=world, device=torch.device("cpu"), memory=memory)
+    return frozen.plan_frozen(run, mesh, SHAPE, role="teacher", occupied=occupied)
+
+
+# 7 Gi parameters in bf16: 14 GiB whole; 1.75 of 8 shards, and 2.8 of what is gathered ahead.
+FROZEN = {
+    "whole": (2, 80, 0, "ZeRO 0 (frozen: 14.0 GiB in 60% of 80.0 GiB), bf16, 2 ranks"),
+    "whole beside others": (
+        8, 80, 30,
+        "ZeRO 0 (frozen: 14.0 GiB in 60% of 80.0 GiB, beside 30.0 GiB of other models), bf16, "
+        "8 ranks",
+    ),
+    "in shards": (
+        8, 80, 40,
+        "ZeRO 3 (frozen: 4.5 GiB in 80% of 80.0 GiB, beside 40.0 GiB of other models), bf16, "
+        "8 ranks",
+    ),
+    "on the CPU": (
+        8, 24, 16,
+        "ZeRO 3 (frozen: 2.8 GiB in 80% of 24.0 GiB, beside 16.0 GiB of other models), bf16, "
+        "8 ranks, parameters on the CPU",
+    ),
+    "too large": (
+        8, 24, 18,
+        "ZeRO 3 (frozen: more than 80% of 24.0 GiB, beside 18.0 GiB of other models), bf16, "
+        "8 ranks, parameters on the CPU",
+    ),
+    "one rank, which has no shards": (
+        1, 20, 0, "ZeRO 0 (frozen: 14.0 GiB in 80% of 20.0 GiB), bf16, 1 rank",
+    ),
+    "unknown memory": (2, 0, 9, "ZeRO 0 (the device's memory is unknown), bf16, 2 ranks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_frozen_model_is_planned_by_its_weights_and_what_is_there(name):
+    world, memory, occupied, summary = FROZEN[name]
+    assert plan_frozen(world, memory * GIB, occupied=occupied * GIB, stage=2).summary == summary
+
+
+def test_a_frozen_model_has_no_settings_of_an_optimizer():
+    run = evolve(config(preset="zero3_offload", frozen=3), model=ModelConfig(dtype="bf16"))
+    mesh = Mesh(world=2, device=torch.device("cpu"), memory=80 * GIB)
+    made = frozen.plan_frozen(run, mesh, SHAPE, role="reference")
+    assert not {"offload_optimizer", "offload_param"} & {*made.settings["zero_optimization"]}
+    assert made.summary == "ZeRO 3 (as configured), bf16, 2 ranks"
+
+
+def test_ways_of_a_frozen_model_that_take_less_memory_are_named():
+    assert plan_frozen(8, 80 * GIB).lighter == (
+        "deepspeed.frozen 3 (4.5 GiB of weights of the teacher instead of 14.0)",
+        "deepspeed.frozen offload (2.8 GiB of weights of the teacher instead of 14.0)",
+    )
+
+
+def test_a_frozen_model_with_compiled_layers_stays_whole():
+    compiled = ModelConfig(dtype="bf16", kernels="compile")
+    made = plan_frozen(8, 16 * GIB, model=compiled)
+    assert made.summary.startswith("ZeRO 0 (frozen: more than 80% of 16.0 GiB)")
+    with pytest.raises(RLHFError) as error:
+        plan_frozen(8, 16 * GIB, model=compiled, frozen=3)
+    assert str(error.value) == (
+        "deepspeed.frozen 3 cannot be combined with model.kernels compile; set deepspeed.frozen "
+        "to 0"
+    )
+
+
+def test_models_that_are_loaded_leave_less_room_for_the_next():
+    run = evolve(config(), model=ModelConfig(dtype="bf16"))
+    mesh = Mesh(world=8, device=torch.device("cpu"), memory=80 * GIB)
+    made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="", occupied=16 * GIB)
+    assert made.summary == (
+        "ZeRO 2 (the first whose states fit: 26.25 GiB in 60% of 80.0 GiB less 16.0 GiB of other "
+        "models), bf16, 8 ranks, FusedAdam"
+    )
 
 
 def test_settings_that_take_less_memory_are_named_with_their_size():

@@ -41,7 +41,7 @@ def sharded(change, dtype="fp32"):
     backend = DeepSpeedBackend()
     config = configure(DeepSpeedConfig(**SHARDED), dtype=dtype)
     mesh = backend.setup_mesh(config)
-    plan = backend.configure_zero(config, mesh, shape())
+    plan = backend.configure_zero(config, mesh, shape(), "policy", True, 0)
     with backend.model_context(plan, "policy", mesh):
         module = Packed()
     weights = initial_weights()
@@ -97,7 +97,7 @@ def policy_and_reference(settings):
     backend = DeepSpeedBackend()
     case = Case(config=configure(DeepSpeedConfig(**settings)))
     mesh, policy, _ = start(backend, case)
-    plan = backend.configure_zero(case.config, mesh, shape())
+    plan = backend.configure_zero(case.config, mesh, shape(), "reference", False, 0)
     with backend.model_context(plan, "reference", mesh):
         module = Packed()
     weights = initial_weights()
@@ -121,14 +121,16 @@ def policy_and_reference(settings):
     return seen, facts
 
 
-@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 2}, SHARDED], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"stage": 2}, SHARDED, SHARDED | {"frozen": 3}, {"stage": 1, "frozen": 3}], ids=str
+)
 def test_a_reference_stands_still_beside_a_policy(pair, settings):
     for seen, facts in pair.run(policy_and_reference, settings):
         (first, frozen), (second, frozen_later) = seen
         assert first == pytest.approx(frozen, rel=1e-6)
         assert frozen_later == frozen
         assert second < first
-        assert facts == (settings["stage"], "fp32", "reference", False)
+        assert facts == (settings.get("frozen", 0), "fp32", "reference", False)
 
 
 class Expert(nn.Linear):
@@ -279,7 +281,7 @@ def sharded_over_a_group():
     backend, config = DeepSpeedBackend(), configure(DeepSpeedConfig(**SHARDED))
     mesh = backend.setup_mesh(config)
     group = groups._clone_world_group()
-    plan = backend.configure_zero(config, mesh, shape())
+    plan = backend.configure_zero(config, mesh, shape(), "policy", True, 0)
     data = attrs.evolve(mesh.data, group=group)
     with backend.model_context(plan, "policy", attrs.evolve(mesh, data=data)):
         module = Packed()

@@ -1,11 +1,13 @@
 """Direct preference optimisation on real engines: its start, its terms, and that hardware does not
 matter."""
 
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,6 +131,7 @@ def curve(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tiny.Metr
     return plain(inputs, folder / "run", "--dpo.loss", ALL, "--dpo.reference", "engine")
 
 
+SHARDED = ("--deepspeed.persistence_threshold", "0", "--deepspeed.frozen", "3")
 CASES = {
     "one rank, small batches, cache": (1, "0", "192", "cache"),
     "two ranks, stage 2, engine": (2, "2", "192", "engine"),
@@ -148,7 +151,7 @@ def test_the_curve_does_not_depend_on_the_hardware(
 ) -> None:
     world, stage, tokens, mode = CASES[name]
     more = ("--deepspeed.stage", stage, "--batch.tokens", tokens, "--dpo.reference", mode)
-    sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
+    sharded = SHARDED if stage == "3" else ()
     arguments = words(inputs, tmp_path / "run", "--dpo.loss", ALL, *more, *sharded)
     cache = str(tmp_path / "cache") if mode == "cache" else inputs.cache
     metrics = (one if world == 1 else two).run(tiny.run, "dpo", arguments, cache)[0]
@@ -159,18 +162,28 @@ def test_the_curve_does_not_depend_on_the_hardware(
     assert metrics[-1]["eval/loss"] == pytest.approx(curve[-1]["eval/loss"], abs=1e-5)
 
 
+def printed(arguments: list[str], cache: str) -> tuple[tiny.Metrics, str]:
+    """The metrics of a run and what this rank printed."""
+    with redirect_stdout(io.StringIO()) as out:
+        metrics = tiny.run("dpo", arguments, cache)
+    return metrics, out.getvalue()
+
+
 def test_a_reference_in_shards_may_lie_in_the_hosts_memory(
     curve: tiny.Metrics, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
-    place = ("--deepspeed.stage", "3", "--deepspeed.offload_param", "true")
+    place = ("--deepspeed.stage", "2", "--deepspeed.frozen", "offload")
     sharded = (*place, "--deepspeed.persistence_threshold", "0", "--dpo.reference", "engine")
     arguments = words(inputs, tmp_path / "run", "--dpo.loss", ALL, *sharded)
-    metrics = two.run(tiny.run, "dpo", arguments, inputs.cache)[0]
+    metrics, text = two.run(printed, arguments, inputs.cache)[0]
     assert column(metrics, "loss") == pytest.approx(column(curve, "loss"), abs=1e-5)
     plans = json.loads((tmp_path / "run" / "plan.json").read_text())
-    for role in ("policy", "reference"):
-        zero = plans[role]["settings"]["zero_optimization"]
-        assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu"), role
+    zero = plans["reference"]["settings"]["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
+    assert plans["policy"]["stage"] == 2
+    assert "backend    deepspeed: ZeRO 2 (as configured), fp32, 2 ranks, " in text
+    frozen = "           reference: ZeRO 3 (as configured), fp32, 2 ranks, parameters on the CPU\n"
+    assert frozen in text
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
@@ -179,7 +192,7 @@ def test_an_adapters_reference_is_right_at_every_stage(
 ) -> None:
     adapter = ("--lora", "2", "--optim.lr", "1e-2")
     expected = plain(inputs, tmp_path / "plain", *adapter)
-    sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
+    sharded = SHARDED if stage == "3" else ()
     more = (*adapter, "--deepspeed.stage", stage, *sharded)
     metrics = two.run(tiny.run, "dpo", words(inputs, tmp_path / "run", *more), inputs.cache)[0]
     assert column(expected, "loss")[0] == pytest.approx(LN_2)
@@ -206,7 +219,7 @@ def test_a_reference_that_moves_is_the_same_anywhere_and_resumes_to_the_last_bit
     stage: str, inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     expected = plain(inputs, tmp_path / "plain", *MOVING)
-    sharded = ("--deepspeed.persistence_threshold", "0") if stage == "3" else ()
+    sharded = SHARDED if stage == "3" else ()
 
     def run(folder: str, *more: str) -> tiny.Metrics:
         options = (*MOVING, "--deepspeed.stage", stage, *sharded, *more)

@@ -114,7 +114,7 @@ class StepFit:
         lean = self.under(self.config.batch.budget, "full").peak
         if lean is not None and lean < estimate.peak:
             advice.append(f"set model.recompute to full (about {gib(lean)} GiB)")
-        advice += [f"use {setting}" for setting in rehearsed.policy.plan.lighter]
+        advice += [f"use {setting}" for setting in rehearsed.lighter]
         return advice or ["train with lora, or use a device with more memory"]
 
     def _fewer_tokens(self, estimate: Estimate) -> int:

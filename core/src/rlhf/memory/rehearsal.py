@@ -19,13 +19,14 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Mesh, ModelShape, Plan, Readout
+from rlhf.engine import Engine, Mesh, Readout
 from rlhf.errors import RLHFError, first_line
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import step_bytes
 from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
+from rlhf.model.role import Role, plan_model
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.task import Task
 from rlhf.readouts.teachers import TOP_TOKENS
@@ -50,7 +51,9 @@ class Rehearsed:
     """Result of a rehearsal."""
 
     estimate: Estimate
-    policy: "RehearsedRole"
+    policy: Role
+    lighter: tuple[str, ...]
+    """The backend's settings that would take less, of all models."""
 
 
 @frozen
@@ -89,7 +92,7 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     )  # fmt: skip
     batch = run.without_values(largest(order, run.steps))
     policy = run.roles["policy"]
-    states = {name: dict(role.states) for name, role in run.roles.items()}
+    states = {name: dict(role.memory) for name, role in run.roles.items()}
     updating = states["policy"].pop("updating", 0)
     reducing = states["policy"].pop("reducing", 0)
     modules = [role.engine.module for role in run.roles.values()]
@@ -101,7 +104,8 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
-    return Rehearsed(estimate, policy)
+    lighter = tuple(line for role in run.roles.values() for line in role.plan.lighter)
+    return Rehearsed(estimate, policy, lighter)
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:
@@ -117,17 +121,6 @@ def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
     return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
 
 
-@frozen
-class RehearsedRole:
-    """A model without values, as the backend would run it."""
-
-    engine: Engine
-    plan: Plan
-    shape: ModelShape
-    states: Mapping[str, int]
-    """Bytes, as the backend estimates them."""
-
-
 @attrs.define
 class Rehearsal:
     """An `rlhf.trainer.Run` whose models have shapes and no values."""
@@ -141,7 +134,7 @@ class Rehearsal:
     longest: int
     examples: tuple[Examples, ...]
     device: torch.device = META
-    roles: dict[str, RehearsedRole] = attrs.field(factory=dict)
+    roles: dict[str, Role] = attrs.field(factory=dict)
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
@@ -155,7 +148,7 @@ class Rehearsal:
         dropout: bool = True,
     ) -> Engine:
         """See `rlhf.trainer.Run`. Only the model's configuration is read."""
-        config, hooks = self.config, self.hooks
+        config = self.config
         if model is not None:
             config = attrs.evolve(config, model=model, lora=None)
         module = empty_model(config, task)
@@ -163,17 +156,16 @@ class Rehearsal:
         paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        plan = hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        plan, memory = plan_model(
+            self.hooks, config, self.mesh, shape, role, trained=trained, others=self.roles.values()
+        )
         if not dropout:
             without_dropout(module)
         module.train(trained)
         if not trained:
             module.requires_grad_(False)
-        states = hooks.estimate_memory(
-            config=config, plan=plan, model_shape=shape, mesh=self.mesh, trained=trained
-        )
         engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.roles[role] = RehearsedRole(engine, plan, shape, states)
+        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory=memory, task=task)
         return engine
 
     def reference(

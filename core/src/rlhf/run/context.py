@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import frozen
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,13 +13,14 @@ from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
-from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
+from rlhf.engine import Engine, Mesh, Plan, free
 from rlhf.loop.fragments import check_model
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
+from rlhf.model.role import Role, plan_model
 from rlhf.model.shape import check_positions, empty_model, shape_of
 from rlhf.model.task import Task
 from rlhf.model.trainable import parameter_groups
@@ -39,21 +39,6 @@ from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_t
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.generate import sample
 from rlhf.trainer import Reference
-
-
-@frozen(kw_only=True)
-class Role:
-    """A loaded model."""
-
-    engine: Engine
-    plan: Plan
-    shape: ModelShape
-    task: Task
-    """What its head predicts."""
-    attention: AttentionPath
-    """How it runs packed batches."""
-    schedule: LRScheduler | None
-    """The learning rate's; None if it is not trained."""
 
 
 class RunContext:
@@ -111,7 +96,9 @@ class RunContext:
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         check_packed(config.model, paths[0] if paths else "separate", reason)
-        plan = self.hooks.configure_zero(config=config, mesh=self.mesh, model_shape=shape)
+        plan, memory = plan_model(
+            self.hooks, config, self.mesh, shape, role, trained=trained, others=self.roles.values()
+        )
         engine, schedule = self._prepared(role, config, plan, task, dropout=dropout)
         attention = choose_path(engine, self.mesh, longest=self.longest)
         if compiles(config.model):
@@ -120,8 +107,9 @@ class RunContext:
         if engine.module.layers and trained:
             self.notes.append(engine.module.layers)
         self.roles[role] = Role(
-            engine=engine, plan=plan, shape=shape, task=task, attention=attention, schedule=schedule
-        )
+            engine=engine, plan=plan, shape=shape, memory=memory, task=task, attention=attention,
+            schedule=schedule,
+        )  # fmt: skip
         return engine
 
     def _prepared(

@@ -54,6 +54,11 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
     trained = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
     lines = [
         f"backend    {config.backend_name}: {plan.summary}",
+        *(
+            f"           {name}: {role.plan.summary}"
+            for name, role in run.roles.items()
+            if role.plan.summary != plan.summary
+        ),
         f"model      {config.model.path}: {shape.parameters:,} parameters{trained}, "
         f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
         f"attention  {policy.attention}",

@@ -24,7 +24,10 @@ STAGES = {
     "stage 1": ("--deepspeed.stage", "1"),
     "stage 2": ("--deepspeed.stage", "2"),
     # Below the threshold DeepSpeed keeps weights gathered, and a tiny model would prove nothing.
-    "stage 3": ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+    "stage 3": (
+        *("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+        *("--deepspeed.frozen", "3"),
+    ),
 }
 
 

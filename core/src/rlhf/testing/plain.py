@@ -106,7 +106,15 @@ class PlainBackend:
         return Mesh()
 
     @hookimpl
-    def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
+    def configure_zero(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model_shape: ModelShape,
+        role: str,
+        trained: bool,
+        occupied: int,
+    ) -> Plan:
         settings = {"clip": config.optim.clip}
         return Plan(
             stage=0, precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank"

@@ -163,7 +163,7 @@ def shape() -> ModelShape:
 def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
     """The mesh, a prepared engine and the plan's summary."""
     mesh = backend.setup_mesh(case.config)
-    plan = backend.configure_zero(case.config, mesh, shape())
+    plan = backend.configure_zero(case.config, mesh, shape(), "policy", True, 0)
     with backend.model_context(plan, "policy", mesh):
         module = Packed(tied=case.tied)
     weights = initial_weights(tied=case.tied)

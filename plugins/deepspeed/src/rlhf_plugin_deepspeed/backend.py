@@ -23,6 +23,7 @@ from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
+from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.versions import installed_version
@@ -44,11 +45,23 @@ class DeepSpeedBackend:
         return mesh
 
     @hookimpl
-    def configure_zero(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Plan:
+    def configure_zero(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model_shape: ModelShape,
+        role: str,
+        trained: bool,
+        occupied: int,
+    ) -> Plan:
+        if not trained:
+            return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
         offloaded = resolve(config.backend_section).offload_optimizer
         rounded = config.optim.states == "bf16"
         name, reason = optimizers.choose(offloaded=offloaded, rounded=rounded)
-        return zero.plan(config, mesh, model_shape, optimizer=name, reason=reason)
+        return zero.plan(
+            config, mesh, model_shape, optimizer=name, reason=reason, occupied=occupied
+        )
 
     @hookimpl
     def estimate_memory(

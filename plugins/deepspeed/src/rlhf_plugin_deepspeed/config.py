@@ -145,6 +145,10 @@ class DeepSpeedConfig:
     default: the preset's."""
     offload_param: bool | None = None
     """Weights on the CPU between uses, stage 3; default: the preset's."""
+    frozen: Literal["auto", 0, 3, "offload"] = "auto"
+    """Models that are not trained, such as a reference or a teacher: 0 holds them whole on every
+    rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
+    models take at most 60 % of the accelerator's memory (0) or 80 % (3)."""
     timeout: float = field(
         default=30.0, validator=validators.and_(validators.gt(0), validators.le(10**6))
     )
@@ -219,7 +223,8 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
     settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
-        "deepspeed.persistence_threshold": section.persistence_threshold is not None,
+        "deepspeed.persistence_threshold": section.persistence_threshold is not None
+        and section.frozen in ("auto", 0),
         "deepspeed.bucket_size": section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
         "optim.states bf16": config.optim.states == "bf16",

@@ -79,11 +79,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
     if plan.stage < 3:
         runner: nn.Module = model.to(mesh.device)
     else:
-        settings = copy.deepcopy(plan.settings)
-        settings["zero_optimization"].pop("offload_optimizer", None)
-        settings["bf16"].pop("bf16_master_weights_and_grads", None)
-        settings["bf16"].pop("bf16_optimizer_states", None)
-        runner, *_ = deepspeed.initialize(model=model, config=settings)
+        runner, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(plan.settings))
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 

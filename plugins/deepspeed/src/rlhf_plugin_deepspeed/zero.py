@@ -21,17 +21,44 @@ LEAST_BUCKET = 50_000_000
 to BUCKET. At 1.5B as fast as BUCKET, in less memory."""
 
 
-def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reason: str) -> Plan:
-    """Return the plan for a model of `shape` on the accelerators of `mesh`. `optimizer` is its
-    optimizer's name and `reason` says why it is not DeepSpeed's."""
-    section: DeepSpeedConfig = config.backend_section
-    resolved = resolve(section)
-    precision = config.model.dtype
-    rounded = config.optim.states == "bf16"
+def plan(
+    config: Config,
+    mesh: Mesh,
+    shape: ModelShape,
+    *,
+    optimizer: str,
+    reason: str,
+    occupied: int = 0,
+) -> Plan:
+    """Return the plan for a trained model of `shape` on the accelerators of `mesh`. `optimizer` is
+    its optimizer's name and `reason` says why it is not DeepSpeed's. Other models take `occupied`
+    bytes of each accelerator."""
+    resolved = resolve(config.backend_section)
     stage, why = resolved.stage, "as configured"
     if stage == "auto":
-        stage, why = _choose_stage(config, resolved, shape, mesh)
+        stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
+    lighter = _lighter(config, resolved, shape, mesh, stage=stage)
+    made = plan_at(config, mesh, shape, evolve(resolved, stage=stage), why=why, trained=optimizer)
+    more = f" ({reason})" * bool(reason)
+    return evolve(made, summary=made.summary + more + restricted(config), lighter=lighter)
+
+
+def plan_at(
+    config: Config,
+    mesh: Mesh,
+    shape: ModelShape,
+    resolved: Resolved,
+    *,
+    why: str = "",
+    trained: str = "",
+) -> Plan:
+    """Return the plan at the stage of `resolved`, for the reason `why`. `trained` is the name of
+    the optimizer, empty for a frozen model."""
+    section: DeepSpeedConfig = config.backend_section
+    stage, precision = resolved.stage, config.model.dtype
+    assert isinstance(stage, int)
+    rounded = bool(trained) and config.optim.states == "bf16"
     patches = names_for(
         stage,
         states=config.optim.states,
@@ -54,15 +81,12 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, optimizer: str, reaso
         **_precision(precision, stage=stage, rounded=rounded),
     }
     ranks = "1 rank" if mesh.data.size == 1 else f"{mesh.data.size} ranks"
-    summary = f"ZeRO {stage} ({why}), {precision}, {ranks}, {optimizer}{_offloads(resolved)}"
-    if reason:
-        summary += f" ({reason})"
+    parts = (f"ZeRO {stage} ({why})", precision, ranks, trained)
     return Plan(
         stage=stage,
         precision=precision,
         settings=overlay(settings, section.config),
-        summary=summary + _patches(section),
-        lighter=_lighter(config, resolved, shape, mesh, stage=stage),
+        summary=", ".join(filter(None, parts)) + _offloads(resolved),
         patches=patches,
     )
 
@@ -72,7 +96,9 @@ def _offloads(resolved: Resolved) -> str:
     return f", {' and '.join(names)} on the CPU" if names else ""
 
 
-def _patches(section: DeepSpeedConfig) -> str:
+def restricted(config: Config) -> str:
+    """Return how the patches are restricted, for the end of a summary."""
+    section: DeepSpeedConfig = config.backend_section
     version = installed_version()
     if older(NEWEST, version):
         return f", correctness patches only (deepspeed {version} is newer than {NEWEST})"
@@ -130,14 +156,16 @@ def _as_preset(stage: int, resolved: Resolved) -> Resolved:
 
 
 def _choose_stage(
-    config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh
+    config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, occupied: int
 ) -> tuple[int, str]:
     allowed = _allowed(config, resolved)
     if not mesh.memory:
         return allowed[0], "the device's memory is unknown"
-    room = SHARE * mesh.memory
+    room = SHARE * mesh.memory - occupied
     needed = {stage: _needed(config, resolved, shape, mesh, stage) for stage in allowed}
     budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"
+    if occupied:
+        budget += f" less {gib(occupied)} GiB of other models"
     for stage, size in needed.items():
         if size <= room:
             return stage, f"the first whose states fit: {size / GIB:.2f} GiB in {budget}"

@@ -1,0 +1,56 @@
+"""A model of a run: its engine, its plan, and what it takes of an accelerator."""
+
+from collections.abc import Iterable, Mapping
+
+from attrs import frozen
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf.config.sections import Config
+from rlhf.engine import Engine, Mesh, ModelShape, Plan
+from rlhf.model.probe import AttentionPath
+from rlhf.model.task import Task
+from rlhf.registry.gateway import BackendGateway
+
+MOMENTARY = ("updating", "reducing")
+"""Parts of a backend's estimate that are not there from step to step."""
+
+
+@frozen(kw_only=True)
+class Role:
+    """A loaded model."""
+
+    engine: Engine
+    plan: Plan
+    shape: ModelShape
+    memory: Mapping[str, int]
+    """Bytes on each accelerator, as the backend estimates them."""
+    task: Task
+    """What its head predicts."""
+    attention: AttentionPath | None = None
+    """How it runs packed batches; None in a rehearsal."""
+    schedule: LRScheduler | None = None
+    """The learning rate's; None if it is not trained."""
+
+
+def plan_model(
+    hooks: BackendGateway,
+    config: Config,
+    mesh: Mesh,
+    shape: ModelShape,
+    role: str,
+    *,
+    trained: bool,
+    others: Iterable[Role],
+) -> tuple[Plan, Mapping[str, int]]:
+    """Return how the backend will run the model of `role` beside those that are loaded, and what
+    that takes of each accelerator."""
+    occupied = sum(
+        size for other in others for name, size in other.memory.items() if name not in MOMENTARY
+    )
+    plan = hooks.configure_zero(
+        config=config, mesh=mesh, model_shape=shape, role=role, trained=trained, occupied=occupied
+    )
+    memory = hooks.estimate_memory(
+        config=config, plan=plan, model_shape=shape, mesh=mesh, trained=trained
+    )
+    return plan, memory

@@ -24,7 +24,7 @@ PLACES = {
 TRAINED = {
     "all weights": ("sft",),
     "an adapter": ("sft", "--lora", "2"),
-    "frozen embeddings": ("sft", "--model.freeze", "[*.embed_tokens.*]"),
+    "frozen embeddings": ("sft", "--model.freeze", "model.*embed_tokens*"),
     "a reference that moves": ("dpo", "--dpo.reference_every", "2", "--dpo.reference_mix", "0.5"),
 }
 QUICK = {

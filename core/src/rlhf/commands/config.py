@@ -8,7 +8,7 @@ import attrs
 import yaml
 
 from rlhf.config.field_docs import field_docs
-from rlhf.config.structure import expected, section_class
+from rlhf.config.structure import expected, section_class, setting_name
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import to_tree
 
@@ -29,12 +29,12 @@ def describe(request: Request) -> str:
 def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Iterator[str]:
     """Yield the lines of a section; the fields of one that is off are comments."""
     for item in attrs.fields(cls):
-        section, value = section_class(item.type), tree[item.name]
+        section, value = section_class(item.type), tree[setting_name(item)]
         yield from gap
         if section is None:
             yield from _comment(_doc(cls, item))
             flow = yaml.safe_dump(
-                {item.name: value}, default_flow_style=True, sort_keys=False, width=10**6
+                {setting_name(item): value}, default_flow_style=True, sort_keys=False, width=10**6
             )
             yield flow[1:-2]
             continue

@@ -201,6 +201,11 @@ class CheckpointConfig:
     """Steps between checkpoints; null: only the one that a run always saves when it stops."""
     keep: int = field(default=3, validator=positive)
     """How many checkpoints to keep; older ones are deleted once a new one is complete."""
+    max_gb: float | None = field(default=None, validator=optional(positive))
+    """Most gigabytes (10^9 bytes) of all kept checkpoints; older ones are deleted as with keep."""
+    async_: bool = False
+    """Copy the state to host memory between steps, and write it while training continues. Needs
+    host memory for a copy."""
     best: str | None = field(default=None, validator=optional(_has_direction))
     """Metric of an evaluation, such as eval/loss. The checkpoint of the best evaluation is kept,
     and the exported model has its weights. A sign says that the metric should rise (+) or fall

@@ -45,6 +45,12 @@ def as_mapping(cls: type, value: Any) -> dict[str, Any]:
     return {} if value is None else {attrs.fields(cls)[0].name: value}
 
 
+def setting_name(item: Any) -> str:
+    """Return the name of the setting in a field: that of the field, without the underscore that
+    tells it from a word of Python's."""
+    return item.name.removesuffix("_")
+
+
 def expected(kind: Any) -> str:
     """Return what a value of this type is called."""
     if get_origin(kind) is Literal:
@@ -129,7 +135,8 @@ def _read_dict(value: Any, kind: Any) -> Any:
 
 def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
     """Return the reader of a class; cattrs' own stops at the first validator that fails."""
-    fields = {item.name: item for item in attrs.fields(attrs.resolve_types(cls)) if item.init}
+    every = attrs.fields(attrs.resolve_types(cls))
+    fields = {setting_name(item): item for item in every if item.init}
 
     def read(value: Any, _: Any) -> Any:
         tree = as_mapping(cls, value)
@@ -147,7 +154,7 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
         if problems:
             raise ProblemsError(problems)
         try:
-            return cls(**values)
+            return cls(**{fields[name].name: item for name, item in values.items()})
         except (TypeError, ValueError) as error:  # A plugin's own check across its fields.
             raise ProblemsError([((), str(error.args[0]))]) from error
 
@@ -178,9 +185,10 @@ def _message(path: Path, text: str, root: type) -> str:
     if text:
         return f"{dotted}: {text}"
     *above, key = path
-    here = {item.name: ".".join((*above, item.name)) for item in attrs.fields(_at(above, root))}
+    known = map(setting_name, attrs.fields(_at(above, root)))
+    here = {name: ".".join((*above, name)) for name in known}
     anywhere = {
-        inner.name: f"{item.name}.{inner.name}"
+        setting_name(inner): f"{item.name}.{setting_name(inner)}"
         for item in attrs.fields(root)
         if (section := section_class(item.type))
         for inner in attrs.fields(section)

@@ -1,6 +1,7 @@
 """What a checkpoint holds: the engines, the run's own state, and the random generators."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,63 @@ from rlhf.data.examples import Examples
 from rlhf.errors import SameOnAllRanks
 from rlhf.folder import checkpoints
 from rlhf.loop import random_state
-from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
+from rlhf.loop.fragments import (
+    SavedEngine,
+    copied_to_host,
+    own_fragments,
+    write_fragments,
+    write_plain,
+)
 from rlhf.loop.session import Session
+from rlhf.loop.writing import Writing
 
 RUN = "run.json"
 RANDOM = "random-{:05d}.safetensors"
 
 
 def save(session: Session, step: int) -> None:
-    """Write the checkpoint of `step`, complete or not at all, then remove old ones. Collective."""
+    """Write the checkpoint of `step`, complete or not at all, then remove old ones. With
+    `checkpoint.async` the files are written beside the next steps. Collective."""
+    finish(session)
     mesh = session.mesh
     session.place.enter("checkpoint", step=step)
     if session.folder is not None:
-        part = checkpoints.begin(session.checkpoints, step)
+        part = checkpoints.begin(session.checkpoints, step, size=session.checkpoint_bytes)
         for engine in session.saved_engines:
             (part / engine.role).mkdir()
     mesh.barrier()
     part = checkpoints.part_folder(session.checkpoints, step)
-    checkpoints.digest(part, _write(session, part, step), rank=mesh.rank)
-    mesh.barrier()
+    beside = session.config.checkpoint.async_
+    write = _prepare(session, part, step, copied=beside)
+    session.writing = Writing(write, step=step, best=session.best.step, beside=beside)
+    if not beside:
+        finish(session)
+
+
+def finish(session: Session) -> None:
+    """Wait until the checkpoint that is being written is complete. Collective."""
+    if session.writing is not None:
+        session.writing.wait()
+    session.mesh.barrier()
+    advance(session)
+    session.mesh.barrier()
+
+
+def advance(session: Session) -> None:
+    """Complete the checkpoint that is being written if all ranks have written their files. Raises
+    the error of this rank. Not collective."""
+    writing, folder = session.writing, session.checkpoints
+    if writing is None or not writing.is_done:
+        return
+    writing.wait()
     if session.folder is not None:
-        folder = checkpoints.commit(part, session.checkpoints, step)
-        keep = session.config.checkpoint.keep
-        checkpoints.rotate(session.checkpoints, keep=keep, spare=session.best.step)
-        session.journal.checkpoint(step, folder)
-    mesh.barrier()
+        part = checkpoints.part_folder(folder, writing.step)
+        if not checkpoints.digested(part, ranks=session.mesh.world):
+            return
+        complete, limits = checkpoints.commit(part, folder, writing.step), session.config.checkpoint
+        checkpoints.rotate(folder, keep=limits.keep, spare=writing.best, max_gb=limits.max_gb)
+        session.journal.checkpoint(writing.step, complete)
+    session.writing = None
 
 
 def restore(session: Session, folder: Path) -> tuple[int, str]:
@@ -67,20 +100,29 @@ def check_data(folder: Path, train: Examples) -> None:
         )
 
 
-def _write(session: Session, part: Path, step: int) -> list[Path]:
-    """Write this rank's files of a checkpoint and return them."""
+def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callable[[], None]:
+    """Write the small files of a checkpoint, and return what writes this rank's large ones: of the
+    engines as they are now if they are `copied`."""
     mesh = session.mesh
     paths = [part / RANDOM.format(mesh.rank)]
     random_state.save(paths[0], mesh.device)
     if mesh.rank == 0:
         paths.append(part / RUN)
         paths[-1].write_text(json.dumps(_state(session, step), indent=1) + "\n")
+    parts = {}
     for engine in session.saved_engines:
         state = session.hooks.engine_state(engine=engine)
         if mesh.rank == 0:
             paths.append(write_plain(engine, state, part / engine.role))
-        paths += write_fragments(own_fragments(state, mesh), part / engine.role, mesh.rank)
-    return paths
+        own = own_fragments(state, mesh)
+        parts[part / engine.role] = copied_to_host(own, mesh.device) if copied else own
+
+    def write() -> None:
+        for folder, fragments in parts.items():
+            paths.extend(write_fragments(fragments, folder, mesh.rank))
+        checkpoints.digest(part, paths, rank=mesh.rank)
+
+    return write
 
 
 def _state(session: Session, step: int) -> dict[str, Any]:

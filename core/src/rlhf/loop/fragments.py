@@ -5,7 +5,7 @@ describes the format.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from rlhf.engine import GIB, Engine, EngineState, Fragment, Mesh, whole_shape
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.registry.gateway import BackendGateway
 
 PLAIN = "state.json"
 WEIGHT = "weight"
+MOMENTS = 2
+"""States of AdamW for each trained weight, in the dtype of its master."""
 LARGEST = 2 * GIB
 """Bytes after which a rank begins another file: of tensors on a device, so much is on the host at
 once."""
@@ -56,6 +59,26 @@ def own_fragments(state: EngineState, mesh: Mesh) -> list[Fragment]:
         if item.values.numel():
             fragments.append(item)
     return fragments
+
+
+def copied_to_host(fragments: Sequence[Fragment], device: torch.device) -> list[Fragment]:
+    """Return copies in host memory, pinned where they come from a device."""
+    copies = [attrs.evolve(item, values=_host_copy(item.values)) for item in fragments]
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return copies
+
+
+def num_bytes(engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh) -> int:
+    """Return the bytes of a checkpoint of these engines, which are known before the first step.
+    Collective."""
+    own = 0
+    for engine in engines:
+        trained = {name for name, item in engine.module.named_parameters() if item.requires_grad}
+        for item in own_fragments(hooks.engine_state(engine=engine), mesh):
+            if item.kind == WEIGHT:
+                own += item.values.nbytes * (1 + MOMENTS * (item.name in trained))
+    return sum(mesh.gather(own))
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
@@ -127,6 +150,11 @@ class SavedEngine:
         )
         self.read(name, WEIGHT, 0, whole.view(-1))
         return whole
+
+
+def _host_copy(values: Tensor) -> Tensor:
+    host = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
+    return host.copy_(values, non_blocking=True)
 
 
 def _in_parts(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:

@@ -15,6 +15,7 @@ from rlhf.journal.journal import Journal
 from rlhf.launch.places import Marker
 from rlhf.loop.best import Best
 from rlhf.loop.survey import Survey
+from rlhf.loop.writing import Writing
 from rlhf.reference.live import Follower
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
@@ -41,6 +42,10 @@ class Session:
     journal: Journal
     place: Marker
     best: Best
+    checkpoint_bytes: int = 0
+    """Bytes of one checkpoint."""
+    writing: Writing | None = None
+    """The checkpoint that is being written."""
     evaluation_owed: bool = False
     """Whether a signal left out the evaluation that was due after the last step."""
 

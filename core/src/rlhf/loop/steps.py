@@ -6,7 +6,8 @@ import itertools
 import torch
 
 from rlhf.data.loader import batches_from
-from rlhf.loop.checkpointing import save
+from rlhf.errors import SameOnAllRanks
+from rlhf.loop.checkpointing import advance, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
@@ -22,11 +23,15 @@ def train(session: Session, *, first_step: int) -> str:
     try:
         with stop.caught:
             reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
+    except SameOnAllRanks:
+        finish(session)
+        raise
     finally:
         gc.unfreeze()
     if reason != "signal" and evaluated != step:
         evaluate_at_end(session, step=step)
     session.journal.flush()
+    finish(session)
     return reason
 
 
@@ -67,6 +72,7 @@ def _take_steps(
             _freeze_heap(engine.device)
         step += 1
         session.journal.step(result)
+        advance(session)
         reason = stop.reason(step)
         reason = "done" if step == session.record.steps else reason
         best, due = False, is_due(config.train.eval_every, step)

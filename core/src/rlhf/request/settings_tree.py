@@ -6,9 +6,8 @@ from typing import Any, get_args
 
 import attrs
 import yaml
-from attr import asdict  # attrs.asdict keeps tuples, which YAML does not have.
 
-from rlhf.config.structure import as_mapping, section_class
+from rlhf.config.structure import as_mapping, section_class, setting_name
 from rlhf.errors import RLHFError, first_line
 
 
@@ -69,9 +68,15 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def to_tree(config: Any) -> dict[str, Any]:
+def to_tree(config: Any) -> Any:
     """Return the tree of a configuration; reading it gives an equal configuration."""
-    return asdict(config, retain_collection_types=False)
+    if attrs.has(type(config)):
+        fields = attrs.fields(type(config))
+        return {setting_name(item): to_tree(getattr(config, item.name)) for item in fields}
+    if isinstance(config, Mapping):
+        return {key: to_tree(item) for key, item in config.items()}
+    # YAML has no tuples.
+    return [to_tree(item) for item in config] if isinstance(config, list | tuple) else config
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -87,6 +87,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     if is_finished(session, step):
         tell(f"nothing left to do: {session.record.folder / 'model'} is finished", flush=True)
         return "done"
+    tell_room(session, tell)
     if session.folder is not None:
         session.folder.cut_metrics(step)
     try:
@@ -104,6 +105,15 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     of = "" if best.step is None else f", the best by {best}"
     tell(f"model      {session.record.folder / 'model'}{of}", flush=True)
     return reason
+
+
+def tell_room(session: Session, tell: Callable[..., None]) -> None:
+    """Tell if the disk has little room for checkpoints. Raises RLHFError if it has none.
+    Collective."""
+    size, limits = session.checkpoint_bytes, session.config.checkpoint
+    warning = on_rank_zero(session.mesh, lambda: checkpoints.check_room(session.path, size, limits))
+    if warning:
+        tell(warning, flush=True)
 
 
 def is_finished(session: Session, step: int) -> bool:

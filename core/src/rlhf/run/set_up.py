@@ -13,6 +13,7 @@ from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
+from rlhf.loop.fragments import num_bytes
 from rlhf.loop.session import Session
 from rlhf.loop.survey import Survey
 from rlhf.memory.choice import choose
@@ -65,12 +66,13 @@ def set_up(
         speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
         derive=trainer.derive,
     )  # fmt: skip
+    engines = [policy.engine, *(follower.engine for follower in run.followers)]
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
         survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
         followers=run.followers, schedule=policy.schedule, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
-        folder=folder,
+        folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import sft_runs
-from rlhf.folder import checkpoints
+from rlhf.folder import checkpoints, retention
 from rlhf.loop import checkpointing
 from rlhf.loop.fragments import write_fragments
 from rlhf.loop.writing import Writing
@@ -30,14 +31,14 @@ def steps_beside(words: list[str], cache: str, seconds: float) -> tuple[int, int
         time.sleep(seconds)
         return write_fragments(*arguments)
 
-    def advance(session: Any, real: Any = checkpointing.advance) -> None:
+    def counted(session: Any, real: Any = checkpointing.complete_if_written) -> None:
         nonlocal found
         found += session.writing is not None and not session.writing.is_done
         real(session)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointing, "write_fragments", slowly)
-        patch.setattr("rlhf.loop.steps.advance", advance)
+        patch.setattr("rlhf.loop.steps.complete_if_written", counted)
         code, _ = sft_runs.run(words, cache)
     return code, found
 
@@ -99,6 +100,31 @@ def test_an_error_of_the_writer_ends_the_run_as_one_of_a_save_does(
     assert checkpoint.name == "step-000002"
     metrics = sft_runs.read_metrics(tmp_path / "run")
     assert column(metrics, "step")[-1] < 8
+
+
+def filling(words: list[str], cache: str) -> None:
+    """Run on a disk that another program fills after the first checkpoint."""
+    usage, asked = shutil.disk_usage("."), 0
+
+    def disk_usage(path: Path) -> Any:
+        nonlocal asked
+        asked += 1
+        # At the start, at the first save and at the second.
+        return usage._replace(free=usage.free if asked < 3 else 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retention.shutil, "disk_usage", disk_usage)
+        sft_runs.run(words, cache)
+
+
+def test_nothing_is_written_to_a_disk_without_room(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", *ASYNC, "--checkpoint.every", "2")
+    with pytest.raises(RankFailure, match="with 1e-09 GB free, but a checkpoint takes"):
+        one.run(filling, words, str(inputs.cache))
+    (left,) = (tmp_path / "run" / "checkpoints").glob(".*")
+    assert not list(left.iterdir())
 
 
 def test_a_checkpoint_is_as_large_as_was_known_before_the_first_step(

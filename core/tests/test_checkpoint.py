@@ -1,15 +1,13 @@
 """A checkpoint is complete or absent, and the newest is found by looking."""
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf.config.sections import CheckpointConfig
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
+from rlhf.folder import retention
 
 
 def write(checkpoints: Path, step: int, text: str = "weights") -> Path:
@@ -18,7 +16,7 @@ def write(checkpoints: Path, step: int, text: str = "weights") -> Path:
     file = part / "policy" / "state.bin"
     file.write_text(text)
     checkpoint.digest(part, [file])
-    return checkpoint.commit(part, checkpoints, step)
+    return checkpoint.commit(checkpoints, step)
 
 
 def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
@@ -55,9 +53,23 @@ def test_the_manifest_has_the_files_of_every_rank(tmp_path: Path) -> None:
         assert not checkpoint.digested(part, ranks=2)
         checkpoint.digest(part, [file], rank=rank)
     assert checkpoint.digested(part, ranks=2)
-    folder = checkpoint.commit(part, tmp_path, 1)
+    folder = checkpoint.commit(tmp_path, 1, ranks=2)
     assert {path.name for path in folder.iterdir()} == {"0.bin", "1.bin", "manifest.json"}
     assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {"0.bin", "1.bin"}
+
+
+def test_files_of_a_rank_that_are_not_seen_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = checkpoint.begin(tmp_path, 1)
+    checkpoint.digest(part, [])
+    monkeypatch.setattr(checkpoint, "VISIBLE", 0.0)
+    with pytest.raises(RLHFError) as error:
+        checkpoint.commit(tmp_path, 1, ranks=2)
+    assert str(error.value) == (
+        f"{part} does not have the files of all ranks; choose an --output that is the same folder "
+        "on all hosts"
+    )
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
@@ -163,13 +175,13 @@ def test_a_replaced_checkpoint_exists_at_every_moment(
 def test_a_folder_replaced_before_a_kill_is_deleted_at_the_next_rotation(tmp_path: Path) -> None:
     left = write(tmp_path, 10).rename(tmp_path / ".step-000010.replaced")
     write(tmp_path, 20)
-    checkpoint.rotate(tmp_path, keep=2)
+    retention.rotate(tmp_path, keep=2)
     assert left.is_dir(), "it is the only checkpoint of its step"
     left.rename(tmp_path / "step-000010")
     write(tmp_path, 10).rename(left)
     newest = write(tmp_path, 10)
     left.mkdir()
-    checkpoint.rotate(tmp_path, keep=2)
+    retention.rotate(tmp_path, keep=2)
     assert not left.exists()
     assert newest.is_dir()
 
@@ -184,7 +196,7 @@ def test_checkpoints_after_the_resumed_one_are_hidden_and_then_deleted(
     assert (tmp_path / ".step-000030.aside" / "policy" / "state.bin").read_text() == "weights"
     assert checkpoint.set_aside(tmp_path, after=10) == []
     write(tmp_path, 12)
-    checkpoint.rotate(tmp_path, keep=2)
+    retention.rotate(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000012"]
 
 
@@ -198,95 +210,11 @@ def test_a_half_removed_folder_is_not_a_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        patch.setattr(retention.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.rotate(tmp_path, keep=1)
+            retention.rotate(tmp_path, keep=1)
     assert checkpoint.damage(tmp_path / "step-000010") is not None
     assert checkpoint.newest(tmp_path) == newest
-
-
-def test_rotation_keeps_the_newest_and_never_touches_foreign_folders(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        write(tmp_path, step)
-    (tmp_path / "best").mkdir()
-    (tmp_path / "step-7-notes").mkdir()
-    checkpoint.rotate(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best", "step-000020", "step-000030", "step-7-notes",
-    ]  # fmt: skip
-
-
-def test_rotation_by_size_removes_the_oldest_and_keeps_the_newest_and_the_best(
-    tmp_path: Path,
-) -> None:
-    for step in (10, 20, 30, 40):
-        folder = write(tmp_path, step, text="x" * 10_000)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    checkpoint.rotate(tmp_path, keep=9, max_gb=3.5 * size / 10**9)
-    assert [path.name for path in checkpoint.all_checkpoints(tmp_path)] == [
-        "step-000020", "step-000030", "step-000040",
-    ]  # fmt: skip
-    checkpoint.rotate(tmp_path, keep=9, spare=20, max_gb=2.5 * size / 10**9)
-    assert [path.name for path in checkpoint.all_checkpoints(tmp_path)] == [
-        "step-000020", "step-000040",
-    ]  # fmt: skip
-    checkpoint.rotate(tmp_path, keep=9, max_gb=0.5 * size / 10**9)
-    assert [path.name for path in checkpoint.all_checkpoints(tmp_path)] == ["step-000040"]
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with 5 GB free."""
-    usage = shutil.disk_usage(".")._replace(free=5 * 10**9)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
-
-
-@pytest.mark.usefixtures("disk")
-@pytest.mark.parametrize(
-    ("size", "settings", "text"),
-    [
-        (
-            6 * 10**9,
-            {},
-            "{} is on a disk with 5 GB free, but a checkpoint takes 6 GB; free some space or "
-            "choose another --output",
-        ),
-        (
-            3 * 10**9,
-            {"max_gb": 2.0},
-            "checkpoint.max_gb is 2 but a checkpoint takes 3 GB; raise it, or set it to null",
-        ),
-        (
-            3 * 10**9,
-            {"max_gb": 4.0, "best": "eval/loss"},
-            "checkpoint.max_gb is 4 but the newest and the best take 6 GB; raise it, or set it "
-            "to null",
-        ),
-    ],
-)
-def test_no_room_for_a_checkpoint_is_an_error(
-    tmp_path: Path, size: int, settings: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(RLHFError) as error:
-        checkpoint.check_room(tmp_path, size, CheckpointConfig(**settings))
-    assert str(error.value) == text.format(tmp_path)
-
-
-@pytest.mark.usefixtures("disk")
-def test_little_room_is_a_warning_and_enough_is_none(tmp_path: Path) -> None:
-    assert checkpoint.check_room(tmp_path, 10**9, CheckpointConfig(keep=4)) == ""
-    assert checkpoint.check_room(tmp_path, 2 * 10**9, CheckpointConfig(keep=4)) == (
-        "warning    the disk has room for 2 checkpoints of 2 GB, but those that are kept and a new "
-        "one take 10 GB"
-    )
-    assert checkpoint.check_room(tmp_path, 2 * 10**9, CheckpointConfig(keep=4, max_gb=3.0)) == ""
-
-
-@pytest.mark.usefixtures("disk")
-def test_a_checkpoint_is_not_begun_on_a_disk_without_room(tmp_path: Path) -> None:
-    with pytest.raises(RLHFError, match="5 GB free, but a checkpoint takes 6 GB"):
-        checkpoint.begin(tmp_path, 1, size=6 * 10**9)
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_killed_saves_left_goes_with_the_next_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def made(folder: Path) -> Path:
     part = checkpoint.begin(folder / "checkpoints", 1)
     (part / "weights").write_text("weights")
     checkpoint.digest(part, [part / "weights"])
-    checkpoint.commit(part, folder / "checkpoints", 1)
+    checkpoint.commit(folder / "checkpoints", 1)
     (folder / "config.yaml").write_text("model: {path: gone}")
     return folder
 
@@ -56,8 +56,8 @@ def test_an_output_that_is_taken(tmp_path: Path) -> None:
 
 def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -> None:
     run = made(tmp_path / "run {a}")
-    part = checkpoint.begin(run / "checkpoints", 2)
-    checkpoint.commit(part, run / "checkpoints", 2)
+    checkpoint.digest(checkpoint.begin(run / "checkpoints", 2), [])
+    checkpoint.commit(run / "checkpoints", 2)
     (run / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
     for source in (run, run / "checkpoints" / "step-000002"):
         assert message(source, tmp_path / "out").endswith(

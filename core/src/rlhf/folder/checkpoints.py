@@ -6,15 +6,14 @@ be stale. Older ones are removed only afterwards.
 """
 
 import json
-import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rlhf.config.sections import CheckpointConfig
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256, write_whole
 
@@ -32,7 +31,8 @@ REPLACED = ".{}.replaced"
 moment it is still the checkpoint of its step."""
 RESUME = "continue from the previous one with --resume {}"
 NAME = re.compile(r"step-(\d{6,})$|\.step-(\d{6,})\.replaced$")
-GB = 10**9
+VISIBLE = 60.0
+"""Seconds until a network file system shows what other hosts have written."""
 THREADS = 8
 """Files that are read at once to verify a checkpoint."""
 
@@ -47,13 +47,12 @@ def part_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / PART.format(f"step-{step:06d}")
 
 
-def begin(checkpoints: Path, step: int, *, size: int = 0) -> Path:
+def begin(checkpoints: Path, step: int) -> Path:
     """Return an empty hidden folder to write the checkpoint of `step` into; what killed saves left
-    is removed. Raises RLHFError if the disk has less than `size` bytes."""
+    is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left in checkpoints.glob(PART.format("step-*")):
         shutil.rmtree(left)
-    check_disk(checkpoints, size)
     folder = part_folder(checkpoints, step)
     folder.mkdir()
     return folder
@@ -70,9 +69,18 @@ def digested(part: Path, *, ranks: int) -> bool:
     return len(list(part.glob(DIGESTS.format("*")))) == ranks
 
 
-def commit(part: Path, checkpoints: Path, step: int) -> Path:
-    """Give the folder its manifest, made of the ranks' digests, then its name. Returns the renamed
-    folder."""
+def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
+    """Give the folder of `step` its manifest, made of the ranks' digests, then its name. Returns
+    the renamed folder."""
+    part = part_folder(checkpoints, step)
+    deadline = time.monotonic() + VISIBLE
+    while not digested(part, ranks=ranks):
+        if time.monotonic() > deadline:
+            raise RLHFError(
+                f"{part} does not have the files of all ranks; choose an --output that is the same "
+                "folder on all hosts"
+            )
+        time.sleep(0.1)
     files: dict[str, dict[str, object]] = {}
     for path in part.glob(DIGESTS.format("*")):
         files |= json.loads(path.read_text())
@@ -104,64 +112,6 @@ def set_aside(checkpoints: Path, *, after: int) -> list[str]:
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
     return names
-
-
-def rotate(
-    checkpoints: Path, *, keep: int, spare: int | None = None, max_gb: float | None = None
-) -> None:
-    """Remove what was set aside, and all but the newest `keep` checkpoints, or fewer if they are
-    larger than `max_gb` together. The newest and that of step `spare` stay. Folders with other
-    names are never touched."""
-    for folder in checkpoints.glob(ASIDE.format("step-*")):
-        shutil.rmtree(folder)
-    for folder in checkpoints.glob(REPLACED.format("step-*")):
-        if step_folder(checkpoints, step_of(folder)).exists():
-            shutil.rmtree(folder)
-    folders = all_checkpoints(checkpoints)[::-1]
-    must_stay = [folder for folder in folders if folder in folders[:1] or step_of(folder) == spare]
-    room = math.inf if max_gb is None else max_gb * GB - sum(map(_bytes, must_stay))
-    for number, folder in enumerate(folders):
-        if folder in must_stay:
-            continue
-        room -= _bytes(folder)
-        if number >= keep or room < 0:
-            # Without its manifest, a folder that a kill leaves half removed is not a checkpoint.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder)
-
-
-def check_disk(folder: Path, size: int) -> int:
-    """Return the bytes that are free on the disk of a folder. Raises RLHFError if they are less
-    than `size`, those of a checkpoint."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise RLHFError(
-            f"{folder} is on a disk with {free / GB:.3g} GB free, but a checkpoint takes "
-            f"{size / GB:.3g} GB; free some space or choose another --output"
-        )
-    return free
-
-
-def check_room(run: Path, size: int, limits: CheckpointConfig) -> str:
-    """Return a warning, or nothing, on the room for checkpoints of `size` bytes in the folder of a
-    run. Raises RLHFError if there is none for a single one."""
-    least = size * (1 if limits.best is None else 2)
-    if limits.max_gb is not None and limits.max_gb * GB < least:
-        kept = "a checkpoint takes" if limits.best is None else "the newest and the best take"
-        raise RLHFError(
-            f"checkpoint.max_gb is {limits.max_gb:g} but {kept} {least / GB:.3g} GB; raise it, or "
-            "set it to null"
-        )
-    free = check_disk(run, size) + sum(map(_bytes, all_checkpoints(run / "checkpoints")))
-    needed = size * (limits.keep + 1)
-    if limits.max_gb is not None:
-        needed = min(needed, int(limits.max_gb * GB) + size)
-    if free >= needed:
-        return ""
-    return (
-        f"warning    the disk has room for {free // size} checkpoints of {size / GB:.3g} GB, but "
-        f"those that are kept and a new one take {needed / GB:.3g} GB"
-    )
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
@@ -259,10 +209,6 @@ def _remedy(older: Sequence[Path], remedy: str) -> str:
         if damage(folder) is None:
             return remedy.replace("{}", name_of(folder))
     return "no older one is intact; start again with --overwrite"
-
-
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _describe(path: Path) -> dict[str, object]:

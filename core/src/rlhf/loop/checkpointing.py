@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.examples import Examples
 from rlhf.errors import SameOnAllRanks
-from rlhf.folder import checkpoints
+from rlhf.folder import checkpoints, retention
 from rlhf.loop import random_state
 from rlhf.loop.fragments import (
     SavedEngine,
@@ -28,11 +28,12 @@ RANDOM = "random-{:05d}.safetensors"
 def save(session: Session, step: int) -> None:
     """Write the checkpoint of `step`, complete or not at all, then remove old ones. With
     `checkpoint.async` the files are written beside the next steps. Collective."""
-    finish(session)
     mesh = session.mesh
     session.place.enter("checkpoint", step=step)
+    finish(session)
     if session.folder is not None:
-        part = checkpoints.begin(session.checkpoints, step, size=session.checkpoint_bytes)
+        part = checkpoints.begin(session.checkpoints, step)
+        retention.check_disk(part, session.checkpoint_bytes)
         for engine in session.saved_engines:
             (part / engine.role).mkdir()
     mesh.barrier()
@@ -46,28 +47,38 @@ def save(session: Session, step: int) -> None:
 
 def finish(session: Session) -> None:
     """Wait until the checkpoint that is being written is complete. Collective."""
-    if session.writing is not None:
-        session.writing.wait()
+    writing = session.writing
+    if writing is None and not session.config.checkpoint.async_:
+        return
+    if writing is not None:
+        writing.wait()
     session.mesh.barrier()
-    advance(session)
+    if session.folder is not None and writing is not None:
+        _complete(session, writing)
+    session.writing = None
     session.mesh.barrier()
 
 
-def advance(session: Session) -> None:
-    """Complete the checkpoint that is being written if all ranks have written their files. Raises
-    the error of this rank. Not collective."""
-    writing, folder = session.writing, session.checkpoints
+def complete_if_written(session: Session) -> None:
+    """Complete the checkpoint that is being written, once all ranks have written their files.
+    Raises the error of this rank. Not collective."""
+    writing = session.writing
     if writing is None or not writing.is_done:
         return
     writing.wait()
-    if session.folder is not None:
-        part = checkpoints.part_folder(folder, writing.step)
-        if not checkpoints.digested(part, ranks=session.mesh.world):
-            return
-        complete, limits = checkpoints.commit(part, folder, writing.step), session.config.checkpoint
-        checkpoints.rotate(folder, keep=limits.keep, spare=writing.best, max_gb=limits.max_gb)
-        session.journal.checkpoint(writing.step, complete)
-    session.writing = None
+    part = checkpoints.part_folder(session.checkpoints, writing.step)
+    if session.folder is None:
+        session.writing = None
+    elif checkpoints.digested(part, ranks=session.mesh.world):
+        _complete(session, writing)
+        session.writing = None
+
+
+def _complete(session: Session, writing: Writing) -> None:
+    folder, limits = session.checkpoints, session.config.checkpoint
+    complete = checkpoints.commit(folder, writing.step, ranks=session.mesh.world)
+    retention.rotate(folder, keep=limits.keep, spare=writing.best, max_gb=limits.max_gb)
+    session.journal.checkpoint(writing.step, complete)
 
 
 def restore(session: Session, folder: Path) -> tuple[int, str]:

@@ -7,7 +7,7 @@ import torch
 
 from rlhf.data.loader import batches_from
 from rlhf.errors import SameOnAllRanks
-from rlhf.loop.checkpointing import advance, finish, save
+from rlhf.loop.checkpointing import complete_if_written, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
 from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
@@ -72,7 +72,7 @@ def _take_steps(
             _freeze_heap(engine.device)
         step += 1
         session.journal.step(result)
-        advance(session)
+        complete_if_written(session)
         reason = stop.reason(step)
         reason = "done" if step == session.record.steps else reason
         best, due = False, is_due(config.train.eval_every, step)

@@ -13,7 +13,7 @@ import transformers
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks, first_line
-from rlhf.folder import checkpoints, run_folder
+from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
 from rlhf.loop.checkpointing import check_data, restore
@@ -110,8 +110,9 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
 def tell_room(session: Session, tell: Callable[..., None]) -> None:
     """Tell if the disk has little room for checkpoints. Raises RLHFError if it has none.
     Collective."""
-    size, limits = session.checkpoint_bytes, session.config.checkpoint
-    warning = on_rank_zero(session.mesh, lambda: checkpoints.check_room(session.path, size, limits))
+    folder, size = session.record.folder, session.checkpoint_bytes
+    limits = session.config.checkpoint
+    warning = on_rank_zero(session.mesh, lambda: retention.check_room(folder, size, limits))
     if warning:
         tell(warning, flush=True)
 

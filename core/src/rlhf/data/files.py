@@ -198,10 +198,11 @@ def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
     """The rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
     schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
     target = scratch / "rows.arrow"
-    rows = ({LINE: line, TEXT: text} for line, text in _texts(path))
+    rows = _texts(path)
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while chunk := list(itertools.islice(rows, CHUNK)):
-            writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
+            lines, texts = map(list, zip(*chunk, strict=True))
+            writer.write_batch(pa.record_batch([texts, lines], schema=schema))
     return datasets.Dataset.from_file(str(target))
 
 

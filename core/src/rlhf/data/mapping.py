@@ -62,7 +62,7 @@ class RowsToTrees:
         _check_example(example, f"{type(self.trainer).__name__}.example()")
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         status = trees.KEPT
-        before, labels_before = _predictions(example), _labels(example)
+        before, labels_before = after, labels = _predictions(example), _labels(example)
         if path > self.data.max_tokens:
             if self.data.too_long == "error":
                 raise RLHFError(
@@ -72,7 +72,7 @@ class RowsToTrees:
             if self.data.too_long == "drop":
                 return trees.tree(status=trees.TOO_LONG)
             example, status = _cut(example, self.data.max_tokens), trees.CUT
-        after, labels = _predictions(example), _labels(example)
+            after, labels = _predictions(example), _labels(example)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)

@@ -5,6 +5,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ SCHEMA = pa.schema(
 )
 CHUNK_ROWS = 8192
 NOTHING = Example([], [])
+NO_IDS = np.empty(0, np.int32)
 
 
 def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
@@ -56,9 +58,9 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "length": len(example.prompt) + sum(sizes),
         "path": len(example.prompt) + max(sizes, default=0),
         "answers": len(sizes),
-        "prompt": example.prompt,
-        "tokens": [token for answer in answers for token in answer.tokens],
-        "ends": np.cumsum(sizes),
+        "prompt": np.asarray(example.prompt, np.int32),
+        "tokens": np.concatenate([NO_IDS, *(np.asarray(a.tokens, np.int32) for a in answers)]),
+        "ends": [*accumulate(sizes)],
         "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
@@ -68,7 +70,8 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
 
 def to_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return the table of these rows."""
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
+    columns = [pa.array([row[column.name] for row in rows], column.type) for column in SCHEMA]
+    return pa.table(columns, schema=SCHEMA)
 
 
 class TreeFile:
@@ -160,8 +163,8 @@ def _masks(answers: Sequence[Answer]) -> Sequence[bool]:
     """The masks of all answers; empty if everything is trained on."""
     if all(answer.trained is None for answer in answers):
         return []
-    masks = [[True] * len(a.tokens) if a.trained is None else a.trained for a in answers]
-    return [trained for mask in masks for trained in mask]
+    masks = ([True] * len(a.tokens) if a.trained is None else a.trained for a in answers)
+    return [*chain.from_iterable(masks)]
 
 
 def _flat(value: Any) -> list[float]:

@@ -12,7 +12,7 @@ from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import META
-from rlhf.memory.step_bytes import step_bytes
+from rlhf.memory.step_bytes import count_step
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
@@ -81,8 +81,9 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     model.train()
     batch = pack([Example([], [Answer([0] * tokens)])], [0]).to(META)
     updating, reducing = policy.pop("updating"), policy.pop("reducing", 0)
-    counted = step_bytes(
-        trainer, batch, [model], gradients=policy.get("gradients", 0), reducing=reducing
+    policy.pop("host")
+    counted = count_step(trainer, batch, [model]).bytes(
+        gradients=policy.get("gradients", 0), reducing=reducing
     )
     estimate = Estimate(
         states={"policy": policy}, updating=updating, step=counted, tokens=tokens,
@@ -100,4 +101,4 @@ def test_running_out_of_memory_is_one_line_that_says_what_to_change(
     line = next(text for text in str(error.value).splitlines() if "out of memory on" in text)
     assert "when allocating 2.00 GiB more; a step was estimated at 0." in line
     assert ", or set model.recompute to full (about 0." in line
-    assert ", or use deepspeed.offload_optimizer true (0." in line
+    assert ", or use deepspeed.offload_optimizer true (about 0." in line

@@ -16,10 +16,9 @@ from rlhf.config.sections import Config
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.hookspecs import hookimpl
 from rlhf.journal.sums import weighted_loss
-from rlhf.memory import rehearsal
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
-from rlhf.memory.step_bytes import LiveBytes, StepBytes, step_bytes
+from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
 from rlhf.run.rank import ran_out
 from rlhf.run.set_up import memory_lines
 from rlhf.testing import tiny
@@ -129,7 +128,7 @@ def test_growing_gradients_are_counted_like_those_of_a_step(
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
     size = sum(weight.nbytes for weight in weights)
-    measured = step_bytes(chain, cast(Any, None), modules, gradients=size)
+    measured = count_step(chain, cast(Any, None), modules).bytes(gradients=size)
     assert all(weight.grad is None for weight in weights)
     with LiveBytes(known=weights) as counter:
         loss = chain.loss(None)
@@ -147,7 +146,8 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
     chain: Any = Chain(embedding, 64, depth, again=again)
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
-    measured = step_bytes(chain, cast(Any, None), modules, gradients=0, reducing=room)
+    counted = count_step(chain, cast(Any, None), modules)
+    measured = counted.bytes(gradients=0, reducing=room)
     waiting = torch.empty(0)
     whole = 0
 
@@ -193,22 +193,16 @@ class Reducing(PlainBackend):
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        return {"weights": 1000, "updating": 0, "reducing": 300}
+        return {"weights": 1000, "updating": 0, "reducing": 300, "host": 50}
 
 
-def test_gradients_that_wait_for_their_reduction_come_and_go(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = {}
-
-    def counted(*arguments: Any, **options: Any) -> StepBytes:
-        given.update(options)
-        return step_bytes(*arguments, **options)
-
-    monkeypatch.setattr(rehearsal, "step_bytes", counted)
-    estimate = fit_of(words, GIB, Reducing()).estimate
-    assert given == {"gradients": 0, "reducing": 300}
+def test_gradients_that_wait_for_their_reduction_come_and_go(words: list[str]) -> None:
+    fit = fit_of(words, GIB, Reducing())
+    estimate = fit.estimate
+    assert estimate.step == fit.rehearsed.step.bytes(gradients=0, reducing=300)
+    assert estimate.step.peak > fit.rehearsed.step.bytes(gradients=0).peak
     assert estimate.states == {"policy": {"weights": 1000}}
+    assert estimate.host == 50
 
 
 def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) -> None:

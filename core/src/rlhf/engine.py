@@ -5,7 +5,9 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
@@ -15,6 +17,7 @@ from attrs import Factory, field, frozen
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
+from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 
 GIB = 2**30
@@ -69,6 +72,26 @@ class Plan:
     what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
     patches: tuple[str, ...] = ()
     """Names of the patches of its library that the backend may install for this plan."""
+
+
+@documented
+@frozen(kw_only=True)
+class Layout:
+    """A way in which a backend can run the trained model: what is in shards and what is on the
+    host. Returned by `layouts`."""
+
+    name: str
+    """Such as `ZeRO 2, optimizer on the CPU`."""
+    settings: str
+    """What to set for it, such as `deepspeed.stage 2`."""
+    config: Config
+    """The configuration with this layout and nothing left to choose."""
+    plan: Plan
+    """How the backend runs the model."""
+    cost: float
+    """Time that it adds to a step, as a share; those that cost less come first."""
+    configured: bool
+    """Whether the configuration asks for it or leaves the choice to the run."""
 
 
 @documented
@@ -356,10 +379,30 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-@cache
+_rehearsed = ContextVar("rehearsed", default="")
+"""The kind of device that the meta device represents; empty for this machine's."""
+
+
+@contextmanager
+def rehearsing_on(kind: str) -> Iterator[None]:
+    """Let the meta device represent a kind of device that this machine may not have."""
+    before = _rehearsed.set(kind)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(before)
+
+
 def fused_on(kind: str) -> bool:
     """Return whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta
-    device, on which a run is rehearsed, represents the machine's accelerator."""
+    device, on which a run is rehearsed, represents that of `rehearsing_on`, or else this
+    machine's accelerator."""
     if kind == "meta":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return kind == "cuda" and find_spec("triton") is not None
+        kind = _rehearsed.get() or ("cuda" if torch.cuda.is_available() else "cpu")
+    return kind == "cuda" and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from rlhf.config import Config
-    from rlhf.engine import Engine, EngineState, Mesh, ModelShape, Plan, SavedState
+    from rlhf.engine import Engine, EngineState, Layout, Mesh, ModelShape, Plan, SavedState
 
 hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
@@ -94,10 +94,19 @@ class BackendHooks:
     ) -> Mapping[str, int]:
         """Return the bytes that a model needs on each accelerator, without activations.
 
-        The keys are `weights` and, if the model is `trained`, `gradients`, `optimizer`, `buffers`,
-        `updating` (transient memory of the optimizer's step) and `reducing` (peak of one
-        micro-batch's gradients in backward, until they are reduced or accumulated). Called before
-        any weight is read. Not collective."""
+        The keys are `weights` and, if the model is `trained`, `gradients`, `masters`, `optimizer`,
+        `buffers`, `updating` (transient memory of the optimizer's step) and `reducing` (peak of one
+        micro-batch's gradients in backward, until they are reduced or accumulated); `host` is what
+        each rank has in host memory instead. Called before any weight is read. Not collective."""
+
+    @hookspec(firstresult=True)
+    def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
+        """Return the ways in which the backend can run the trained model, the fastest first.
+
+        `rlhf plan` compares them, a run chooses among those that are `configured`, and an
+        out-of-memory error names others. The hardware is that of `mesh`, which may not be this
+        machine's. Core's default returns none, so that there is only the plan of
+        `configure_zero`."""
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import capabilities, frozen, zero
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check, resolve
+from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.memory import estimate
 
 
@@ -177,7 +178,6 @@ def test_auto_takes_no_stage_at_which_layers_are_not_compiled(settings):
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=32 * GIB)
     made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="")
     assert made.stage == 2
-    assert not any("stage 3" in setting for setting in made.lighter)
 
 
 def test_the_summary_states_the_reason():
@@ -190,7 +190,7 @@ def test_the_summary_states_the_reason():
         "bf16, 1 rank, FusedAdam"
     )
     assert plan(2, 80 * GIB, preset="zero2_offload").summary == (
-        "ZeRO 2 (as configured), bf16, 2 ranks, FusedAdam, optimizer on the CPU"
+        "ZeRO 2, bf16, 2 ranks, FusedAdam, optimizer on the CPU"
     )
 
 
@@ -208,11 +208,12 @@ def test_at_stage_3_gradients_wait_where_the_optimizer_is():
     assert there["reducing"] == away["reducing"] == 2 * 2 * 200_000_000
 
 
-@pytest.mark.parametrize(("stage", "bytes_each"), [(1, 4), (2, 4), (3, 6)])
-def test_states_in_bf16_need_masters_only_at_stage_3(stage, bytes_each):
+@pytest.mark.parametrize(("stage", "master"), [(1, 0), (2, 0), (3, 2)])
+def test_states_in_bf16_need_masters_only_at_stage_3(stage, master):
     run = evolve(half(), optim=OptimConfig(states="bf16"))
     parts = estimate(run, plan(8, 80 * GIB, stage=stage), SHAPE, world=8, trained=True)
-    assert parts["optimizer"] == bytes_each * SHAPE.trainable // 8
+    assert parts["optimizer"] == 4 * SHAPE.trainable // 8
+    assert parts["masters"] == master * SHAPE.trainable // 8
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -379,55 +380,71 @@ def test_models_that_are_loaded_leave_less_room_for_the_next():
     )
 
 
-def test_settings_that_take_less_memory_are_named_with_their_size():
-    assert plan(8, 80 * GIB, stage=1).lighter == (
-        "deepspeed.stage 2 (26.2 GiB of states instead of 38.5)",
-        "deepspeed.stage 3 (15.0 GiB of states instead of 38.5)",
-        "optim.states bf16 (31.5 GiB of states instead of 38.5)",
-        "deepspeed.offload_optimizer true (28.0 GiB of states instead of 38.5)",
-    )
-    assert plan(1, 200 * GIB, stage=0).lighter == (
-        "optim.states bf16 (56.0 GiB of states instead of 112.0)",
-        "deepspeed.stage 1 and deepspeed.offload_optimizer true (28.0 GiB of states instead of "
-        "112.0)",
-    )
+def ways(dtype="bf16", states="fp32", **settings):
+    run = evolve(half(dtype, **settings), optim=OptimConfig(states=states))
+    mesh = Mesh(world=8, device=torch.device("cuda"), memory=80 * GIB)
+    return layouts(run, mesh, SHAPE)
+
+
+def test_layouts_are_all_stages_and_offloads_the_fastest_first():
+    names = [(each.name, each.configured) for each in ways()]
+    assert names == [
+        ("ZeRO 0", True),
+        ("ZeRO 1", True),
+        ("ZeRO 2", True),
+        ("ZeRO 3", True),
+        ("ZeRO 1, optimizer on the CPU", False),
+        ("ZeRO 2, optimizer on the CPU", False),
+        ("ZeRO 3, optimizer on the CPU", False),
+        ("ZeRO 3, optimizer and parameters on the CPU", False),
+    ]
+    away = [each.name for each in ways(offload_optimizer=True) if each.configured]
+    assert away == [f"ZeRO {stage}, optimizer on the CPU" for stage in (1, 2, 3)]
+    (only,) = [each for each in ways(preset="zero3_offload") if each.configured]
+    assert only.name == "ZeRO 3, optimizer and parameters on the CPU"
+
+
+def test_layouts_that_conflict_with_other_settings_are_left_out():
+    assert [each.name for each in ways(states="bf16")] == [f"ZeRO {stage}" for stage in range(4)]
+    assert [each.plan.stage for each in ways(persistence_threshold=0)] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"stage": 0}, {"stage": 1}, {"preset": "zero1"}, {"preset": "zero1_offload"}, {}],
+    [
+        {},
+        {"stage": 0},
+        {"stage": 3, "offload_param": True},
+        {"offload_optimizer": True},
+        {"preset": "zero1"},
+        {"preset": "zero1_offload"},
+        {"preset": "zero3_offload"},
+        {"preset": "zero2_fp16", "dtype": "fp16"},
+    ],
     ids=str,
 )
-def test_advised_settings_are_valid_with_the_configured_ones(settings):
-    made = plan(8, 800 * GIB, **settings).lighter
-    assert made
-    for words in made:
-        more, states = {}, "fp32"
-        for word in words.partition(" (")[0].split(" and "):
+def test_the_settings_of_a_layout_give_it(settings):
+    for each in ways(**settings):
+        more, dtype = dict(settings), settings.get("dtype", "bf16")
+        for word in filter(None, each.settings.split(" and ")):
             name, _, value = word.partition(" ")
-            if name.startswith("deepspeed."):
-                more[name.removeprefix("deepspeed.")] = yaml.safe_load(value)
+            if name == "model.dtype":
+                assert value == dtype
             else:
-                assert name == "optim.states"
-                states = value
-        named = evolve(config(**settings | more), optim=OptimConfig(states=states))
-        check(evolve(named, model=ModelConfig(dtype="bf16")))
+                more[name.removeprefix("deepspeed.")] = yaml.safe_load(value)
+        run = half(**more | {"dtype": dtype})
+        check(run)
+        (again,) = [other for other in ways(**more | {"dtype": dtype}) if other.configured]
+        assert again.name == each.name
+        assert again.plan.settings == each.plan.settings
+        check(each.config)
 
 
-def test_parameters_on_the_cpu_are_advised_with_their_own_number():
-    # Of 112 GiB only what is gathered at once is left, two of the largest layers.
-    on_device = plan(1, 200 * GIB, preset="zero3")
-    on_cpu = plan(1, 200 * GIB, preset="zero3_offload")
-    (advised,) = [words for words in on_device.lighter if "zero3_offload" in words]
-    assert advised == "deepspeed.preset zero3_offload (1.0 GiB of states instead of 113.0)"
-    assert on_cpu.lighter == ()
-    above = plan(8, 800 * GIB, preset="zero2_offload").lighter
-    assert above == ("deepspeed.preset zero3_offload (1.0 GiB of states instead of 14.0)",)
-
-
-def test_advice_of_a_preset_keeps_the_dtype_of_the_one_before():
-    (advised, _) = plan(8, 80 * GIB, preset="zero2_fp16", dtype="fp16").lighter
-    assert advised.startswith("deepspeed.preset zero3 and model.dtype fp16 (15.0 GiB")
+def test_what_is_on_the_host_is_counted_there():
+    away = {each.name: each for each in ways()}["ZeRO 3, optimizer and parameters on the CPU"]
+    parts = estimate(away.config, away.plan, SHAPE, world=8, trained=True)
+    assert parts["host"] == (16 + 2) * SHAPE.trainable // 8
+    assert parts["optimizer"] == parts["masters"] == 0
 
 
 def test_parameters_on_the_host_are_no_states_of_the_accelerator():
@@ -437,13 +454,12 @@ def test_parameters_on_the_host_are_no_states_of_the_accelerator():
     assert zero._needed(run, resolved, SHAPE, mesh, 3) < SHAPE.trainable * 2
 
 
-def test_advice_never_names_a_setting_that_conflicts_with_bf16_states():
+def test_states_in_bf16_are_deepspeeds_own_settings():
     mesh = Mesh(world=1, device=torch.device("cpu"), memory=80 * GIB)
     run = evolve(
         config(stage=1), model=ModelConfig(dtype="bf16"), optim=OptimConfig(states="bf16", clip=0.5)
     )
     made = zero.plan(run, mesh, SHAPE, optimizer="AdamW", reason="")
-    assert made.lighter == ()
     assert made.settings["bf16"]["bf16_optimizer_states"] is True
     assert made.settings["zero_allow_untested_optimizer"] is True
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 from rlhf.errors import RLHFError, SameOnAllRanks
@@ -25,6 +25,7 @@ TRAINER_COMMANDS = {
     "run": "train: rlhf run sft --model Qwen/Qwen3-0.6B --data chats.jsonl",
     "config": "print every setting with its value, as YAML",
     "inspect": "show the rows as the model sees them",
+    "plan": "what a step takes of the accelerators, at each ZeRO stage and offload",
 }
 FOLDER_COMMANDS = {
     "export": ("CHECKPOINT", "write a model folder from RUN/checkpoints/step-N, or from RUN"),
@@ -106,6 +107,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"rlhf {name} NAME {WORDS}",
         )
+        if name == "plan":
+            _add_hardware(command)
         command.add_argument("name", metavar="NAME", help="the trainer")
         words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         words.required = False
@@ -129,6 +132,28 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
         add_kinds(command, WORDS)
     return parser
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rlhf plan`, which may also come after the trainer's name."""
+    text = "accelerators of all hosts; default: --nproc, else those of this machine"
+    parser.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
+    text = "memory of each; default: that of this machine's"
+    parser.add_argument("--gpu-memory", type=_positive(float), metavar="GIB", help=text)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
+
+
+def _positive(kind: type[Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 10**6:
+            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        return value
+
+    return read
 
 
 def _act(options: argparse.Namespace, argv: list[str]) -> int:
@@ -155,6 +180,10 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
     if {"-h", "--help"} & set(options.words):
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
         options.command, options.words = "config", []
+    if options.command == "plan":
+        hardware = _Parser(prog="rlhf plan", add_help=False)
+        _add_hardware(hardware)
+        _, options.words = hardware.parse_known_args(options.words, options)
     inputs = options.command != "config"
     argv = ["run", options.name, *options.words] if options.command == "launch" else argv
     request = read_config(options.name, overrides=options.words, inputs=inputs, argv=argv)
@@ -167,6 +196,10 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
             from rlhf.commands.config import config_command as command
         case "inspect":
             from rlhf.commands.inspect import inspect_command as command
+        case "plan":
+            from rlhf.commands.plan import plan_command
+
+            return plan_command(request, options)
         case _:
             from rlhf.commands.run import run_command as command
     return command(request)

@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from rlhf.config.sections import Config
+from rlhf.engine import Layout
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.loop.learning_rate import rate
 
@@ -16,6 +17,10 @@ class DefaultHooks:
     @hookimpl(trylast=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: rate(step, steps=steps, optim=config.optim))
+
+    @hookimpl(trylast=True)
+    def layouts(self) -> Sequence[Layout]:
+        return ()
 
     @hookimpl(trylast=True)
     def diagnose(self) -> Sequence[Finding]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
 from rlhf.engine import gib
+from rlhf.memory.estimate import Estimate
 from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
-from rlhf.memory.rehearsal import Rehearsed
 
 START = 8192
 """Tokens of a micro-batch to begin with."""
@@ -27,30 +27,31 @@ IDLE_COST = 1.0
 
 
 class Choice(NamedTuple):
-    """Values for `batch.tokens` and `model.recompute`."""
+    """Values for `batch.tokens` and `model.recompute`, and the layout."""
 
     tokens: int
     recompute: Recompute
+    layout: str = ""
 
 
 def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     """Return the fastest choice with which a step fits, else the one that takes least, and the line
     that explains it; the configured values, without a line, if they fit or nothing is known.
 
-    The tokens of a micro-batch may change with `any_tokens`, recomputation if it is auto. Neither
-    changes what is learnt. Under FP8 the tokens would, so that they are never raised.
+    The tokens of a micro-batch may change with `any_tokens`, recomputation if it is auto, the
+    layout if several are configured. None of them changes what is learnt. Under FP8 the tokens
+    would, so that they are never raised.
     """
-    configured = Choice(fit.config.batch.budget, fit.config.model.recompute)
     on_accelerator = fit.mesh.memory and fit.mesh.device.type != "cpu"
-    rehearsed = fit.rehearsed if on_accelerator else None
-    if not isinstance(rehearsed, Rehearsed):
-        return configured, ""
-    whole = rehearsed.estimate.peak
+    if not on_accelerator or fit.estimate is None:
+        return Choice(*fit.own), ""
+    configured = Choice(*fit.own, fit.chosen.name)
+    whole = fit.estimate.peak
     limit = MARGIN * fit.mesh.memory
     if whole <= limit:
         raises = any_tokens and fit.config.model.fp8 is None
-        return _more_tokens(fit, rehearsed, configured) if raises else (configured, "")
-    choices = smaller(fit, rehearsed, configured, any_tokens=any_tokens)
+        return _more_tokens(fit, fit.estimate, configured) if raises else (configured, "")
+    choices = smaller(fit, configured, any_tokens=any_tokens)
     chosen, peak = first_that_fits(fit, choices, limit=limit)
     if chosen is None or peak >= whole:
         return configured, ""
@@ -59,15 +60,13 @@ def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     )
 
 
-def smaller(
-    fit: StepFit, rehearsed: Rehearsed, configured: Choice, *, any_tokens: bool
-) -> list[Choice]:
+def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choice]:
     """Return the choices that take less, those that add least time first."""
     levels = fit.levels() if configured.recompute == "auto" else []
     least = max(fit.largest_example(), TOKENS_STEP)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []
-    layer = rehearsed.policy.shape.mean_layer
+    layer = fit.layer
     deepest = levels[-1] if levels else configured.recompute
     costs = [(RECOMPUTE_COST[level], Choice(configured.tokens, level)) for level in levels]
     costs += [
@@ -76,7 +75,13 @@ def smaller(
         if tokens * layer >= ENOUGH
     ]
     costs += [(IDLE_COST, Choice(tokens, deepest)) for tokens in fewer]
-    ordered = sorted(costs, key=lambda row: row[0])
+    in_layouts = [
+        (cost + layout.cost, choice._replace(layout=layout.name))
+        for layout in fit.layouts
+        if layout.configured
+        for cost, choice in [(0.0, configured), *costs]
+    ]
+    ordered = sorted(in_layouts, key=lambda row: row[0])
     return list(dict.fromkeys(choice for _, choice in ordered))
 
 
@@ -95,19 +100,15 @@ def first_that_fits(
     return chosen, least
 
 
-def _more_tokens(fit: StepFit, rehearsed: Rehearsed, configured: Choice) -> tuple[Choice, str]:
+def _more_tokens(fit: StepFit, estimate: Estimate, configured: Choice) -> tuple[Choice, str]:
     """Double the tokens while a rank takes a step in several micro-batches, its device waits for
     the host, and the peak leaves ample room."""
-    most, layer = AMPLE * fit.mesh.memory, rehearsed.policy.shape.mean_layer
+    most, layer = AMPLE * fit.mesh.memory, fit.layer
     step = fit.examples[0].lengths.mean() * fit.config.batch.size / fit.mesh.data.size
     tokens, larger = configured.tokens, list[Choice]()
-    while (
-        tokens < step
-        and tokens * layer < ENOUGH
-        and rehearsed.estimate.peak_with(2 * tokens) <= most
-    ):
+    while tokens < step and tokens * layer < ENOUGH and estimate.peak_with(2 * tokens) <= most:
         tokens *= 2
-        larger.append(Choice(tokens, configured.recompute))
+        larger.append(configured._replace(tokens=tokens))
     # `peak_with` scales the estimate; only a rehearsal sees what does not grow with the tokens.
     chosen, peak = first_that_fits(fit, reversed(larger), limit=most)
     if chosen is None or peak > most:
@@ -124,9 +125,11 @@ def _explain_smaller(
 ) -> str:
     """Return the line that explains a choice that takes less."""
     parts: dict[str, str] = {}
+    if chosen.layout != configured.layout:
+        parts[chosen.layout] = chosen.layout
     if chosen.recompute != configured.recompute:
         parts[chosen.recompute] = LEVELS[chosen.recompute]
-    label = "recompute" if parts else "tokens"
+    label = "layout" if chosen.layout in parts else "recompute" if parts else "tokens"
     if chosen.tokens != configured.tokens:
         tokens = f"{chosen.tokens} tokens per micro-batch"
         parts[tokens if parts else str(chosen.tokens)] = tokens

@@ -14,7 +14,7 @@ class Estimate:
     step that was rehearsed without values."""
 
     states: Mapping[str, Mapping[str, int]]
-    """By role: `weights`, `gradients`, `optimizer`, `buffers`."""
+    """By role: `weights`, `gradients`, `masters`, `optimizer`, `buffers`."""
     updating: int
     """Transient bytes of the optimizer's step, when no activation is left."""
     step: StepBytes
@@ -23,6 +23,8 @@ class Estimate:
     """Number of tokens of that micro-batch."""
     accumulates: bool = True
     """Whether a step has several micro-batches, so that gradients exist beside activations."""
+    host: int = 0
+    """Bytes in host memory, of one rank."""
 
     @property
     def resident(self) -> int:
@@ -42,8 +44,8 @@ class Estimate:
         whole = max(self.step.peak, self.step.growing)
         return whole - self.states["policy"].get("gradients", 0)
 
-    def __str__(self) -> str:
-        """Return one line, in GiB."""
+    def parts(self) -> dict[str, int]:
+        """Return the bytes at the peak by part, which add up to `peak`."""
         policy, step = dict(self.states["policy"]), self.step
         parts = {"activations": step.activations, "head": step.peak - step.activations}
         if self.updating > self._pass:
@@ -55,9 +57,11 @@ class Estimate:
         others = {
             role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
         }
-        shown = ", ".join(
-            f"{name} {gib(size)}" for name, size in (policy | others | parts).items() if size
-        )
+        return policy | others | parts
+
+    def __str__(self) -> str:
+        """Return one line, in GiB."""
+        shown = ", ".join(f"{name} {gib(size)}" for name, size in self.parts().items() if size)
         return f"{gib(self.peak)} GiB at the peak: {shown} ({self.tokens:,} tokens at once)"
 
     def tokens_that_fit(self, total: int) -> int:

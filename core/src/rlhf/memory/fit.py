@@ -8,16 +8,21 @@ import attrs
 
 from rlhf.config.sections import Config, Recompute
 from rlhf.data.examples import Examples
-from rlhf.engine import Mesh, gib
+from rlhf.engine import Layout, Mesh, gib
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import NotRehearsed, Rehearsal, Rehearsed, rehearse
 from rlhf.model.kernels.layers import compiles
+from rlhf.model.role import layouts_of
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
 
 MARGIN = 0.95
 """Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
+WORTH = 0.05
+"""A faster layout is named if it takes less time by this share of a step."""
+LESS = 0.98
+"""A setting is advised if a step takes at most this share of its memory."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",
@@ -38,33 +43,77 @@ class StepFit:
     steps: int
     longest: int
     examples: Sequence[Examples]
+    layout: str = ""
+    """Name of the layout; empty for the first that is configured."""
 
     @cached_property
-    def rehearsed(self) -> Rehearsed | NotRehearsed:
-        """A step without values."""
-        run = Rehearsal(
-            self.config, self.trainer.tokenizer, self.mesh, self.hooks, self.steps, self.longest,
-            tuple(self.examples),
-        )  # fmt: skip
-        return rehearse(self.trainer, run)
+    def _known(self) -> dict[tuple[int, Recompute], Rehearsed | NotRehearsed]:
+        """Steps by tokens and recomputation; a layout does not change them."""
+        return {}
 
     @property
+    def rehearsed(self) -> Rehearsed | NotRehearsed:
+        """A step without values."""
+        if self.own not in self._known:
+            run = Rehearsal(
+                self.config, self.trainer.tokenizer, self.mesh, self.hooks, self.steps,
+                self.longest, tuple(self.examples),
+            )  # fmt: skip
+            self._known[self.own] = rehearse(self.trainer, run)
+        return self._known[self.own]
+
+    @cached_property
+    def layouts(self) -> Sequence[Layout]:
+        """The ways in which the backend can run this configuration, the fastest first."""
+        if isinstance(self.rehearsed, NotRehearsed):
+            return ()
+        shape = self.rehearsed.policy.shape
+        layouts = layouts_of(self.hooks, self.config, self.mesh, shape)
+        return sorted(layouts, key=lambda layout: layout.cost)
+
+    @property
+    def chosen(self) -> Layout:
+        """The layout of this fit, if a step could be rehearsed."""
+        named = (layout for layout in self.layouts if layout.name == self.layout)
+        return next(named, next(layout for layout in self.layouts if layout.configured))
+
+    @cached_property
     def estimate(self) -> Estimate | None:
         """What a step takes; None if that is not known."""
-        return self.rehearsed.estimate if isinstance(self.rehearsed, Rehearsed) else None
+        if isinstance(self.rehearsed, NotRehearsed):
+            return None
+        return self.rehearsed.estimate(self.chosen)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits, if that is known."""
+        return self.peak is not None and self.peak <= MARGIN * self.mesh.memory
+
+    @property
+    def resolved(self) -> Config:
+        """The configuration with nothing left to choose, if a step could be rehearsed."""
+        return self.chosen.config if self.layouts else self.config
 
     @property
     def peak(self) -> int | None:
         """Bytes at the peak of a step; None if they are not known."""
         return None if self.estimate is None else self.estimate.peak
 
-    def under(self, tokens: int, recompute: Recompute) -> "StepFit":
-        """Return the fit of the same run with another `batch.tokens` and `model.recompute`."""
-        if (tokens, recompute) == (self.config.batch.budget, self.config.model.recompute):
+    def under(self, tokens: int, recompute: Recompute, layout: str = "") -> "StepFit":
+        """Return the fit of the same run with another `batch.tokens`, `model.recompute` and
+        layout."""
+        layout = layout or self.layout
+        if (*self.own, self.layout) == (tokens, recompute, layout):
             return self
         batch = attrs.evolve(self.config.batch, tokens=tokens)
         model = attrs.evolve(self.config.model, recompute=recompute)
-        return attrs.evolve(self, config=attrs.evolve(self.config, batch=batch, model=model))
+        return self._with(attrs.evolve(self.config, batch=batch, model=model), layout)
+
+    def _with(self, config: Config, layout: str) -> "StepFit":
+        """Return the fit of the same run with other settings, which shares what was rehearsed."""
+        other = attrs.evolve(self, config=config, layout=layout)
+        vars(other)["_known"] = self._known
+        return other
 
     def levels(self) -> list[Recompute]:
         """Return the levels of recomputation that the model has; a compiler decides by itself what
@@ -80,11 +129,11 @@ class StepFit:
         if isinstance(self.rehearsed, NotRehearsed):
             details = " (details: errors/rehearsal.txt)" * bool(self.rehearsed.traceback)
             return f"memory     not estimated: {self.rehearsed.reason}{details}"
-        estimate = self.rehearsed.estimate
+        estimate = self.estimate
+        assert estimate is not None
         if not self.mesh.memory:
             return f"memory     {estimate}"
-        fits = estimate.peak <= MARGIN * self.mesh.memory
-        warning = "" if fits else "; this probably will not fit"
+        warning = "" if self.fits else "; this probably will not fit"
         return f"memory     {estimate}, of {gib(self.mesh.memory)} GiB{warning}"
 
     def error(self, cause: BaseException) -> RLHFError:
@@ -99,23 +148,57 @@ class StepFit:
             recomputes = self.config.model.recompute == "full"
             more = "" if recomputes else " or set model.recompute to full"
             return RLHFError(f"{where}: lower batch.tokens{more}")
-        expected = f"a step was estimated at {gib(self.rehearsed.estimate.peak)} GiB"
-        advice = self._advice(self.rehearsed)
+        estimate = self.estimate
+        assert estimate is not None
+        advice = self._advice(estimate) + [f"use {more}" for more in self.rehearsed.lighter]
+        advice = advice or ["train with lora, or use a device with more memory"]
+        expected = f"a step was estimated at {gib(estimate.peak)} GiB"
         return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
 
-    def _advice(self, rehearsed: Rehearsed) -> list[str]:
+    def faster(self) -> str:
+        """Return a line that names a faster layout in which a step fits, if the configuration asks
+        for another."""
+        for layout in self.layouts:
+            if layout.cost + WORTH > self.chosen.cost:
+                break
+            other = self.under(*self.own, layout.name)
+            if other.fits:
+                return (
+                    f"faster     {layout.name} fits too, with {layout.settings}: "
+                    f"{gib(other.peak or 0)} of {gib(self.mesh.memory)} GiB"
+                )
+        return ""
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a mean layer of the trained model."""
+        assert isinstance(self.rehearsed, Rehearsed)
+        return self.rehearsed.policy.shape.mean_layer
+
+    @property
+    def own(self) -> tuple[int, Recompute]:
+        """`batch.tokens` and `model.recompute`."""
+        return self.config.batch.budget, self.config.model.recompute
+
+    def _advice(self, estimate: Estimate) -> list[str]:
         """Return what to change, the smallest change first, with what a step would then take."""
-        estimate = rehearsed.estimate
         advice = []
         tokens = self._fewer_tokens(estimate)
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
             advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
-        lean = self.under(self.config.batch.budget, "full").peak
-        if lean is not None and lean < estimate.peak:
-            advice.append(f"set model.recompute to full (about {gib(lean)} GiB)")
-        advice += [f"use {setting}" for setting in rehearsed.lighter]
-        return advice or ["train with lora, or use a device with more memory"]
+        others = {"set model.recompute to full": self.under(self.own[0], "full")}
+        if self.config.optim.states == "fp32" and self.config.model.dtype == "bf16":
+            optim = attrs.evolve(self.config.optim, states="bf16")
+            rounded = attrs.evolve(self.config, optim=optim)
+            others["use optim.states bf16"] = self._with(rounded, self.layout)
+        for layout in self.layouts:
+            if layout.cost > self.chosen.cost:
+                others[f"use {layout.settings}"] = self.under(*self.own, layout.name)
+        for setting, fit in others.items():
+            if fit.peak is not None and fit.peak < LESS * estimate.peak:
+                advice.append(f"{setting} (about {gib(fit.peak)} GiB)")
+        return advice
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
         """Return a budget that fits and holds the largest example, or 0."""

@@ -19,14 +19,14 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Mesh, Readout
+from rlhf.engine import Engine, Layout, Mesh, Readout, rehearsing_on
 from rlhf.errors import RLHFError, first_line
 from rlhf.memory.estimate import Estimate
-from rlhf.memory.step_bytes import step_bytes
+from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
-from rlhf.model.role import Role, plan_model
+from rlhf.model.role import POLICY, Role, layouts_of, plan_model
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.task import Task
 from rlhf.readouts.teachers import TOP_TOKENS
@@ -46,14 +46,40 @@ class UnknownError(Exception):
     """What a step takes cannot be computed without values."""
 
 
-@frozen
+@frozen(kw_only=True)
 class Rehearsed:
-    """Result of a rehearsal."""
+    """Result of a rehearsal: a step that was counted, for any layout of the trained model."""
 
-    estimate: Estimate
-    policy: Role
-    lighter: tuple[str, ...]
-    """The backend's settings that would take less, of all models."""
+    run: "Rehearsal"
+    step: CountedStep
+    tokens: int
+    """Number of tokens of its micro-batch."""
+    accumulates: bool
+
+    @property
+    def policy(self) -> Role:
+        """The trained model."""
+        return self.run.roles[POLICY]
+
+    @property
+    def lighter(self) -> tuple[str, ...]:
+        """The backend's settings with which models that are not trained would take less."""
+        return tuple(line for role in self.run.roles.values() for line in role.plan.lighter)
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Return what a step takes of each accelerator in a layout of the trained model."""
+        states = {name: dict(memory) for name, memory in self.run.memory(layout).items()}
+        policy = states[POLICY]
+        host = sum(parts.pop("host", 0) for parts in states.values())
+        updating, reducing = policy.pop("updating", 0), policy.pop("reducing", 0)
+        return Estimate(
+            states=states,
+            updating=updating,
+            step=self.step.bytes(gradients=policy.get("gradients", 0), reducing=reducing),
+            tokens=self.tokens,
+            accumulates=self.accumulates,
+            host=host,
+        )
 
 
 @frozen
@@ -72,7 +98,8 @@ def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
     own setup refuses next: then there is only a reason.
     """
     try:
-        return _rehearse(trainer, run)
+        with rehearsing_on(run.mesh.device.type):
+            return _rehearse(trainer, run)
     except UnknownError as error:
         return NotRehearsed(str(error))
     except Exception as error:  # Code of others, over tensors without values.
@@ -91,21 +118,13 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         rank=mesh.data.rank, ranks=mesh.data.size, device=mesh.device,
     )  # fmt: skip
     batch = run.without_values(largest(order, run.steps))
-    policy = run.roles["policy"]
-    states = {name: dict(role.memory) for name, role in run.roles.items()}
-    updating = states["policy"].pop("updating", 0)
-    reducing = states["policy"].pop("reducing", 0)
     modules = [role.engine.module for role in run.roles.values()]
-    gradients = states["policy"].get("gradients", 0)
-    estimate = Estimate(
-        states=states,
-        updating=updating,
-        step=step_bytes(actor, batch, modules, gradients=gradients, reducing=reducing),
+    return Rehearsed(
+        run=run,
+        step=count_step(actor, batch, modules),
         tokens=len(batch.tokens),
         accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
     )
-    lighter = tuple(line for role in run.roles.values() for line in role.plan.lighter)
-    return Rehearsed(estimate, policy, lighter)
 
 
 def largest(order: RunOrder, steps: int) -> PackedBatch:
@@ -135,6 +154,8 @@ class Rehearsal:
     examples: tuple[Examples, ...]
     device: torch.device = META
     roles: dict[str, Role] = attrs.field(factory=dict)
+    models: dict[str, ModelConfig | None] = attrs.field(factory=dict)
+    """The model of each role; None for the run's own."""
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
@@ -148,25 +169,46 @@ class Rehearsal:
         dropout: bool = True,
     ) -> Engine:
         """See `rlhf.trainer.Run`. Only the model's configuration is read."""
-        config = self.config
-        if model is not None:
-            config = attrs.evolve(config, model=model, lora=None)
+        config = config_with(self.config, model)
         module = empty_model(config, task)
         shape = shape_of(module)
         paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        plan, memory = plan_model(
-            self.hooks, config, self.mesh, shape, role, trained=trained, others=self.roles.values()
-        )
+        if trained:
+            layouts = layouts_of(self.hooks, config, self.mesh, shape)
+            plan = next(layout.plan for layout in layouts if layout.configured)
+        else:
+            plan, _ = plan_model(
+                self.hooks, config, self.mesh, shape, role, trained=False, others=()
+            )
         if not dropout:
             without_dropout(module)
         module.train(trained)
         if not trained:
             module.requires_grad_(False)
         engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory=memory, task=task)
+        self.models[role] = model
+        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory={}, task=task)
         return engine
+
+    def memory(self, layout: Layout) -> dict[str, Mapping[str, int]]:
+        """Return the bytes of each role in a layout of the trained one, by the backend."""
+        planned: dict[str, Role] = {}
+        for name, role in self.roles.items():
+            config = config_with(layout.config, self.models[name])
+            if name == POLICY:
+                plan, memory = layout.plan, self.hooks.estimate_memory(
+                    config=config, plan=layout.plan, model_shape=role.shape, mesh=self.mesh,
+                    trained=True,
+                )  # fmt: skip
+            else:
+                plan, memory = plan_model(
+                    self.hooks, config, self.mesh, role.shape, name, trained=False,
+                    others=planned.values(),
+                )  # fmt: skip
+            planned[name] = attrs.evolve(role, plan=plan, memory=memory)
+        return {name: role.memory for name, role in planned.items()}
 
     def reference(
         self,
@@ -185,7 +227,7 @@ class Rehearsal:
             self._attached[REFERENCE] = None
             return CachedReference()
         if chosen == "adapter":
-            return EngineReference(self.roles["policy"].engine, mode="adapter")
+            return EngineReference(self.roles[POLICY].engine, mode="adapter")
         engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
         return EngineReference(engine, mode="engine")
 
@@ -209,6 +251,11 @@ class Rehearsal:
             shape = (len(batch.tokens), *(() if width is None else (width,)))
             moved.values[name] = torch.empty(shape, device=META)
         return moved
+
+
+def config_with(config: Config, model: ModelConfig | None) -> Config:
+    """Return `config`, or the one of another model in the same run."""
+    return config if model is None else attrs.evolve(config, model=model, lora=None)
 
 
 class RehearsedEngine:

@@ -29,19 +29,34 @@ class StepBytes:
     """The peak including all gradients of weights so far: that of a step of one micro-batch."""
 
 
-def step_bytes(
-    trainer: Trainer,
-    batch: PackedBatch,
-    modules: Iterable[torch.nn.Module],
-    *,
-    gradients: int,
-    reducing: int = 0,
-) -> StepBytes:
+@frozen
+class CountedStep:
+    """One step on one micro-batch, as it was counted, for any way of storing gradients."""
+
+    activations: int
+    """Bytes alive when backward begins."""
+    peaks: tuple[tuple[int, int, int], ...]
+    """See `_Looks.peaks`."""
+    total: int
+    """Elements of all trained weights."""
+
+    def bytes(self, *, gradients: int, reducing: int = 0) -> StepBytes:
+        """Return what the step takes if all gradients take `gradients` bytes, and up to `reducing`
+        bytes of them are whole until they are reduced."""
+        return StepBytes(
+            self.activations,
+            peak=max(live + min(whole, reducing) for live, _, whole in self.peaks),
+            growing=max(live + gradients * done // self.total for live, done, _ in self.peaks),
+        )
+
+
+def count_step(
+    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module]
+) -> CountedStep:
     """Run survey, loss and backward on `batch` and return what they take.
 
-    Gradients of weights are released at once. They belong to the backend: all of them take
-    `gradients` bytes, and up to `reducing` bytes of them are whole until they are reduced. A survey
-    of other examples runs on those of the loss.
+    Gradients of weights are released at once, since they belong to the backend. A survey of other
+    examples runs on those of the loss.
     """
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
@@ -59,11 +74,7 @@ def step_bytes(
         finally:
             for hook in hooks:
                 hook.remove()
-    return StepBytes(
-        activations,
-        peak=max(live + min(whole, reducing) for live, _, whole in looks.peaks),
-        growing=max(live + gradients * done // total for live, done, _ in looks.peaks),
-    )
+    return CountedStep(activations, tuple(looks.peaks), total)
 
 
 class LiveBytes(TorchDispatchMode):

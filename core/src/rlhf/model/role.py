@@ -1,18 +1,20 @@
 """A model of a run: its engine, its plan, and what it takes of an accelerator."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import frozen
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config
-from rlhf.engine import Engine, Mesh, ModelShape, Plan
+from rlhf.engine import Engine, Layout, Mesh, ModelShape, Plan
 from rlhf.model.probe import AttentionPath
 from rlhf.model.task import Task
 from rlhf.registry.gateway import BackendGateway
 
-MOMENTARY = ("updating", "reducing")
-"""Parts of a backend's estimate that are not there from step to step."""
+POLICY = "policy"
+"""The role of the trained model."""
+ELSEWHERE = ("updating", "reducing", "host")
+"""Parts of a backend's estimate that an accelerator does not hold from step to step."""
 
 
 @frozen(kw_only=True)
@@ -32,6 +34,20 @@ class Role:
     """The learning rate's; None if it is not trained."""
 
 
+def layouts_of(
+    hooks: BackendGateway, config: Config, mesh: Mesh, shape: ModelShape
+) -> Sequence[Layout]:
+    """Return the backend's layouts of the trained model; of a backend that knows of none, its
+    plan."""
+    layouts = hooks.layouts(config=config, mesh=mesh, model_shape=shape)
+    if layouts:
+        return layouts
+    plan = hooks.configure_zero(
+        config=config, mesh=mesh, model_shape=shape, role=POLICY, trained=True, occupied=0
+    )
+    return [Layout(name="", settings="", config=config, plan=plan, cost=0.0, configured=True)]
+
+
 def plan_model(
     hooks: BackendGateway,
     config: Config,
@@ -45,7 +61,7 @@ def plan_model(
     """Return how the backend will run the model of `role` beside those that are loaded, and what
     that takes of each accelerator."""
     occupied = sum(
-        size for other in others for name, size in other.memory.items() if name not in MOMENTARY
+        size for other in others for name, size in other.memory.items() if name not in ELSEWHERE
     )
     plan = hooks.configure_zero(
         config=config, mesh=mesh, model_shape=shape, role=role, trained=trained, occupied=occupied

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import attrs
+
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
@@ -88,9 +90,13 @@ def choose_fit(
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
     # Ranks may see different amounts of device memory: rank 0 decides.
-    chosen = choose(fit, any_tokens=any_tokens) if mesh.rank == 0 else None
-    choice, line = mesh.gather(chosen)[0]
-    return fit.under(*choice), line
+    settled = None
+    if mesh.rank == 0:
+        choice, line = choose(fit, any_tokens=any_tokens)
+        fit = fit.under(*choice)
+        settled = fit.resolved, line
+    config, line = mesh.gather(settled)[0]
+    return attrs.evolve(fit, config=config), line
 
 
 def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
@@ -100,7 +106,7 @@ def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
         return []
     if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
         write_error(path, "rehearsal.txt", fit.rehearsed.traceback)
-    return [line for line in (choice, fit.line()) if line]
+    return [line for line in (choice, fit.line(), fit.faster()) if line]
 
 
 def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:

@@ -27,7 +27,7 @@ from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
-from rlhf.memory.step_bytes import step_bytes
+from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PathName
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
@@ -158,7 +158,7 @@ def step_memory(
     batch = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step.peak)
-    measured = step_bytes(session.trainer, batch, modules, gradients=0)
+    measured = count_step(session.trainer, batch, modules).bytes(gradients=0)
     return rehearsed, (measured.activations, measured.peak)
 
 

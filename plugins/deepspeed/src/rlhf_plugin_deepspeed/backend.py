@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import EngineState, Mesh, ModelShape, Plan, SavedState
+from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, zero
@@ -24,6 +24,7 @@ from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.frozen import plan_frozen
+from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.versions import installed_version
@@ -68,6 +69,10 @@ class DeepSpeedBackend:
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
         return memory.estimate(config, plan, model_shape, world=mesh.data.size, trained=trained)
+
+    @hookimpl
+    def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
+        return layouts(config, mesh, model_shape)
 
     @hookimpl
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:

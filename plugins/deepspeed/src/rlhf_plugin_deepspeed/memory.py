@@ -25,29 +25,31 @@ class Bytes:
 
     weight: int
     gradient: int
+    master: int
     optimizer: int
+    """Adam's two moments."""
 
 
 def bytes_per_parameter(config: Config, *, stage: int) -> Bytes:
     """Return the bytes of each state. Adam's two moments and the master weights are fp32, or bf16
     with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
     if config.model.dtype == "fp32":
-        return Bytes(weight=4, gradient=4, optimizer=8 if stage == 0 else 12)
-    # The weights are rounded themselves, at stage 3 a copy of them.
-    in_bf16 = 6 if stage == 3 else 4
-    return Bytes(weight=2, gradient=2, optimizer=in_bf16 if config.optim.states == "bf16" else 12)
+        return Bytes(weight=4, gradient=4, master=0 if stage == 0 else 4, optimizer=8)
+    if config.optim.states == "bf16":
+        # The weights are rounded themselves, at stage 3 a copy of them.
+        return Bytes(weight=2, gradient=2, master=2 if stage == 3 else 0, optimizer=4)
+    return Bytes(weight=2, gradient=2, master=4, optimizer=8)
 
 
 def states(
     config: Config, shape: ModelShape, *, stage: int, world: int, offload_optimizer: bool
 ) -> dict[str, int]:
-    """Return the bytes of `weights`, `gradients` and `optimizer` on each accelerator."""
+    """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each
+    accelerator."""
     size = bytes_per_parameter(config, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
-    optimizer = 0 if offload_optimizer else shape.trainable * size.optimizer
-    if stage >= 1:
-        optimizer //= world
+    updated = 0 if offload_optimizer else shape.trainable // (world if stage >= 1 else 1)
     if stage >= 2:
         # With the optimizer on the host, gradients are added up there.
         gradients = 0 if offload_optimizer else gradients // world
@@ -56,7 +58,12 @@ def states(
     if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
         weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "masters": updated * size.master,
+        "optimizer": updated * size.optimizer,
+    }
 
 
 def estimate(
@@ -64,7 +71,7 @@ def estimate(
 ) -> Mapping[str, int]:
     """Return what stays on each accelerator through a step; `updating` is what the optimizer's step
     takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
-    are reduced or added to the others."""
+    are reduced or added to the others, `host` what each rank has in host memory."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     size = bytes_per_parameter(config, stage=plan.stage)
     offloaded = "offload_optimizer" in zero
@@ -75,8 +82,13 @@ def estimate(
         # On one rank the shards are the weights.
         if on_host or world > 1:
             parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
+    host = shape.parameters * size.weight // world if "offload_param" in zero else 0
     if not trained:
-        return {"weights": parts["weights"]}
+        return {"weights": parts["weights"], "host": host}
+    if offloaded:
+        # Gradients are added up in float32 there.
+        host += shape.trainable * (size.master + size.optimizer + 4) // world
+    parts["host"] = host
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:
         # DeepSpeed allocates its share of the gradients at the start, as a buffer.

@@ -13,7 +13,8 @@ from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 SHARE = 0.6
-"""The share of the accelerator's memory for the states; the rest is for activations and buffers."""
+"""The share of the accelerator's memory for the states, where a step could not be rehearsed; the
+rest is for activations and buffers."""
 BUCKET = 200_000_000
 """Elements that are reduced or gathered at once."""
 LEAST_BUCKET = 50_000_000
@@ -34,14 +35,13 @@ def plan(
     its optimizer's name and `reason` says why it is not DeepSpeed's. Other models take `occupied`
     bytes of each accelerator."""
     resolved = resolve(config.backend_section)
-    stage, why = resolved.stage, "as configured"
+    stage, why = resolved.stage, ""
     if stage == "auto":
         stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
-    lighter = _lighter(config, resolved, shape, mesh, stage=stage)
     made = plan_at(config, mesh, shape, evolve(resolved, stage=stage), why=why, trained=optimizer)
     more = f" ({reason})" * bool(reason)
-    return evolve(made, summary=made.summary + more + restricted(config), lighter=lighter)
+    return evolve(made, summary=made.summary + more + restricted(config))
 
 
 def plan_at(
@@ -81,17 +81,18 @@ def plan_at(
         **_precision(precision, stage=stage, rounded=rounded),
     }
     ranks = "1 rank" if mesh.data.size == 1 else f"{mesh.data.size} ranks"
-    parts = (f"ZeRO {stage} ({why})", precision, ranks, trained)
+    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, trained)
     return Plan(
         stage=stage,
         precision=precision,
         settings=overlay(settings, section.config),
-        summary=", ".join(filter(None, parts)) + _offloads(resolved),
+        summary=", ".join(filter(None, parts)) + offloads(resolved),
         patches=patches,
     )
 
 
-def _offloads(resolved: Resolved) -> str:
+def offloads(resolved: Resolved) -> str:
+    """Return what is on the CPU, for the end of a summary or a name."""
     names = ["optimizer"] * resolved.offload_optimizer + ["parameters"] * resolved.offload_param
     return f", {' and '.join(names)} on the CPU" if names else ""
 
@@ -103,56 +104,6 @@ def restricted(config: Config) -> str:
     if older(NEWEST, version):
         return f", correctness patches only (deepspeed {version} is newer than {NEWEST})"
     return ", correctness patches only" if section.patches == "correctness" else ""
-
-
-def _lighter(
-    config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, *, stage: int
-) -> tuple[str, ...]:
-    """Return the settings that take less memory than `stage` does: higher stages, states in bf16,
-    and the optimizer on the CPU, each with its own bytes."""
-    now = _needed(config, resolved, shape, mesh, stage)
-    section: DeepSpeedConfig = config.backend_section
-    by_preset = section.stage == "auto"
-    proposals = []
-    for higher in _allowed(config, resolved):
-        if higher > stage:
-            by_stage = section.preset == "auto"
-            name = f"deepspeed.stage {higher}" if by_stage else _preset(higher, resolved)
-            target = resolved if by_stage else _as_preset(higher, resolved)
-            proposals.append((name, _needed(config, target, shape, mesh, higher)))
-    if config.model.dtype == "bf16" and not resolved.offload_optimizer:
-        rounded = evolve(config, optim=evolve(config.optim, states="bf16"))
-        proposals.append(("optim.states bf16", _needed(rounded, resolved, shape, mesh, stage)))
-    if (
-        not resolved.offload_optimizer
-        and not config.model.quantize
-        and config.optim.states == "fp32"
-    ):
-        above, target = max(stage, 1), evolve(resolved, offload_optimizer=True)
-        if by_preset:
-            name, target = _preset(above, target), _as_preset(above, target)
-        else:
-            sharded = f"deepspeed.stage {above} and " * (stage != above)
-            name = f"{sharded}deepspeed.offload_optimizer true"
-        proposals.append((name, _needed(config, target, shape, mesh, above)))
-    return tuple(
-        f"{name} ({gib(size)} GiB of states instead of {gib(now)})"
-        for name, size in proposals
-        if size < 0.95 * now
-    )
-
-
-def _preset(stage: int, resolved: Resolved) -> str:
-    dtype = f" and model.dtype {resolved.dtype}" if resolved.dtype else ""
-    return f"deepspeed.preset zero{stage}{'_offload' * resolved.offload_optimizer}{dtype}"
-
-
-def _as_preset(stage: int, resolved: Resolved) -> Resolved:
-    """Return what the preset of `stage` sets: zero3_offload puts the parameters on the CPU too."""
-    return evolve(
-        resolved,
-        offload_param=resolved.offload_param or (stage == 3 and resolved.offload_optimizer),
-    )
 
 
 def _choose_stage(

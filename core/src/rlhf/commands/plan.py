@@ -1,0 +1,135 @@
+"""`rlhf plan NAME CONFIG`: what a step takes of each accelerator in every layout of the backend,
+what fits, and what a run would choose. Reads no weights and starts no process group."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf.config.sections import Config
+from rlhf.engine import Mesh, ModelShape, gib
+from rlhf.errors import RLHFError
+from rlhf.launch.machine import GIB
+from rlhf.memory.choice import choose
+from rlhf.memory.fit import StepFit
+from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.registry.gateway import load_hooks
+from rlhf.request.reader import Request
+from rlhf.run.dataset import prepare_data
+from rlhf.run.set_up import step_fit
+
+OTHER = ("buffers", "optimizer's step")
+"""Parts that the table adds up in one column."""
+FIRST = ("layout", "weights", "gradients", "masters", "optimizer", "other", "activations", "head")
+LAST = ("peak", "host", "fits")
+
+
+def plan_command(request: Request, options: argparse.Namespace) -> int:
+    """Print the layouts and the choice; returns 0, or 2 if no layout fits."""
+    data = prepare_data(request)
+    hooks, _ = load_hooks(request.config)
+    mesh = mesh_of(options, nproc=request.nproc)
+    fit = step_fit(request.config, data, mesh, hooks)
+    if isinstance(fit.rehearsed, NotRehearsed):
+        raise RLHFError(f"no plan: {fit.rehearsed.reason}")
+    choice, reason = choose(fit, any_tokens=request.config.batch.tokens == "auto")
+    chosen = fit.under(*choice)
+    rows = [_row(chosen, layout.name) for layout in fit.layouts]
+    report = {
+        "gpus": mesh.world,
+        "gpu_memory": mesh.memory,
+        "tokens": choice.tokens,
+        "recompute": choice.recompute,
+        "chosen": chosen.chosen.name,
+        "reason": reason or _reason(chosen),
+        "fits": chosen.fits,
+        "faster": chosen.faster(),
+        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.policy.shape),
+        "layouts": rows,
+    }
+    print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report, request)))
+    return 0 if any(row["fits"] for row in rows) else 2
+
+
+def mesh_of(options: argparse.Namespace, *, nproc: int | None) -> Mesh:
+    """Return the ranks to plan for: those of `options`, and this machine's where it says nothing.
+    Raises RLHFError if the memory of an accelerator is not known."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    ranks = options.gpus or nproc or (torch.accelerator.device_count() if device else 1)
+    if options.gpu_memory is not None:
+        return Mesh(
+            world=ranks, device=device or torch.device("cuda"), memory=int(options.gpu_memory * GIB)
+        )
+    if device is None:
+        raise RLHFError("this machine has no accelerator; pass the memory of one: --gpu-memory 80")
+    total = torch.get_device_module(device).mem_get_info()[1]
+    return Mesh(world=ranks, device=device, memory=total)
+
+
+def _row(fit: StepFit, layout: str) -> dict[str, Any]:
+    """Return what a layout takes of each accelerator and of the host, in bytes."""
+    row = fit.under(*fit.own, layout)
+    estimate = row.estimate
+    assert estimate is not None
+    return {
+        "layout": layout or row.chosen.plan.summary,
+        "settings": row.chosen.settings,
+        "parts": estimate.parts(),
+        "peak": estimate.peak,
+        "host": estimate.host,
+        "fits": row.fits,
+    }
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of a checkpoint: of each trained weight the highest precision and two
+    moments, and frozen weights unless they are the base of an adapter."""
+    rounded = config.optim.states == "bf16"
+    frozen = 0 if config.lora is not None else shape.parameters - shape.trainable
+    each = 4 if config.model.dtype == "fp32" else 2
+    return 3 * (2 if rounded else 4) * shape.trainable + each * frozen
+
+
+def _reason(fit: StepFit) -> str:
+    """Return why nothing was changed."""
+    several = sum(layout.configured for layout in fit.layouts) > 1
+    what = "the fastest layout" if several else "as configured"
+    return f"{what}, and a step fits" if fit.fits else f"{what}; a step does not fit"
+
+
+def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
+    """Return the table, in GiB, and the choice below it."""
+    memory = report["gpu_memory"]
+    title = (
+        f"{request.name} {request.config.model.path}: {report['gpus']} x {gib(memory)} GiB, "
+        f"{report['tokens']:,} tokens per micro-batch, recompute {report['recompute']}"
+    )
+    cells = [_cells(row) for row in report["layouts"]]
+    roles = (name for row in cells for name in row if name not in (*FIRST, *LAST))
+    columns = [*FIRST, *dict.fromkeys(roles), *LAST]
+    first = max(len(row["layout"]) for row in cells)
+    widths = {name: max(len(name), 6) for name in columns} | {"layout": first}
+    table = [
+        "  ".join(
+            f"{row.get(name, '-'):{'<' if name in ('layout', 'fits') else '>'}{widths[name]}}"
+            for name in columns
+        ).rstrip()
+        for row in [{name: name for name in columns}, *cells]
+    ]
+    checkpoint = f"disk       {gib(report['checkpoint'])} GiB for each checkpoint"
+    chosen = f"chosen     {report['chosen'] or 'the plan'}: {report['reason']}"
+    return [title, "GiB per rank at the peak of a step", "", *table, "", chosen] + [
+        line for line in (report["faster"], checkpoint) if line
+    ]
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    parts: dict[str, int] = {}
+    for name, size in row["parts"].items():
+        column = "other" if name in OTHER else name
+        parts[column] = parts.get(column, 0) + size
+    sizes = parts | {"peak": row["peak"], "host": row["host"]}
+    cells = {name: gib(size) if size else "-" for name, size in sizes.items()}
+    return {"layout": row["layout"]} | cells | {"fits": "yes" if row["fits"] else "no"}

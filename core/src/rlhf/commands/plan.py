@@ -42,8 +42,9 @@ def plan_command(request: Request, options: argparse.Namespace) -> int:
         "gpu_memory": mesh.memory,
         "tokens": choice.tokens,
         "recompute": choice.recompute,
-        "chosen": chosen.chosen.name,
-        "reason": reason or _reason(chosen),
+        "chosen": chosen.chosen.name or chosen.chosen.plan.summary,
+        "reason": reason,
+        "peak": chosen.peak,
         "fits": chosen.fits,
         "faster": chosen.faster(),
         "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.policy.shape),
@@ -92,13 +93,6 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     return 3 * (2 if rounded else 4) * shape.trainable + each * frozen
 
 
-def _reason(fit: StepFit) -> str:
-    """Return why nothing was changed."""
-    several = sum(layout.configured for layout in fit.layouts) > 1
-    what = "the fastest layout" if several else "as configured"
-    return f"{what}, and a step fits" if fit.fits else f"{what}; a step does not fit"
-
-
 def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
     """Return the table, in GiB, and the choice below it."""
     memory = report["gpu_memory"]
@@ -119,9 +113,12 @@ def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
         for row in [{name: name for name in columns}, *cells]
     ]
     checkpoint = f"disk       {gib(report['checkpoint'])} GiB for each checkpoint"
-    chosen = f"chosen     {report['chosen'] or 'the plan'}: {report['reason']}"
+    chosen = (
+        f"chosen     {report['chosen']}: a step takes {gib(report['peak'])} of {gib(memory)} GiB"
+    )
+    more = (report["reason"], report["faster"], checkpoint)
     return [title, "GiB per rank at the peak of a step", "", *table, "", chosen] + [
-        line for line in (report["faster"], checkpoint) if line
+        line for line in more if line
     ]
 
 

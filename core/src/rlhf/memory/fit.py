@@ -192,12 +192,15 @@ class StepFit:
             optim = attrs.evolve(self.config.optim, states="bf16")
             rounded = attrs.evolve(self.config, optim=optim)
             others["use optim.states bf16"] = self._with(rounded, self.layout)
-        for layout in self.layouts:
-            if layout.cost > self.chosen.cost:
-                others[f"use {layout.settings}"] = self.under(*self.own, layout.name)
         for setting, fit in others.items():
             if fit.peak is not None and fit.peak < LESS * estimate.peak:
                 advice.append(f"{setting} (about {gib(fit.peak)} GiB)")
+        least = estimate.peak
+        for layout in self.layouts:
+            peak = self.under(*self.own, layout.name).peak or least
+            if layout.cost > self.chosen.cost and peak < LESS * least:
+                least = peak
+                advice.append(f"use {layout.settings} (about {gib(peak)} GiB)")
         return advice
 
     def _fewer_tokens(self, estimate: Estimate) -> int:

@@ -138,8 +138,8 @@ class DeepSpeedConfig:
     parameters on the CPU). `_cpuoffload` is another spelling of `_offload`."""
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
-    weights. auto is the preset's, else the smallest whose states fit 60 % of the accelerator's
-    memory."""
+    weights. auto is the preset's, else the fastest in which a step fits the accelerator; where that
+    is not known, the smallest whose states fit 60 % of its memory."""
     offload_optimizer: bool | None = None
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""

@@ -1,0 +1,85 @@
+"""`rlhf plan`: the table, JSON, hardware as an argument, and what it advises."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fits import on_accelerator, small_run
+
+from rlhf.commands.main import main
+from rlhf.engine import GIB
+from rlhf.memory.choice import Choice, choose
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return small_run(tmp_path_factory.mktemp("plan"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+    code = main(["plan", "sft", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_parts_of_a_layout_add_up_to_its_peak(words, capsys):
+    code, report = planned(capsys, *words, "--gpus", "2", "--gpu-memory", "1")
+    assert code == 0
+    assert (report["gpus"], report["gpu_memory"]) == (2, GIB)
+    assert [row["layout"] for row in report["layouts"]][:4] == [f"ZeRO {n}" for n in range(4)]
+    for row in report["layouts"]:
+        assert sum(row["parts"].values()) == row["peak"]
+        assert bool(row["host"]) == ("CPU" in row["layout"])
+    assert report["chosen"] == "ZeRO 0"
+    assert report["reason"] == report["faster"] == ""
+    assert not Path(words[words.index("--output") + 1]).exists()
+
+
+def test_hardware_may_come_before_the_name(words, capsys):
+    _, after = planned(capsys, *words, "--gpus", "4", "--gpu-memory", "0.5")
+    assert main(["plan", "--gpus", "4", "--gpu-memory", "0.5", "--json", "sft", *words]) == 0
+    assert json.loads(capsys.readouterr().out) == after
+
+
+def test_the_first_layout_in_which_a_step_fits_is_chosen(words, capsys):
+    tokens = ("--batch.tokens", "200", "--model.recompute", "none", "--gpus", "8")
+    _, report = planned(capsys, *words, *tokens, "--gpu-memory", "1")
+    peaks = {row["layout"]: row["peak"] for row in report["layouts"]}
+    assert peaks["ZeRO 3"] < peaks["ZeRO 0"]
+    memory = peaks["ZeRO 3"] / 0.95 / GIB
+    code, report = planned(capsys, *words, *tokens, "--gpu-memory", f"{memory * 1.001}")
+    fitting = [row["layout"] for row in report["layouts"] if row["fits"]]
+    assert (code, report["chosen"]) == (0, fitting[0])
+    assert report["reason"].startswith(f"layout     {fitting[0]}: a step would take ")
+
+
+def test_the_plan_and_the_run_choose_alike(words, capsys):
+    _, report = planned(capsys, *words, "--gpu-memory", "1")
+    choice, _ = choose(on_accelerator(words, GIB), any_tokens=True)
+    assert isinstance(choice, Choice)
+    assert (report["tokens"], report["recompute"]) == (choice.tokens, choice.recompute)
+
+
+def test_stage_3_where_a_faster_layout_fits_is_named(words, capsys):
+    assert main(["plan", "sft", *words, "--gpu-memory", "1", "--deepspeed.stage", "3"]) == 0
+    output = capsys.readouterr().out
+    assert "\nchosen     ZeRO 3: a step takes 0." in output
+    assert "\nfaster     ZeRO 0 fits too, with deepspeed.stage 0: 0." in output
+
+
+def test_where_nothing_fits_the_exit_code_says_so(words, capsys):
+    code, report = planned(capsys, *words, "--gpu-memory", "0.0001")
+    assert code == 2
+    assert not report["fits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "argument --gpus: expected a number above 0, got '0'"),
+        (["--gpu-memory", "much"], "argument --gpu-memory: expected a number above 0, got 'much'"),
+        ([], "this machine has no accelerator; pass the memory of one: --gpu-memory 80"),
+    ],
+)
+def test_bad_hardware_is_refused(options, message, words, capsys):
+    assert main(["plan", "sft", *words, *options]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

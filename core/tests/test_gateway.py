@@ -81,7 +81,9 @@ def test_an_extension_edits_the_plan_and_the_first_is_the_outermost() -> None:
             return ["inner", *(yield)]
 
     gateway, _ = build_gateways(backend(), [Outer(), Inner()])
-    plan = gateway.configure_zero(config="c", mesh="m", model_shape="s")  # type: ignore[arg-type]
+    plan = gateway.configure_zero(  # type: ignore[arg-type]
+        config="c", mesh="m", model_shape="s", role="policy", trained=True, occupied=0
+    )
     assert plan[:4] == ["outer", "s", "inner", "configure_zero"]  # type: ignore[index]
 
 

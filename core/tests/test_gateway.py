@@ -275,7 +275,7 @@ class Meddler:
         (
             Unknown,
             "'configure_zero' takes 'model', which the hook does not pass; "
-            "available: config, mesh, model_shape",
+            "available: config, mesh, model_shape, role, trained, occupied",
         ),
         (
             Default,

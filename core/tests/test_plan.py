@@ -7,7 +7,7 @@ import pytest
 from fits import on_accelerator, small_run
 
 from rlhf.commands.main import main
-from rlhf.engine import GIB
+from rlhf.engine import GIB, gib
 from rlhf.memory.choice import Choice, choose
 
 
@@ -32,6 +32,32 @@ def test_the_parts_of_a_layout_add_up_to_its_peak(words, capsys):
     assert report["chosen"] == "ZeRO 0"
     assert report["reason"] == report["faster"] == ""
     assert not Path(words[words.index("--output") + 1]).exists()
+
+
+def test_the_table_word_for_word(words, capsys):
+    one = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
+    options = (*words, *one, "--gpus", "2", "--gpu-memory", "1")
+    _, report = planned(capsys, *options)
+    assert main(["plan", "sft", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        f"sft {words[1]}: 2 x 1.0 GiB, 8,192 tokens per micro-batch, recompute auto"
+    )
+    assert lines[1] == "GiB per rank at the peak of a step"
+    assert lines[3].split() == [
+        "layout", "weights", "gradients", "masters", "optimizer", "other", "activations", "head",
+        "peak", "host", "fits",
+    ]  # fmt: skip
+    assert [line[:43].rstrip() for line in lines[4:7]] == [
+        "ZeRO 3",
+        "ZeRO 3, optimizer on the CPU",
+        "ZeRO 3, optimizer and parameters on the CPU",
+    ]
+    peak = gib(report["peak"])
+    assert lines[8:] == [
+        f"chosen     ZeRO 3: a step takes {peak} of 1.0 GiB",
+        f"disk       {gib(report['checkpoint'])} GiB for each checkpoint",
+    ]
 
 
 def test_hardware_may_come_before_the_name(words, capsys):

@@ -91,8 +91,8 @@ class StepFit:
 
     @property
     def resolved(self) -> Config:
-        """The configuration with nothing left to choose, if a step could be rehearsed."""
-        return self.chosen.config if self.layouts else self.config
+        """The configuration with nothing left to choose, if a layout was chosen."""
+        return self.chosen.config if self.layout else self.config
 
     @property
     def peak(self) -> int | None:

@@ -187,8 +187,8 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path
 
 
 def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = ("--train.epochs", "3", "--observers", "[witness]", "--nproc", "2")
-    process = start(*words, STEP_SECONDS="0.3")
+    words = ("--train.epochs", "3", "--observers", "[witness]", "--checkpoint.async", "true")
+    process = start(*words, "--nproc", "2", STEP_SECONDS="0.3")
     wait_for(tmp_path / "events", '["step", 2]')
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
@@ -196,8 +196,9 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) 
     assert "stopped by a signal after saving; continue with --resume" in output
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name < "step-000018"
-    code, output, errors = finish(start(*words, "--resume"))
+    code, output, errors = finish(start(*words, "--resume", "--nproc", "1"))
     assert code == 0, errors
+    assert "steps to go; saved by 2 ranks: random numbers are drawn anew\n" in output
     assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == list(range(1, 19))
 
 

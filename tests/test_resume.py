@@ -1,5 +1,7 @@
 """Resume is exact: a resumed run is the same, bit for bit, as one that never stopped."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,25 @@ def test_other_rows_under_the_old_name_are_refused(
     message = (
         r"step-000002 was written in training on 22 examples of 1,168 tokens but data.train "
         r"now has 21 of 1,1\d\d; restore the old rows, or start again with --overwrite"
+    )
+    with pytest.raises(RankFailure, match=message):
+        one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+
+
+def test_another_model_in_the_old_folder_is_refused_before_its_weights_are_read(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(inputs.model, model)
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--model", str(model))
+    one.run(sft_runs.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
+    config = model / "config.json"
+    wider = json.loads(config.read_text()) | {"intermediate_size": 24}
+    config.write_text(json.dumps(wider))
+    (model / "model.safetensors").unlink()
+    message = (
+        r"step-000002 is of another model: model\.model\.layers\.0\.mlp\.gate_proj\.weight is of "
+        r"shape \[\d+, \d+\] there but has the shape \[24, \d+\] here; bring the old model back"
     )
     with pytest.raises(RankFailure, match=message):
         one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow, saved_weights
@@ -132,6 +133,33 @@ def test_a_checkpoint_continues_in_another_layout(tmp_path, source, target, adap
     assert later.losses == pytest.approx(straight.losses[3:], rel=1e-5)
     assert later.norms == pytest.approx(straight.norms[3:], rel=1e-4)
     assert later.rates == straight.rates[3:]
+
+
+def run_in_fp16(case):
+    """As `run`, with the CPU taken for an accelerator that has fp16; the scale at the end too."""
+    get_accelerator().is_fp16_supported = lambda: True
+    backend = DeepSpeedBackend()
+    try:
+        outcome, engine, mesh = follow(backend, case)
+        backend.close_mesh(mesh)
+        return outcome, engine.loss_scale()
+    finally:
+        del get_accelerator().is_fp16_supported
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 3), (3, 0)])
+def test_the_loss_scale_of_fp16_goes_along(pair, single, tmp_path, source, target):
+    def case(stage, **options):
+        config = configure(DeepSpeedConfig(stage=stage), dtype="fp16")
+        return Case(config=config, steps=12, **options)
+
+    straight, scale = pair.run(run_in_fp16, case(source, save=(8, tmp_path)))[0]
+    ((later, scale_later),) = single.run(run_in_fp16, case(target, load=tmp_path))
+    # The scale starts at 2^16, at which the first steps are skipped.
+    assert scale < 2**16
+    assert scale_later == scale
+    assert later.skipped == straight.skipped[8:]
+    assert later.losses == pytest.approx(straight.losses[8:], rel=1e-2)
 
 
 def test_a_checkpoint_of_another_backend_continues(pair, tmp_path):

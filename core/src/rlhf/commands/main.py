@@ -26,6 +26,7 @@ TRAINER_COMMANDS = {
     "config": "print every setting with its value, as YAML",
     "inspect": "show the rows as the model sees them",
     "plan": "what a step takes of the accelerators, at each ZeRO stage and offload",
+    "verify": "take two steps in several ways; exit 1 if hardware or a stop changes the curve",
 }
 FOLDER_COMMANDS = {
     "export": ("CHECKPOINT", "write a model folder from RUN/checkpoints/step-N, or from RUN"),
@@ -200,6 +201,8 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
             from rlhf.commands.plan import plan_command
 
             return plan_command(request, options)
+        case "verify":
+            from rlhf.commands.verify import verify_command as command
         case _:
             from rlhf.commands.run import run_command as command
     return command(request)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.folder import run_folder
-from rlhf.launch.hosts import check_world, place_of_host
+from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.local import Ranks, die_with_parent, num_devices
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
@@ -38,7 +38,7 @@ def run_command(request: Request) -> int:
         raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
     else:
         folder = Path(request.config.output)
-    ranks = request.nproc or place.nproc or (1 if request.demo else num_devices())
+    ranks = num_ranks(request, place)
     from rlhf.run.dataset import prepare_data
     from rlhf.run.rank import run_rank
 
@@ -51,3 +51,8 @@ def run_command(request: Request) -> int:
         command, ranks, checkpoint.stop_timeout,
         place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
     ).wait()  # fmt: skip
+
+
+def num_ranks(request: Request, place: Place) -> int:
+    """Return the number of ranks that are started on this host."""
+    return request.nproc or place.nproc or (1 if request.demo else num_devices())

@@ -74,14 +74,14 @@ def write_whole(path: Path, text: str) -> None:
 
 def free_space(folder: Path) -> int:
     """Return the bytes that are free where `folder` is, or will be."""
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def write_speed(folder: Path) -> float:
     """Return the bytes per second at which a file of up to 256 MiB is written and flushed to the
     disk of `folder`, in about a second. Raises RLHFError if the folder cannot be written."""
     block, start = os.urandom(SPEED_BLOCK), time.perf_counter()
-    with writing(folder), tempfile.TemporaryFile(dir=_existing(folder)) as file:
+    with writing(folder), tempfile.TemporaryFile(dir=existing(folder)) as file:
         for number in range(1, 257):
             file.write(block)
             if number % 16 == 0:
@@ -92,7 +92,7 @@ def write_speed(folder: Path) -> float:
         return number * SPEED_BLOCK / (time.perf_counter() - start)
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from rlhf.launch import places
 from rlhf.launch.hosts import ONE_HOST, Place
@@ -56,11 +57,13 @@ class Ranks:
         signals: Sequence[str] = ("TERM",),
         places_in: Path | None = None,
         silence: float = 45.0,
+        output: IO[bytes] | None = None,
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
         other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
         run. After one, ranks that wait for one another, by their places in the folder `places_in`,
-        are ended once they have been silent for `silence` seconds."""
+        are ended once they have been silent for `silence` seconds. `output` gets what the ranks
+        print."""
         self._patience, self._grace, self._silence = patience, grace, silence
         self._places_in, self._began = places_in, time.time()
         self._deadline: float | None = None
@@ -76,7 +79,9 @@ class Ranks:
         for local in range(count):
             ranks = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
-            self.processes.append(subprocess.Popen(command, env=variables))
+            self.processes.append(
+                subprocess.Popen(command, env=variables, stdout=output, stderr=output)
+            )
 
     def wait(self) -> int:
         """Return the exit code of the run; the first rank that fails ends the others."""

@@ -1,0 +1,264 @@
+"""`rlhf verify`: two steps of a configuration on this machine, in another layout, and stopped and
+resumed."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, Literal
+
+import attrs
+import yaml
+from attrs import frozen
+
+from rlhf.commands.run import num_ranks
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError
+from rlhf.folder.checkpoints import step_folder
+from rlhf.folder.disk import existing, writing
+from rlhf.folder.run_folder import RECORDED
+from rlhf.launch.hosts import place_of_host
+from rlhf.launch.local import STOPPED, Ranks, num_devices
+from rlhf.launch.signals import catch
+from rlhf.launch.slurm import join_slurm
+from rlhf.request.reader import Request
+from rlhf.request.settings_tree import to_tree
+from rlhf.run.comparison import (
+    BOUNDS,
+    STEPS,
+    first_changed,
+    first_difference,
+    largest_difference,
+    losses,
+)
+from rlhf.run.dataset import Dataset, prepare_data
+
+PREFIX, OUTPUT = ".verify-", "output.txt"
+SHARDED = 2
+"""The stage that a configuration without sharding is compared with."""
+
+
+@frozen(kw_only=True)
+class Layout:
+    """What the curve of a run must not depend on."""
+
+    ranks: int
+    stage: Any
+    """The backend's section of the configuration, which has the stage."""
+    tokens: int | Literal["auto"]
+    """`batch.tokens`."""
+
+
+class RunFailed(Exception):
+    """A run ended with an exit code other than 0."""
+
+    def __init__(self, name: str, code: int, output: str) -> None:
+        found = re.search("^(error|Traceback)", output, re.MULTILINE)
+        super().__init__(f"the run '{name}' failed:\n{output[found.start() if found else 0 :]}")
+        self.code = code
+
+
+def verify_command(request: Request) -> int:
+    """Print what is the same and what differs; returns the exit code 0, 1 for a difference, or that
+    of a run that failed."""
+    join_slurm()
+    place = place_of_host()
+    if "RANK" in os.environ or place.hosts > 1:
+        raise RLHFError("rlhf verify starts ranks of its own on one machine; use no launcher")
+    layout = Layout(
+        ranks=num_ranks(request, place),
+        stage=request.config.backend_section,
+        tokens=request.config.batch.tokens,
+    )
+    request = attrs.evolve(request, config=two_steps(request.config))
+    data = prepare_data(request)
+    folder = existing(Path(request.config.output or "."))
+    try:
+        with writing(folder), catch(leave), TemporaryDirectory(prefix=PREFIX, dir=folder) as path:
+            return Verification(request, data, Path(path), layout).verify()
+    except RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr, end="")
+        return failure.code
+
+
+def two_steps(config: Config) -> Config:
+    """Return the configuration of a run of two steps at the full learning rate, without evaluations
+    and observers."""
+    return attrs.evolve(
+        config,
+        data=attrs.evolve(config.data, eval=()),
+        optim=attrs.evolve(config.optim, warmup=0.0),
+        train=attrs.evolve(
+            config.train, steps=STEPS, stop_at=None, hours=None, log_every=1, eval_every=None,
+            eval_at_start=False, patience=None,
+        ),
+        checkpoint=attrs.evolve(config.checkpoint, every=1, keep=STEPS, best=None),
+        observers=(),
+    )  # fmt: skip
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End after a signal between two runs, with the temporary folder removed."""
+    raise SystemExit(STOPPED)
+
+
+@frozen
+class Verification:
+    """The runs of one `rlhf verify` and their comparison."""
+
+    request: Request
+    data: Dataset
+    folder: Path
+    layout: Layout
+    """As configured."""
+
+    def verify(self) -> int:
+        """Take the runs and print what they show. Returns 0, or 1 for a difference."""
+        # It saves only at the end, so that a save that changes what follows it would be seen.
+        straight = self._run("straight", self.layout, "--checkpoint.every", "null")
+        stopped = self._run("resumed", self.layout, "--train.stop_at", "1")
+        first = step_folder(Path("checkpoints"), 1)
+        shutil.copytree(stopped / first, straight / first, copy_function=os.link)
+        curve = self._compare_layouts(straight)
+        self._run("resumed", self.layout, "--resume")
+        resume = self._compare_resumed(straight)
+        versions = json.loads((straight / "versions.json").read_text())
+        named = [f"{name} {versions[name]}" for name in ("python", *RECORDED) if name in versions]
+        print(f"versions   {', '.join(named)}\n{curve}, {resume}")
+        return int("differs" in curve + resume)
+
+    def _compare_layouts(self, straight: Path) -> str:
+        """Compare with a run in another layout; if it differs, with one for each change. Returns
+        the result in words."""
+        reason = said(straight, "curve") or self._sampled()
+        if reason:
+            return f"curve not compared (it {reason})"
+        other, folder = self._run_other(straight)
+        apart = largest_difference(folder, straight)
+        same = self._same_curve(folder, straight)
+        shutil.rmtree(folder)
+        changes = {
+            name: value
+            for name, value in attrs.asdict(other, recurse=False).items()
+            if value != getattr(self.layout, name)
+        }
+        for name, value in changes.items() if not same and len(changes) > 1 else ():
+            alone = self._run(f"{name}", attrs.evolve(self.layout, **{name: value}))
+            self._same_curve(alone, straight)
+            shutil.rmtree(alone)
+        kept = [name for name in ("ranks", "stage") if name not in changes]
+        note = f" ({' and '.join(kept)} not varied)" if kept else ""
+        return f"same curve to {digits(apart)}{note}" if same else "the curve differs"
+
+    def _run_other(self, straight: Path) -> tuple[Layout, Path]:
+        """Take the run that differs most from `straight` and fits the accelerators. Returns its
+        layout too."""
+        most, *less = self._other_layouts(straight)
+        try:
+            return most, self._run("other", most)
+        except RunFailed as failure:
+            if "out of memory" not in str(failure):
+                raise
+            print("other      out of memory; next one with more ranks, at the same stage")
+            return less[0], self._run("other", less[0], "--overwrite")
+
+    def _other_layouts(self, straight: Path) -> tuple[Layout, Layout]:
+        """Return a layout with another number of ranks, stage and budget, and one that needs hardly
+        more memory than that of `straight`."""
+        layout, lengths = self.layout, self.data.train.lengths
+        on_cpu = said(straight, "devices").endswith("cpu")
+        most = 2 if on_cpu else num_devices()
+        made = self.request.config.data.max_tokens if self.data.trainer.needs_rollout() else 0
+        tokens = max(int(lengths.max()), made)
+        if tokens == layout.tokens:
+            tokens *= 2
+        stage = layout.stage
+        if "stage" in attrs.fields_dict(type(stage)):
+            stage = type(stage)(stage=0 if stage_of(straight) else SHARDED)
+        ranks = 1 if layout.ranks > 1 else min(2, most)
+        light = Layout(ranks=max(1, layout.ranks - 1), stage=layout.stage, tokens=tokens)
+        return Layout(ranks=ranks, stage=stage, tokens=tokens), light
+
+    def _same_curve(self, run: Path, straight: Path, steps: range = range(STEPS)) -> bool:
+        """Return whether two runs differ by no more than rounding, and print where they do."""
+        config = self.request.config
+        found = first_difference(
+            run, straight, BOUNDS[config.model.dtype],
+            weights=config.optim.states == "fp32", steps=steps,
+        )  # fmt: skip
+        if found:
+            print(f"           differs in {found}", flush=True)
+        return not found
+
+    def _compare_resumed(self, straight: Path) -> str:
+        """Compare the run that was stopped and resumed with `straight`, in words."""
+        resumed = self.folder / "resumed"
+        changed = first_changed(resumed, straight)
+        if not changed:
+            return "resume exact"
+        if said(straight, "devices").endswith("cpu") or self.request.config.train.deterministic:
+            print(f"           differs in {changed}")
+            return "resume differs"
+        if not self._same_curve(resumed, straight, range(1, STEPS)):
+            return "resume differs"
+        apart = digits(largest_difference(resumed, straight))
+        return f"resume to {apart} (exact only with train.deterministic)"
+
+    def _sampled(self) -> str:
+        """Return why the tokens of two layouts can differ, if they can."""
+        rolls_out = self.data.trainer.needs_rollout()
+        if rolls_out and self.request.config.model.dtype != "fp32":
+            return "depends on rounding: the run samples answers, not in fp32"
+        return ""
+
+    def _run(self, name: str, layout: Layout, *words: str) -> Path:
+        """Take a run into the folder `name`, print its losses and return the folder. Raises
+        RunFailed."""
+        config, folder = self.request.config, self.folder / name
+        folder.mkdir(exist_ok=True)
+        config = attrs.evolve(
+            config,
+            batch=attrs.evolve(config.batch, tokens=layout.tokens),
+            output=str(folder),
+            **{config.backend_name: layout.stage},
+        )
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(to_tree(config)))
+        command = [sys.executable, "-m", "rlhf", "run", self.request.argv[1], str(file), *words]
+        patience, signals = config.checkpoint.stop_timeout, config.checkpoint.stop_signals
+        with (folder / OUTPUT).open("wb") as output:
+            ranks = Ranks(command, layout.ranks, patience, signals=signals, output=output)
+            code = ranks.wait()
+        if code == STOPPED:
+            raise SystemExit(STOPPED)
+        if code:
+            raise RunFailed(name, code, (folder / OUTPUT).read_text())
+        print(f"{name:10} {describe(folder, layout)}", flush=True)
+        return folder
+
+
+def describe(run: Path, layout: Layout) -> str:
+    """Return a run's layout and losses."""
+    where = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}, stage {stage_of(run)}"
+    values = ", ".join(f"{value:.6f}" for value in losses(run))
+    return f"{where}, batch.tokens {layout.tokens}: loss {values}"
+
+
+def stage_of(run: Path) -> int:
+    """Return the stage that the backend chose."""
+    return int(json.loads((run / "plan.json").read_text())["policy"]["stage"])
+
+
+def said(run: Path, label: str) -> str:
+    """Return what a run printed after a label, or ""."""
+    found = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def digits(value: float) -> str:
+    """Return a difference with one digit: 4e-6."""
+    return f"{value:.0e}".replace("e-0", "e-") if value else "the last bit"

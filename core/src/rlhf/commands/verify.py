@@ -120,7 +120,7 @@ class Verification:
         """Take the runs and print what they show. Returns 0, or 1 for a difference."""
         # It saves only at the end, so that a save that changes what follows it would be seen.
         straight = self._run("straight", self.layout, "--checkpoint.every", "null")
-        stopped = self._run("resumed", self.layout, "--train.stop_at", "1")
+        stopped = self._run("resumed", self.layout, "--train.stop_at", "1", label="stopped")
         first = step_folder(Path("checkpoints"), 1)
         shutil.copytree(stopped / first, straight / first, copy_function=os.link)
         curve = self._compare_layouts(straight)
@@ -147,7 +147,7 @@ class Verification:
             if value != getattr(self.layout, name)
         }
         for name, value in changes.items() if not same and len(changes) > 1 else ():
-            alone = self._run(f"{name}", attrs.evolve(self.layout, **{name: value}))
+            alone = self._run(f"by {name}", attrs.evolve(self.layout, **{name: value}))
             self._same_curve(alone, straight)
             shutil.rmtree(alone)
         kept = [name for name in ("ranks", "stage") if name not in changes]
@@ -215,7 +215,7 @@ class Verification:
             return "depends on rounding: the run samples answers, not in fp32"
         return ""
 
-    def _run(self, name: str, layout: Layout, *words: str) -> Path:
+    def _run(self, name: str, layout: Layout, *words: str, label: str = "") -> Path:
         """Take a run into the folder `name`, print its losses and return the folder. Raises
         RunFailed."""
         config, folder = self.request.config, self.folder / name
@@ -237,7 +237,7 @@ class Verification:
             raise SystemExit(STOPPED)
         if code:
             raise RunFailed(name, code, (folder / OUTPUT).read_text())
-        print(f"{name:10} {describe(folder, layout)}", flush=True)
+        print(f"{label or name:10} {describe(folder, layout)}", flush=True)
         return folder
 
 

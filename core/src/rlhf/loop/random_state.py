@@ -31,14 +31,15 @@ def save(path: Path, device: torch.device) -> None:
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state(device)
     rest = {"python": [version, gauss], "numpy": [kind, *numpy_state]}
-    save_file(tensors, path, {name: json.dumps(values) for name, values in rest.items()})
+    # Of several entries the order in the file would be random.
+    save_file(tensors, path, {"rest": json.dumps(rest)})
 
 
 def load(path: Path, device: torch.device) -> None:
     """Restore what `save` wrote."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        rest = {name: json.loads(values) for name, values in file.metadata().items()}
+        rest = json.loads(file.metadata()["rest"])
     version, gauss = rest["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, *numpy_state = rest["numpy"]

@@ -30,6 +30,8 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"(rlhf|torchrun|pip|make|srun|git) ")
 DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")
 """The demos, which have tests of their own: here they end after two steps."""
+APART = {"torchrun", "verify", "--nproc"}
+"""Words of commands that start ranks of their own."""
 ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
 """Files that the docs name, and the format of their rows."""
 
@@ -58,7 +60,7 @@ def shell_blocks() -> list[Any]:
             seen.update(new)
             number = text.count("\n", 0, match.start()) + 1
             # Under these a block starts several processes, most of a minute each.
-            slow = any("torchrun" in line or "--nproc" in line for line in new)
+            slow = any(word in line.split() for word in APART for line in new)
             marks = [pytest.mark.matrix] if slow else []
             if new:
                 name = f"{page.relative_to(ROOT)}:{number}"
@@ -119,7 +121,7 @@ def test_the_commands_of_the_docs_work(
                 assert f"\n{target}: " in (ROOT / "Makefile").read_text()
             case ["srun" | "git", *_]:
                 pass  # Needs a cluster or a network.
-            case ["rlhf", *rest] if rest[0] != "plugins" and "--nproc" not in rest:
+            case ["rlhf", *rest] if rest[0] != "plugins" and not APART & {*rest}:
                 assert one.run(in_place, rest, str(place), str(inputs.cache)) == [(0, "")], command
             case ["rlhf" | "torchrun", *_]:
                 run_apart(words, place, inputs)

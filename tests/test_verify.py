@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -113,7 +114,8 @@ def check(
         rest = ["--batch.size", "4", "--data.workers", "0", "--output", str(tmp_path / "run")]
         code = main(["verify", "sft", *paths, "--model.dtype", "fp32", *rest, *words])
         assert list(tmp_path.iterdir()) == []
-        return code, capsys.readouterr().out.splitlines()
+        unwrapped = re.sub(r"\n {11}(?!differs)", " ", capsys.readouterr().out)
+        return code, unwrapped.splitlines()
 
     return run
 
@@ -162,6 +164,18 @@ def test_with_dropout_only_the_resume_is_checked(check: Any) -> None:
     assert lines[-1] == (
         "curve not compared (it depends on ranks and batch.tokens: dropout 0.1 is sampled per "
         "micro-batch), resume exact"
+    )
+
+
+def test_skipped_steps_of_fp16_are_not_compared(check: Any) -> None:
+    code, lines = check("--deepspeed.preset", "zero2_fp16", "--model.dtype", "fp16")
+    assert code == 0, lines
+    assert lines[-1].startswith("same curve to ")
+    large = "{fp16: {initial_scale_power: 40}}"
+    code, lines = check("--model.dtype", "fp16", "--deepspeed.config", large)
+    assert code == 0, lines
+    assert lines[-1] == (
+        "curve not compared (it skipped 2 of 2 steps to lower the loss scale of fp16), resume exact"
     )
 
 

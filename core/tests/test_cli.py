@@ -49,6 +49,7 @@ def test_run_hands_over_the_request_and_its_exit_code(
     ("words", "module", "name"),
     [
         (["inspect", "toy"], "rlhf.commands.inspect", "inspect_command"),
+        (["verify", "toy"], "rlhf.commands.verify", "verify_command"),
         (["export", "run/checkpoints/step-1", "out"], "rlhf.commands.export", "export_command"),
         (["merge", "adapter", "out"], "rlhf.commands.merge", "merge_command"),
     ],
@@ -64,7 +65,7 @@ def test_the_other_commands_are_handed_over(
 
     replace(monkeypatch, module, name, command)
     assert main(words) == 0
-    if words[0] == "inspect":
+    if words[1] == "toy":
         assert isinstance(given[0], Request)
         assert given[0].demo
     else:
@@ -148,7 +149,7 @@ def test_config_prints_yaml_without_asking_for_model_and_data(
     assert (tree["toy"]["beta"], tree["optim"]["lr"], tree["model"]["path"]) == (0.5, 1e-6, "")
 
 
-@pytest.mark.parametrize("command", ["run", "config", "inspect"])
+@pytest.mark.parametrize("command", ["run", "config", "inspect", "verify"])
 def test_help_after_a_name_lists_its_settings(
     toy: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -20,7 +21,7 @@ from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
-from rlhf.folder.run_folder import RECORDED
+from rlhf.folder.run_folder import RECORDED, logged
 from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices
 from rlhf.launch.signals import catch
@@ -122,19 +123,20 @@ class Verification:
         straight = self._run("straight", self.layout, "--checkpoint.every", "null")
         stopped = self._run("resumed", self.layout, "--train.stop_at", "1", label="stopped")
         first = step_folder(Path("checkpoints"), 1)
-        shutil.copytree(stopped / first, straight / first, copy_function=os.link)
+        (straight / first).symlink_to(stopped / first)
         curve = self._compare_layouts(straight)
         self._run("resumed", self.layout, "--resume")
         resume = self._compare_resumed(straight)
         versions = json.loads((straight / "versions.json").read_text())
         named = [f"{name} {versions[name]}" for name in ("python", *RECORDED) if name in versions]
-        print(f"versions   {', '.join(named)}\n{curve}, {resume}")
+        show("versions", ", ".join(named))
+        print(f"{curve}, {resume}")
         return int("differs" in curve + resume)
 
     def _compare_layouts(self, straight: Path) -> str:
         """Compare with a run in another layout; if it differs, with one for each change. Returns
         the result in words."""
-        reason = said(straight, "curve") or self._sampled()
+        reason = said(straight, "curve") or self._not_comparable(straight)
         if reason:
             return f"curve not compared (it {reason})"
         other, folder = self._run_other(straight)
@@ -157,14 +159,14 @@ class Verification:
     def _run_other(self, straight: Path) -> tuple[Layout, Path]:
         """Take the run that differs most from `straight` and fits the accelerators. Returns its
         layout too."""
-        most, *less = self._other_layouts(straight)
+        most, less = self._other_layouts(straight)
         try:
             return most, self._run("other", most)
         except RunFailed as failure:
             if "out of memory" not in str(failure):
                 raise
-            print("other      out of memory; next one with more ranks, at the same stage")
-            return less[0], self._run("other", less[0], "--overwrite")
+            show("other", "out of memory; this one has the configured stage")
+            return less, self._run("other", less, "--overwrite")
 
     def _other_layouts(self, straight: Path) -> tuple[Layout, Layout]:
         """Return a layout with another number of ranks, stage and budget, and one that needs hardly
@@ -191,7 +193,7 @@ class Verification:
             weights=config.optim.states == "fp32", steps=steps,
         )  # fmt: skip
         if found:
-            print(f"           differs in {found}", flush=True)
+            show("", f"differs in {found}")
         return not found
 
     def _compare_resumed(self, straight: Path) -> str:
@@ -201,18 +203,20 @@ class Verification:
         if not changed:
             return "resume exact"
         if said(straight, "devices").endswith("cpu") or self.request.config.train.deterministic:
-            print(f"           differs in {changed}")
+            show("", f"differs in {changed}")
             return "resume differs"
         if not self._same_curve(resumed, straight, range(1, STEPS)):
             return "resume differs"
         apart = digits(largest_difference(resumed, straight))
         return f"resume to {apart} (exact only with train.deterministic)"
 
-    def _sampled(self) -> str:
-        """Return why the tokens of two layouts can differ, if they can."""
-        rolls_out = self.data.trainer.needs_rollout()
-        if rolls_out and self.request.config.model.dtype != "fp32":
-            return "depends on rounding: the run samples answers, not in fp32"
+    def _not_comparable(self, straight: Path) -> str:
+        """Return why the curves of two layouts say nothing, if they do not."""
+        skipped = logged(straight, until=STEPS)[-1].get("skipped_steps")
+        if skipped:
+            return f"skipped {skipped} of {STEPS} steps to lower the loss scale of fp16"
+        if self.data.trainer.needs_rollout() and self.request.config.model.dtype != "fp32":
+            return "depends on rounding: answers are sampled, and not in fp32"
         return ""
 
     def _run(self, name: str, layout: Layout, *words: str, label: str = "") -> Path:
@@ -237,8 +241,14 @@ class Verification:
             raise SystemExit(STOPPED)
         if code:
             raise RunFailed(name, code, (folder / OUTPUT).read_text())
-        print(f"{label or name:10} {describe(folder, layout)}", flush=True)
+        show(label or name, describe(folder, layout))
         return folder
+
+
+def show(label: str, text: str) -> None:
+    """Print a result in lines of at most 100 characters."""
+    first, rest = f"{label:10} ", " " * 11
+    print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=rest), flush=True)
 
 
 def describe(run: Path, layout: Layout) -> str:

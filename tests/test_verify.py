@@ -90,8 +90,8 @@ class Pooled:
     """Ranks of the shared pools, which have torch and DeepSpeed loaded."""
 
     def __init__(
-        self, command: list[str], count: int, patience: float, *, signals: Any, output: Any,
-        cache: Path, fault: Fault,
+        self, command: list[str], count: int, patience: float, *, output: Any, cache: Path,
+        fault: Fault, **_: Any,
     ) -> None:  # fmt: skip
         results = shared(count).run(in_rank, command[3:], str(cache), fault)
         self.code = max(code for code, _ in results)
@@ -114,8 +114,9 @@ def check(
         rest = ["--batch.size", "4", "--data.workers", "0", "--output", str(tmp_path / "run")]
         code = main(["verify", "sft", *paths, "--model.dtype", "fp32", *rest, *words])
         assert list(tmp_path.iterdir()) == []
-        unwrapped = re.sub(r"\n {11}(?!differs)", " ", capsys.readouterr().out)
-        return code, unwrapped.splitlines()
+        printed = capsys.readouterr()
+        text = printed.err if code == 2 else printed.out
+        return code, re.sub(r"\n {11}(?!differs)", " ", text).splitlines()
 
     return run
 
@@ -188,14 +189,16 @@ def test_a_layout_that_does_not_fit_is_replaced(check: Any) -> None:
     assert lines[-1].endswith(" (stage not varied), resume exact")
 
 
-def test_a_run_that_fails_ends_the_command_with_its_error(check: Any, capsys: Any) -> None:
+def test_a_run_that_fails_ends_the_command_with_its_error(check: Any) -> None:
     code, lines = check("--optim.lr", "1e30")
-    assert (code, lines) == (2, [])
+    assert code == 2
+    assert lines[0].startswith("error: the run 'straight' failed: step 2: the loss is ")
 
 
-def test_ranks_of_a_launcher_are_refused(check: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_ranks_of_a_launcher_are_refused(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert check() == (2, [])
+    error = "error: rlhf verify starts ranks of its own on one machine; use no launcher"
+    assert check() == (2, [error])
 
 
 def test_a_file_that_is_no_tensor_is_named_too(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
-from rlhf.folder.run_folder import RECORDED, logged
+from rlhf.folder.run_folder import RANKS, RECORDED, logged
 from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices
 from rlhf.launch.signals import catch
@@ -58,8 +58,8 @@ class RunFailed(Exception):
     """A run ended with an exit code other than 0."""
 
     def __init__(self, name: str, code: int, output: str) -> None:
-        found = re.search("^(error|Traceback)", output, re.MULTILINE)
-        super().__init__(f"the run '{name}' failed:\n{output[found.start() if found else 0 :]}")
+        found = re.search("^(error: |(?=Traceback))", output, re.MULTILINE)
+        super().__init__(f"the run '{name}' failed: {output[found.end() if found else 0 :]}")
         self.code = code
 
 
@@ -233,10 +233,11 @@ class Verification:
         file = self.folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(to_tree(config)))
         command = [sys.executable, "-m", "rlhf", "run", self.request.argv[1], str(file), *words]
-        patience, signals = config.checkpoint.stop_timeout, config.checkpoint.stop_signals
         with (folder / OUTPUT).open("wb") as output:
-            ranks = Ranks(command, layout.ranks, patience, signals=signals, output=output)
-            code = ranks.wait()
+            code = Ranks(
+                command, layout.ranks, config.checkpoint.stop_timeout,
+                signals=config.checkpoint.stop_signals, places_in=folder / RANKS, output=output,
+            ).wait()  # fmt: skip
         if code == STOPPED:
             raise SystemExit(STOPPED)
         if code:

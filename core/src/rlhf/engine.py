@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from attrs import Factory, field, frozen
@@ -24,6 +24,11 @@ GIB = 2**30
 
 Readout = Callable[..., Mapping[str, Tensor]]
 """`readout(hidden [T, H], head, batch) -> {name: tensor}`, run inside the engine's forward."""
+
+
+StateKind = Literal["optimizer", "masters", "gradients", "weights"]
+"""What an engine keeps on its device: the optimizer's moments, its own copy of the weights in
+another precision or layout, gradients, and the weights that the model computes with."""
 
 
 @documented
@@ -65,6 +70,9 @@ class Plan:
     """`fp32`, `bf16` or `fp16`."""
     settings: dict[str, Any] = field(factory=dict)
     """The backend's own configuration (DeepSpeed's JSON)."""
+    offload_states: Literal["auto", "always", "never"] = "never"
+    """Whether phases that do not need all states of the engines leave them on the host: if such a
+    phase would not fit the device (auto), always, or never."""
     summary: str = ""
     """One line for the start of the run: stage, offload, optimizer, and the reason."""
     lighter: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ trainer), `folder`, `config` and `steps` of the whole schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from rlhf.config import Config
-    from rlhf.engine import Engine, EngineState, Layout, Mesh, ModelShape, Plan, SavedState
+    from rlhf.engine import (
+        Engine,
+        EngineState,
+        Layout,
+        Mesh,
+        ModelShape,
+        Plan,
+        SavedState,
+        StateKind,
+    )
 
 hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
@@ -180,6 +189,20 @@ class BackendHooks:
         """Return the context in which `engine.module.model.generate` can be called on every rank.
 
         Collective."""
+
+    @hookspec(firstresult=True)
+    def offload_states(self, engine: Engine, kinds: Collection[StateKind]) -> int:
+        """Move these kinds of the engine's states from the device to the host until
+        `reload_states`; returns the bytes of device memory that this releases on this rank.
+
+        Memory that another kind uses too stays, and so does what is on the host already. Without
+        its `weights` an engine cannot run; without the others it only runs forward. Core's default
+        moves nothing. Not collective."""
+
+    @hookspec(firstresult=True)
+    def reload_states(self, engine: Engine, kinds: Collection[StateKind]) -> bool:
+        """Move these kinds of states back to the device, unchanged to the last bit. Returns True.
+        Not collective."""
 
     @hookspec(firstresult=True)
     def close_mesh(self, mesh: Mesh) -> bool:

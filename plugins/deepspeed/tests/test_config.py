@@ -194,6 +194,17 @@ def test_the_summary_states_the_reason():
     )
 
 
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+def test_states_stay_where_they_are_if_the_optimizer_is_on_the_cpu(mode):
+    assert plan(2, 80 * GIB, stage=2, offload_states=mode).offload_states == mode
+    offloaded = plan(2, 80 * GIB, preset="zero2_offload", offload_states=mode)
+    assert offloaded.offload_states == "never"
+    assert offloaded.summary.endswith(
+        "FusedAdam, optimizer on the CPU"
+        + ", so that offload_states is skipped" * (mode == "always")
+    )
+
+
 def test_auto_with_the_optimizer_on_the_cpu_starts_at_stage_1():
     assert plan(1, 140 * GIB, offload_optimizer=True).stage == 1
 

@@ -23,5 +23,13 @@ class DefaultHooks:
         return ()
 
     @hookimpl(trylast=True)
+    def offload_states(self) -> int:
+        return 0
+
+    @hookimpl(trylast=True)
+    def reload_states(self) -> bool:
+        return True
+
+    @hookimpl(trylast=True)
     def diagnose(self) -> Sequence[Finding]:
         return ()

@@ -5,6 +5,7 @@ import itertools
 import torch
 
 from rlhf.data.loader import batches_from
+from rlhf.data.order import RunOrder
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums
 from rlhf.loop.checkpointing import save
@@ -20,19 +21,8 @@ def evaluate(session: Session, *, step: int) -> None:
         return
     session.journal.start_evaluation()
     engine.eval()
-    # Packed in this process: a fork beside live threads of the training's loader may never return.
-    source = batches_from(order)
-    sums, totals = Sums(session.mesh), dict[str, float]()
-    for number in range(order.steps_per_epoch):
-        session.place.enter("evaluation", step=step, batch=number + 1)
-        plan = order.step(number)
-        packed = list(itertools.islice(source, plan.num_batches))
-        batches, step_totals = session.survey.batches(plan, packed, engine.device)
-        for name, value in step_totals.items():
-            totals[name] = totals.get(name, 0.0) + value
-        with torch.no_grad():
-            for batch in batches:
-                sums.add_terms(session.trainer.loss(batch))
+    with session.make_room("evaluation"):
+        sums, totals = _sums_over(order, session, step=step)
     NameCheck(session.record.name, session.mesh).check(sums)
     session.journal.evaluation(step, sums.reduce(totals))
     engine.train()
@@ -62,3 +52,22 @@ def judge(session: Session, *, step: int) -> tuple[bool, str | None]:
 def is_due(every: int | None, step: int) -> bool:
     """Return whether something that happens `every` so many steps is due after `step` of them."""
     return every is not None and step % every == 0
+
+
+def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, dict[str, float]]:
+    """Return what the loss adds up over all rows, and the totals that it is divided by.
+    Collective."""
+    # Packed in this process: a fork beside live threads of the training's loader may never return.
+    source = batches_from(order)
+    sums, totals = Sums(session.mesh), dict[str, float]()
+    for number in range(order.steps_per_epoch):
+        session.place.enter("evaluation", step=step, batch=number + 1)
+        plan = order.step(number)
+        packed = list(itertools.islice(source, plan.num_batches))
+        batches, step_totals = session.survey.batches(plan, packed, session.engine.device)
+        for name, value in step_totals.items():
+            totals[name] = totals.get(name, 0.0) + value
+        with torch.no_grad():
+            for batch in batches:
+                sums.add_terms(session.trainer.loss(batch))
+    return sums, totals

@@ -1,7 +1,9 @@
 """One process's part of a run: everything that the loop needs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal
 
 from attrs import define
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +36,8 @@ class Session:
     engine: Engine
     followers: Sequence[Follower] = ()
     """Frozen engines whose weights move with the policy's."""
+    make_room: Callable[[Literal["evaluation"]], AbstractContextManager[None]]
+    """Returns the context of a phase in which no engine trains, whose states may be on the host."""
     schedule: LRScheduler
     train_order: RunOrder
     eval_order: RunOrder | None

@@ -1,6 +1,7 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.engine import Engine, Mesh, Plan, free
 from rlhf.loop.fragments import check_model
+from rlhf.memory.fit import StepFit
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
@@ -38,6 +40,7 @@ from rlhf.reference.live import (
 from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.run.generate import sample
+from rlhf.run.phases import Phases
 from rlhf.trainer import Reference
 
 
@@ -55,6 +58,7 @@ class RunContext:
         longest: int,
         examples: Sequence[Examples] = (),
         resumed: Path | None = None,
+        fit: StepFit | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -69,6 +73,7 @@ class RunContext:
         """The checkpoint that the run continues."""
         self.roles: dict[str, Role] = {}
         """The loaded models by role."""
+        self.phases = Phases(self.roles, mesh, hooks, fit)
         self.notes: list[str] = []
         """Lines for the run's introduction: what was chosen, and why."""
         self.followers: list[Follower] = []
@@ -196,11 +201,12 @@ class RunContext:
         temperature: float = 1.0,
     ) -> list[list[int]]:
         """See `rlhf.trainer.Run`."""
-        return sample(
-            engine, prompts, self.hooks, self.mesh, self.tokenizer, seeds=seeds,
-            max_new_tokens=max_new_tokens, temperature=temperature,
-            tokens=self.config.batch.budget,
-        )  # fmt: skip
+        with self.phases("generation", running=engine):
+            return sample(
+                engine, prompts, self.hooks, self.mesh, self.tokenizer, seeds=seeds,
+                max_new_tokens=max_new_tokens, temperature=temperature,
+                tokens=self.config.batch.budget,
+            )  # fmt: skip
 
     @property
     def _num_rows(self) -> int:
@@ -209,9 +215,14 @@ class RunContext:
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume
         loads other weights, it is its own reference."""
-        with evaluating(policy):
+        with evaluating(policy), ExitStack() as stack:
+
+            def make_room() -> Engine:
+                stack.enter_context(self.phases("caching", running=policy))
+                return policy
+
             folder = cache_folder("reference", self.config, self.mesh)
-            return self._attach(REFERENCE, folder, lambda: policy, read=own_logprobs)
+            return self._attach(REFERENCE, folder, make_room, read=own_logprobs)
 
     def _attach(
         self,

@@ -45,7 +45,7 @@ def set_up(
     config, trainer = fit.config, data.trainer
     run = RunContext(
         config, trainer.tokenizer, mesh, hooks, steps=fit.steps, longest=data.longest,
-        examples=data.parts, resumed=resumed,
+        examples=data.parts, resumed=resumed, fit=fit,
     )  # fmt: skip
     if folder is not None:
         memory = memory_lines(fit, choice, path)
@@ -72,7 +72,7 @@ def set_up(
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
         survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
-        followers=run.followers, schedule=policy.schedule, place=place,
+        followers=run.followers, make_room=run.phases, schedule=policy.schedule, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),

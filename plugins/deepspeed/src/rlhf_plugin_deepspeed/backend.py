@@ -2,7 +2,7 @@
 
 import rlhf_plugin_deepspeed.quiet  # noqa: F401  isort: skip
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +13,10 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState
+from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState, StateKind
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
-from rlhf_plugin_deepspeed import checkpoint, memory, zero
+from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.capabilities import check_sums
@@ -133,6 +133,15 @@ class DeepSpeedBackend:
     @hookimpl
     def generation_context(self, engine: InferenceEngine) -> AbstractContextManager[Any]:
         return _generation(engine)
+
+    @hookimpl
+    def offload_states(self, engine: InferenceEngine, kinds: Collection[StateKind]) -> int:
+        return offload.offload(engine, kinds)
+
+    @hookimpl
+    def reload_states(self, engine: InferenceEngine, kinds: Collection[StateKind]) -> bool:
+        offload.reload(engine, kinds)
+        return True
 
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:

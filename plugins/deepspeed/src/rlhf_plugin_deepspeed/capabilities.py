@@ -69,6 +69,11 @@ CAPABILITIES = (
         excludes=("model.quantize",),
         alternative="remove it or use the preset zero3_offload",
     ),
+    # Our own code over torch's storages: DeepSpeed's call has a least version, this has none.
+    Capability(
+        feature="states on the CPU in phases that do not need them",
+        setting="deepspeed.offload_states",
+    ),
     Capability(
         feature="small parameters kept whole",
         setting="deepspeed.persistence_threshold",

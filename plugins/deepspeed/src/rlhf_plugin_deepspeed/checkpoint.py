@@ -47,7 +47,7 @@ def engine_state(engine: InferenceEngine) -> EngineState:
         return EngineState(fragments=fragments)
     names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
     steps = _steps(optimizer)
-    for piece in _pieces(engine):
+    for piece in pieces(engine):
         values = {"weight": piece.of(piece.master)}
         state = optimizer.state.get(piece.master)
         if state:
@@ -86,49 +86,7 @@ def restore(engine: InferenceEngine, saved: SavedState) -> None:
     synchronize()
 
 
-def is_adapter(module: nn.Module) -> bool:
-    """Return whether only an adapter of peft's is trained, so that the base is not written."""
-    return any(hasattr(part, "peft_config") for part in module.modules())
-
-
-def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
-    names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
-    pieces: dict[Tensor, list[Piece]] = defaultdict(list)
-    for piece in _pieces(engine):
-        pieces[piece.master].append(piece)
-        saved.read(names[piece.parameter], "weight", piece.offset, piece.of(piece.master))
-    for master, parts in pieces.items():
-        # A parameter that never had a gradient has no state.
-        moved = [part for part in parts if saved.holds(names[part.parameter], "step")]
-        if not moved:
-            continue
-        state = optimizer.state[master]
-        state |= {kind: torch.zeros_like(master) for kind in MOMENTS}
-        step = torch.zeros(len(moved))
-        for number, part in enumerate(moved):
-            name = names[part.parameter]
-            saved.read(name, "step", 0, step[number : number + 1])
-            for kind in MOMENTS:
-                saved.read(name, kind, part.offset, part.of(state[kind]))
-        state["step"] = _step(optimizer, master, int(step.max()))
-    replay_steps(optimizer)
-    _publish(engine, chain.from_iterable(pieces.values()))
-
-
-def _publish(engine: TrainingEngine, pieces: Iterable[Piece]) -> None:
-    """Copy the optimizer's weights to those that the model computes with."""
-    optimizer = engine.deepspeed.optimizer
-    if engine.stage == 3:
-        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    elif engine.stage > 0:
-        optimizer.update_lp_params()
-    else:
-        for piece in pieces:
-            piece.parameter.detach().view(-1).copy_(piece.of(piece.master))
-
-
-def _pieces(engine: TrainingEngine) -> Iterator[Piece]:
+def pieces(engine: TrainingEngine) -> Iterator[Piece]:
     """Yield the parts of all trained parameters that this rank updates."""
     optimizer = engine.deepspeed.optimizer
     if engine.stage == 3:
@@ -146,6 +104,48 @@ def _pieces(engine: TrainingEngine) -> Iterator[Piece]:
                 )  # fmt: skip
     else:
         yield from _whole(engine, optimizer)
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether only an adapter of peft's is trained, so that the base is not written."""
+    return any(hasattr(part, "peft_config") for part in module.modules())
+
+
+def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
+    names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
+    by_master: dict[Tensor, list[Piece]] = defaultdict(list)
+    for piece in pieces(engine):
+        by_master[piece.master].append(piece)
+        saved.read(names[piece.parameter], "weight", piece.offset, piece.of(piece.master))
+    for master, parts in by_master.items():
+        # A parameter that never had a gradient has no state.
+        moved = [part for part in parts if saved.holds(names[part.parameter], "step")]
+        if not moved:
+            continue
+        state = optimizer.state[master]
+        state |= {kind: torch.zeros_like(master) for kind in MOMENTS}
+        step = torch.zeros(len(moved))
+        for number, part in enumerate(moved):
+            name = names[part.parameter]
+            saved.read(name, "step", 0, step[number : number + 1])
+            for kind in MOMENTS:
+                saved.read(name, kind, part.offset, part.of(state[kind]))
+        state["step"] = _step(optimizer, master, int(step.max()))
+    replay_steps(optimizer)
+    _publish(engine, chain.from_iterable(by_master.values()))
+
+
+def _publish(engine: TrainingEngine, pieces: Iterable[Piece]) -> None:
+    """Copy the optimizer's weights to those that the model computes with."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.stage == 3:
+        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    elif engine.stage > 0:
+        optimizer.update_lp_params()
+    else:
+        for piece in pieces:
+            piece.parameter.detach().view(-1).copy_(piece.of(piece.master))
 
 
 def _shards(group: Iterable[Any], flat: Tensor) -> Iterator[Piece]:

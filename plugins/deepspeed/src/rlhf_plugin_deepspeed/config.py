@@ -149,6 +149,10 @@ class DeepSpeedConfig:
     """Models that are not trained, such as a reference or a teacher: 0 holds them whole on every
     rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
     models take at most 60 % of the accelerator's memory (0) or 80 % (3)."""
+    offload_states: Literal["auto", "always", "never"] = "auto"
+    """The optimizer's states, masters and gradients on the host in evaluations, while a reference
+    is cached, and while answers are generated, there with the weights of other models; auto: if
+    that would not fit the accelerator."""
     timeout: float = field(
         default=30.0, validator=validators.and_(validators.gt(0), validators.le(10**6))
     )
@@ -223,6 +227,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
     settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
+        "deepspeed.offload_states": section.offload_states == "always",
         "deepspeed.persistence_threshold": section.persistence_threshold is not None
         and section.frozen in ("auto", 0),
         "deepspeed.bucket_size": section.bucket_size is not None,

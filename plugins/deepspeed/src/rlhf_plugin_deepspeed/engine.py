@@ -8,7 +8,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StepOutcome
+from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StateKind, StepOutcome
 from rlhf.trainer import PackedBatch
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import GradientOrder
 
@@ -28,6 +28,8 @@ class InferenceEngine:
         self.precision = plan.precision
         self.device = mesh.device
         self.mesh = mesh
+        self.on_host: dict[StateKind, list[Any]] = {}
+        """States that are on the host for now, as `offload.HostCopy` by kind."""
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
         """Run the wrapped forward; collective at stage 3."""

@@ -40,7 +40,8 @@ def plan(
         stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
     made = plan_at(config, mesh, shape, evolve(resolved, stage=stage), why=why, trained=optimizer)
-    more = f" ({reason})" * bool(reason)
+    skips = resolved.offload_optimizer and config.backend_section.offload_states == "always"
+    more = ", so that offload_states is skipped" * skips + f" ({reason})" * bool(reason)
     return evolve(made, summary=made.summary + more + restricted(config))
 
 
@@ -86,6 +87,7 @@ def plan_at(
         stage=stage,
         precision=precision,
         settings=overlay(settings, section.config),
+        offload_states="never" if resolved.offload_optimizer else section.offload_states,
         summary=", ".join(filter(None, parts)) + offloads(resolved),
         patches=patches,
     )

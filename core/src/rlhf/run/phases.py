@@ -1,0 +1,68 @@
+"""Phases of a run in which states that they do not need are on the host."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rlhf.engine import Engine, Mesh, StateKind, gib
+from rlhf.memory.fit import StepFit
+from rlhf.memory.phases import Phase, shortage
+from rlhf.model.role import POLICY, Role
+from rlhf.registry.gateway import BackendGateway
+
+TRAINING: tuple[StateKind, ...] = ("optimizer", "masters", "gradients")
+"""States that only a step needs."""
+
+
+class Phases:
+    """Makes room for phases between steps, as the policy's plan says."""
+
+    def __init__(
+        self,
+        roles: Mapping[str, Role],
+        mesh: Mesh,
+        hooks: BackendGateway,
+        fit: StepFit | None,
+    ) -> None:
+        self._roles = roles
+        """The loaded models, at any time."""
+        self._mesh, self._hooks, self._fit = mesh, hooks, fit
+        self._reasons: dict[Phase, str] = {}
+        """Why states are moved in a phase; "" where they stay."""
+        self._told: set[Phase] = set()
+
+    @contextmanager
+    def __call__(self, phase: Phase, running: Engine | None = None) -> Iterator[None]:
+        """Run a phase in which no engine trains; with `running` only this one runs. A line says so
+        when states are first moved. Collective."""
+        reason = self._reason(phase)
+        idle = self._idle(running) if reason else []
+        size = sum(self._hooks.offload_states(engine=it, kinds=kinds) for it, kinds in idle)
+        if size and phase not in self._told and self._mesh.rank == 0:
+            self._told.add(phase)
+            states = f"{gib(size)} GiB of states are on the host"
+            print(f"offload    in {phase} {states}: {reason}", flush=True)
+        yield
+        # Not after an error: the run ends, and there may be no room.
+        for engine, kinds in idle:
+            self._hooks.reload_states(engine=engine, kinds=kinds)
+
+    def _reason(self, phase: Phase) -> str:
+        """Return why states are moved in a phase, or "", the same on every rank."""
+        if POLICY not in self._roles:
+            return ""
+        if phase not in self._reasons:
+            mode = self._roles[POLICY].plan.offload_states
+            reason = "as configured" if mode == "always" else ""
+            if mode == "auto":
+                # Ranks may see different amounts of device memory: rank 0 decides.
+                fit = self._fit if self._mesh.rank == 0 else None
+                reason = self._mesh.gather(shortage(fit, phase) if fit is not None else "")[0]
+            self._reasons[phase] = reason
+        return self._reasons[phase]
+
+    def _idle(self, running: Engine | None) -> list[tuple[Engine, tuple[StateKind, ...]]]:
+        """Return the engines with the kinds of states that they do not need."""
+        return [
+            (role.engine, TRAINING if running in (None, role.engine) else (*TRAINING, "weights"))
+            for role in self._roles.values()
+        ]

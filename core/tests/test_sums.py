@@ -46,16 +46,14 @@ def test_a_term_per_something_unknown_is_an_error() -> None:
 
 def test_an_infinite_loss_with_a_finite_gradient_is_made_visible_to_the_gradient_check() -> None:
     weight = torch.ones(2, requires_grad=True)
-    loss = weight.sum()
-    poison_unless_finite(loss, loss + torch.inf).backward()
+    poison_unless_finite(weight.sum() + torch.inf).backward()
     assert weight.grad is not None
     assert weight.grad.isnan().all()
 
 
 def test_a_finite_loss_keeps_its_gradient_to_the_bit() -> None:
     weight = torch.ones(2, requires_grad=True)
-    loss = (weight * 3).sum()
-    poison_unless_finite(loss, loss).backward()
+    poison_unless_finite((weight * 3).sum()).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0, 3.0]
 

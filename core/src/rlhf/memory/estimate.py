@@ -41,27 +41,22 @@ class Estimate:
         """Bytes that forward and backward add to `resident`, whose gradients may not exist yet."""
         if self.accumulates:
             return self.step.peak
-        return max(self.step.peak, self.step.growing) - self.gradients
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of the gradients of all roles."""
-        return sum(parts.get("gradients", 0) for parts in self.states.values())
+        whole = max(self.step.peak, self.step.growing)
+        return whole - self.states["policy"].get("gradients", 0)
 
     def parts(self) -> dict[str, int]:
         """Return the bytes at the peak by part, which add up to `peak`."""
-        step, states = self.step, {role: dict(parts) for role, parts in self.states.items()}
+        policy, step = dict(self.states["policy"]), self.step
         parts = {"activations": step.activations, "head": step.peak - step.activations}
         if self.updating > self._pass:
             parts = {"optimizer's step": self.updating}
         elif not self.accumulates:
-            for each in states.values():
-                each.pop("gradients", 0)
+            gradients = policy.pop("gradients", 0)
             if step.growing > step.peak:
-                activations = step.growing - self.gradients
-                parts = {"gradients": self.gradients, "activations": activations}
-        policy = states.pop("policy")
-        others = {role: sum(each.values()) for role, each in states.items()}
+                parts = {"gradients": gradients, "activations": step.growing - gradients}
+        others = {
+            role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
+        }
         return policy | others | parts
 
     def __str__(self) -> str:

@@ -50,11 +50,6 @@ class TensorRanks(PlainBackend):
         return Mesh(rank=rank, world=2, local_rank=rank, **axes(rank, tensor=2))
 
     @hookimpl
-    def save_checkpoint(self, engine: Any, directory: Path, state: Any) -> bool:
-        first = torch.distributed.get_rank() == 0
-        return super().save_checkpoint(engine, directory, state) if first else True
-
-    @hookimpl
     def export_weights(self, engine: Any, directory: Path) -> bool:
         first = torch.distributed.get_rank() == 0
         own, other = Mesh(world=2).gather([*engine.module.parameters()])

@@ -28,7 +28,7 @@ class Extension:
     saves = 0
 
     @hookimpl(wrapper=True)
-    def engine_state(self, engine):
+    def save_checkpoint(self, engine):
         result = yield
         self.saves += 1
         if self.saves == int(os.environ.get("KILL_IN_SAVE", "-1")):

@@ -174,14 +174,14 @@ def test_a_reference_that_moved_is_saved_and_restored_to_the_last_bit(
     take_a_step(run, packed(run))
     follower.after_step(1)
     hooks, mesh, engine = run.hooks, run.mesh, follower.engine
-    state = hooks.engine_state(engine=engine)
+    state = hooks.save_checkpoint(engine=engine)
     write_plain(engine, state, tmp_path)
     write_fragments(own_fragments(state, mesh), tmp_path, mesh.rank)
     moved = weights(run.roles["reference"].engine)
     later = make_run(folder)
     later.reference("engine", every=1, mix=0.6)
     saved = SavedEngine(tmp_path)
-    later.hooks.restore_engine(engine=later.followers[0].engine, saved=saved)
+    later.hooks.load_checkpoint(engine=later.followers[0].engine, saved=saved)
     found = weights(later.roles["reference"].engine)
     assert all(torch.equal(found[name], moved[name]) for name in moved)
 

@@ -161,14 +161,14 @@ class BackendHooks:
         optimizer, the engine is for inference only. Collective."""
 
     @hookspec(firstresult=True)
-    def engine_state(self, engine: Engine) -> EngineState:
+    def save_checkpoint(self, engine: Engine) -> EngineState:
         """Return what resuming `engine` needs: weights, and the optimizer's states if it is
         trained. Core writes it to checkpoints. Not collective."""
 
     @hookspec(firstresult=True)
-    def restore_engine(self, engine: Engine, saved: SavedState) -> bool:
-        """Restore `engine` from what `engine_state` returned, perhaps of another number of ranks,
-        stage or offload. Each rank reads what it holds now. Returns True. Collective."""
+    def load_checkpoint(self, engine: Engine, saved: SavedState) -> bool:
+        """Restore `engine` from what `save_checkpoint` returned, perhaps with another number of
+        ranks, stage or offload. Each rank reads what it holds now. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:

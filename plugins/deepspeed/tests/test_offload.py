@@ -96,7 +96,7 @@ def stores(tensors):
 
 def storages_by_kind(backend, engine):
     """The storages of each kind, as the checkpoint and the module know them."""
-    state = backend.engine_state(engine).fragments
+    state = backend.save_checkpoint(engine).fragments
     weights = stores(
         item
         for parameter in engine.module.parameters()

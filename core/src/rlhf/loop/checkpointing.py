@@ -86,7 +86,7 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     changes, in words. Collective."""
     mesh, state = session.mesh, _read(folder)
     for engine in session.saved_engines:
-        session.hooks.restore_engine(engine=engine, saved=SavedEngine(folder / engine.role))
+        session.hooks.load_checkpoint(engine=engine, saved=SavedEngine(folder / engine.role))
     restore_schedule(session.schedule, state["schedule"])
     session.trainer.load_state(state["trainer"])
     session.journal.load_state(state)
@@ -122,7 +122,7 @@ def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callab
         paths[-1].write_text(json.dumps(_state(session, step), indent=1) + "\n")
     parts = {}
     for engine in session.saved_engines:
-        state = session.hooks.engine_state(engine=engine)
+        state = session.hooks.save_checkpoint(engine=engine)
         if mesh.rank == 0:
             paths.append(write_plain(engine, state, part / engine.role))
         own = own_fragments(state, mesh)

@@ -75,7 +75,7 @@ def num_bytes(engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh) -> i
     own = 0
     for engine in engines:
         trained = {name for name, item in engine.module.named_parameters() if item.requires_grad}
-        for item in own_fragments(hooks.engine_state(engine=engine), mesh):
+        for item in own_fragments(hooks.save_checkpoint(engine=engine), mesh):
             if item.kind == WEIGHT:
                 own += item.values.nbytes * (1 + MOMENTS * (item.name in trained))
     return sum(mesh.gather(own))

@@ -162,11 +162,11 @@ class PlainBackend:
         return PlainEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
 
     @hookimpl
-    def engine_state(self, engine: PlainEngine) -> EngineState:
+    def save_checkpoint(self, engine: PlainEngine) -> EngineState:
         return EngineState(fragments=list(_fragments(engine)))
 
     @hookimpl
-    def restore_engine(self, engine: PlainEngine, saved: SavedState) -> bool:
+    def load_checkpoint(self, engine: PlainEngine, saved: SavedState) -> bool:
         if engine.optimizer is not None:
             for name, parameter in engine.module.named_parameters():
                 if saved.holds(name, "step"):

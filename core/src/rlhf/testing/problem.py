@@ -207,7 +207,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
 
 def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> None:
     """Write the engine's part of a checkpoint."""
-    state = backend.engine_state(engine)
+    state = backend.save_checkpoint(engine)
     write_fragments(own_fragments(state, mesh), folder, mesh.rank)
     if mesh.rank == 0:
         write_plain(engine, state, folder)
@@ -218,7 +218,7 @@ def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> N
 
 def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
     """Restore what `_save` wrote; returns the step."""
-    backend.restore_engine(engine, SavedEngine(folder))
+    backend.load_checkpoint(engine, SavedEngine(folder))
     state = json.loads((folder / RUN).read_text())
     restore_schedule(engine.schedule, state.pop("schedule"))
     return state

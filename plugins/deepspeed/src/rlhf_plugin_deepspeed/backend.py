@@ -107,11 +107,11 @@ class DeepSpeedBackend:
         return prepare_training(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
 
     @hookimpl
-    def engine_state(self, engine: InferenceEngine) -> EngineState:
+    def save_checkpoint(self, engine: InferenceEngine) -> EngineState:
         return checkpoint.engine_state(engine)
 
     @hookimpl
-    def restore_engine(self, engine: InferenceEngine, saved: SavedState) -> bool:
+    def load_checkpoint(self, engine: InferenceEngine, saved: SavedState) -> bool:
         checkpoint.restore(engine, saved)
         return True
 

@@ -33,6 +33,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy benchmarks
 
 venv: $(VENV)/.installed
 

@@ -22,6 +22,7 @@ import torch
 from torch.optim import AdamW
 
 from rlhf.data.loader import batches_from
+from rlhf.launch.places import Marker
 from rlhf.loop.stepper import Stepper
 from rlhf.model.architecture import read_architecture
 from rlhf.model.load import load_whole
@@ -68,7 +69,7 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, float]:
         hooks, observers = load_hooks(request.config)
         mesh = hooks.setup_mesh(config=request.config)
         data = prepare_data(request)
-        session = set_up(request, data, mesh, hooks, observers, Path(folder), None)
+        session = set_up(request, data, mesh, hooks, observers, Path(folder), None, Marker(None, 0))
         session.engine.train()
         bare, stepper = bare_step(request.config, session), Stepper(session)
         order, source = session.train_order, batches_from(session.train_order)

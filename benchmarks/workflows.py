@@ -299,11 +299,9 @@ def as_table(results: Sequence[Row]) -> str:
             sides[who] = {name: median_of(runs, name) for name in NUMBERS}
             cells = [shown(sides[who][name], form) for name, form in NUMBERS.items()]
             rows.append(f"| {workflow} | {runs[0]['rows_a_step']} | {who} | {' | '.join(cells)} |")
-        speeds = [side["rows_per_s"] for side in sides.values()]
-        if len(speeds) == 2 and None not in speeds:
-            peaks = [side["peak_memory_gib"] for side in sides.values()]
-            memory = f"{peaks[0] / peaks[1]:.2f}x" if None not in peaks else "-"
-            rows.append(f"| | | ratio | | {speeds[0] / speeds[1]:.2f}x | | | {memory} | | |")
+        speed, memory = (_ratio(sides, name) for name in ("rows_per_s", "peak_memory_gib"))
+        if speed:
+            rows.append(f"| | | ratio | | {speed} | | | {memory or '-'} | | |")
     return "\n".join(rows) + "\n"
 
 
@@ -320,6 +318,12 @@ def shown(value: float | None, form: str) -> str:
 def median_of(runs: Sequence[Row], name: str) -> float | None:
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.median(values) if values else None
+
+
+def _ratio(sides: Mapping[str, Mapping[str, float | None]], name: str) -> str | None:
+    """The first side's value over the second's, if both sides were measured."""
+    values = [value for side in sides.values() if (value := side[name]) is not None]
+    return f"{values[0] / values[1]:.2f}x" if len(values) == 2 else None
 
 
 if __name__ == "__main__":

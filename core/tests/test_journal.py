@@ -28,8 +28,8 @@ def result(
 ) -> StepResult:
     plan = order.step(number)
     return StepResult(
-        plan=plan, batches=[order[plan.micro[0]]], losses=[], outcome=outcome, learning_rate=0.1,
-        report=report,
+        plan=plan, batches=[order[plan.micro[0]]], losses=[], outcomes={"policy": outcome},
+        learning_rates={"policy": 0.1}, report=report,
     )  # fmt: skip
 
 

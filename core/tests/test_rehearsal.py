@@ -19,11 +19,12 @@ from rlhf.journal.sums import weighted_loss
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
+from rlhf.readouts import token_logprobs
 from rlhf.run.rank import ran_out
 from rlhf.run.set_up import memory_lines
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
-from rlhf.trainer import Loss, Term
+from rlhf.trainer import Loss, PackedBatch, Term, Trainer
 
 
 def test_live_and_peak_bytes_are_counted_once() -> None:
@@ -184,6 +185,31 @@ def test_a_smaller_budget_follows_from_what_is_left() -> None:
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return small_run(tmp_path_factory.mktemp("rehearsal"))
+
+
+class TwoModels(Trainer):
+    """A trained language model, and a trained module of its own."""
+
+    def example(self, row: Any) -> Any: ...
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+        self.critic = run.prepare(torch.nn.Linear(1, 64), "critic")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        values = self.critic(logprobs[:, None].detach())
+        return Loss((Term(-logprobs.sum(), "tokens"), Term(values.sum(), "tokens", role="critic")))
+
+
+def test_every_trained_model_is_in_the_estimate(words: list[str]) -> None:
+    fit = fit_of(words, GIB)
+    alone, random = fit.estimate, torch.get_rng_state()
+    both = attrs.evolve(fit, trainer=TwoModels(None, fit.trainer.tokenizer)).estimate
+    assert both.states["critic"] == {"weights": 512, "gradients": 512, "optimizer": 1024}
+    assert both.resident == alone.resident + 2048
+    assert "critic 0.000" in str(both)
+    assert torch.equal(torch.get_rng_state(), random), "only rank 0 rehearses"
 
 
 class Reducing(PlainBackend):

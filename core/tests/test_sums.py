@@ -46,14 +46,16 @@ def test_a_term_per_something_unknown_is_an_error() -> None:
 
 def test_an_infinite_loss_with_a_finite_gradient_is_made_visible_to_the_gradient_check() -> None:
     weight = torch.ones(2, requires_grad=True)
-    poison_unless_finite(weight.sum() + torch.inf).backward()
+    loss = weight.sum()
+    poison_unless_finite(loss, loss + torch.inf).backward()
     assert weight.grad is not None
     assert weight.grad.isnan().all()
 
 
 def test_a_finite_loss_keeps_its_gradient_to_the_bit() -> None:
     weight = torch.ones(2, requires_grad=True)
-    poison_unless_finite((weight * 3).sum()).backward()
+    loss = (weight * 3).sum()
+    poison_unless_finite(loss, loss).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0, 3.0]
 

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from attrs import Factory, field, frozen
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config
-from rlhf.data.batch import PackedBatch
 
 GIB = 2**30
 
@@ -299,18 +300,18 @@ class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 
     module: Any
-    """The prepared `PackedModel`, unwrapped. `module.save_weights(weights, directory)` writes a
-    model folder."""
+    """The prepared module, unwrapped: a `PackedModel`, or one of the trainer's own."""
     role: str
-    """`policy` for the trained engine, else a name such as `reference` or `teacher`."""
+    """`policy`, or another name such as `critic`, `reference` or `teacher`."""
     stage: int
     """ZeRO stage."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     device: torch.device
 
-    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
-        """Run the wrapped forward; collective at stage 3."""
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module's forward; collective at stage 3. A loaded model takes a `PackedBatch` and
+        a `Readout`, and returns the readout's values by name."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of the scalar `loss`. Collective.
@@ -322,7 +323,8 @@ class Engine(Protocol):
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update the weights, clear the gradients, advance the schedule. Collective.
 
-        A non-finite gradient never reaches a weight.
+        A non-finite gradient never reaches a weight. Engines of several roles run their forwards
+        and backwards in turns, and step one after the other.
         """
 
     def train(self) -> None:
@@ -370,6 +372,18 @@ def free(parameter: Tensor) -> None:
     for held in (parameter, *(sharding.shard(parameter) for sharding in _shardings)):
         if held is not None:
             held.data = held.data.new_empty(0)
+
+
+def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Write whole weights from the host, for the hook `export_weights`: a model folder, or
+    model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
+    own = getattr(module, "save_weights", None)
+    if own is not None:
+        own(weights, directory)
+        return
+    first = {value.data_ptr() or name: name for name, value in reversed([*weights.items()])}
+    once = {name: weights[name].contiguous() for name in first.values()}
+    save_file(once, directory / "model.safetensors")
 
 
 def gib(size: float) -> str:

@@ -173,7 +173,7 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:
         """Gather the weights in rank 0's host memory, one parameter at a time on the accelerator,
-        and write them with `engine.module.save_weights(weights, directory)`. Returns True.
+        and write them with `rlhf.engine.save_weights`. Returns True.
         Collective."""
 
     @hookspec(firstresult=True)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from attrs import field, frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import ReferenceMode
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
@@ -52,6 +52,9 @@ class Term:
     a value of the survey, whose sum over the step is then the count."""
     weight: float = 1.0
     """Factor on the term."""
+    role: str = "policy"
+    """The trained model that gets the gradient of the term; it must depend on no other's weights
+    (detach what it uses of them). The loss is the sum of all terms."""
 
 
 @documented
@@ -206,14 +209,34 @@ class Run(Protocol):
         trained: bool = True,
         task: Literal["causal", "sequence", "token"] = "causal",
         dropout: bool = True,
+        optim: OptimConfig | None = None,
     ) -> Engine:
         """Load a model and return its engine. Collective.
 
-        The role `policy` is trained; any other role passes `trained=False` and runs without
-        gradient, under a plan of its own. By default the model is the one of the configuration,
-        with its adapters; pass `model` for another, such as a teacher. `task` is what its head
-        predicts: the vocabulary, one score per answer, or two labels per token. With
-        `dropout=False` the model's own dropout is removed.
+        Every run trains the role `policy`. Other roles are trained too, such as a critic, or run
+        without gradient with `trained=False`; each has a plan of its own. A trained model gets the
+        gradient of the loss's terms of its `role` and a folder in checkpoints; all of them step
+        together, by `optim` of the configuration or an `optim` of their own. `model/` is the
+        policy, `model-ROLE/` another.
+
+        By default the model is the one of the configuration, with its adapters; pass `model` for
+        another, such as a teacher. `task` is what its head predicts: the vocabulary, one score per
+        answer, or two labels per token. With `dropout=False` the model's own dropout is removed.
+        """
+
+    def prepare(
+        self,
+        module: nn.Module,
+        role: str,
+        *,
+        trained: bool = True,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        """Return an engine of any module, as `load` does of a language model. Collective.
+
+        The module is the same on every rank, in any dtype: its weights get that of the
+        configuration. The engine is called as the module is, and `engine.module` is the module. Its
+        state is exported as model.safetensors.
         """
 
     def reference(

@@ -29,8 +29,9 @@ class StepResult:
     """What this rank's loader packed for it."""
     losses: Sequence[Tensor]
     """The weighted loss of each of this rank's micro-batches."""
-    outcome: StepOutcome | LaterOutcome
-    learning_rate: float
+    outcomes: Mapping[str, StepOutcome | LaterOutcome]
+    """By role of the trained models."""
+    learning_rates: Mapping[str, float]
     report: Report | None
     """Its metrics, or None if it is not logged."""
 
@@ -86,7 +87,7 @@ class Journal:
         """A step has ended."""
         self.speed.add(result.plan, result.batches)
         self.tokens_seen += int(result.plan.lengths.sum())
-        self.skipped += result.outcome.skipped_by_scaler
+        self.skipped += any(item.skipped_by_scaler for item in result.outcomes.values())
         self.flush()
         if result.report is not None:
             self._pending = (result, self._host_metrics(result))
@@ -120,8 +121,8 @@ class Journal:
             return
         result, host = pending
         assert result.report is not None, "only a logged step is kept"
-        norm = {"grad_norm": result.outcome.read().grad_norm}
-        metrics = result.report.read(self.derive) | norm | host
+        norms = {role: outcome.read().grad_norm for role, outcome in result.outcomes.items()}
+        metrics = result.report.read(self.derive) | per_role("grad_norm", norms) | host
         self.last |= metrics
         self.folder.append_metrics({"step": result.step, **metrics})
         self.observers.on_step(run=self.record, step=result.step, metrics=metrics)
@@ -137,7 +138,7 @@ class Journal:
         """Return what is known without the device's sums, and measure the speed anew."""
         speed, self.speed = self.speed, self.speed.restarted()
         host: dict[str, Any] = {
-            "learning_rate": result.learning_rate,
+            **per_role("learning_rate", result.learning_rates),
             "epoch": result.plan.epoch_done,
             "num_tokens": self.tokens_seen,
             **speed.metrics(until=self.speed.since),
@@ -145,8 +146,14 @@ class Journal:
         memory = peak_memory_gib(self.engine.device)
         if memory is not None:
             host["peak_memory_gib"] = memory
-        if self.engine.module.path == "tree":
+        if getattr(self.engine.module, "path", None) == "tree":
             host["padding"] = speed.padding
         if self.engine.precision == "fp16":
             host["skipped_steps"] = self.skipped
         return host
+
+
+def per_role(name: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Return a metric of every trained model: the policy's has the name itself, the others' names
+    begin with their role."""
+    return {name if role == "policy" else f"{role}/{name}": value for role, value in values.items()}

@@ -23,7 +23,8 @@ PEAK_FLOPS: Mapping[str, float] = {
 class Speed:
     """The speed of the steps since the last logged one."""
 
-    shape: ModelShape
+    shapes: Sequence[ModelShape]
+    """Of the trained models."""
     peak: float | None
     """Operations per second that all ranks' devices together can do in bf16, or None if unknown."""
     since: float = field(factory=lambda: time.perf_counter())
@@ -36,13 +37,13 @@ class Speed:
     def add(self, plan: StepPlan, batches: Sequence[PackedBatch]) -> None:
         """Add a step and this rank's micro-batches."""
         self._tokens += float(plan.lengths.sum())
-        self._flops += self.flops(plan)
+        self._flops += sum(flops(shape, plan) for shape in self.shapes)
         self._used += sum(batch.num_tokens for batch in batches)
         self._computed += sum(len(batch.tokens) for batch in batches)
 
     def restarted(self) -> "Speed":
         """Return the speed of the steps from now on."""
-        return Speed(shape=self.shape, peak=self.peak)
+        return Speed(shapes=self.shapes, peak=self.peak)
 
     def metrics(self, *, until: float) -> dict[str, float]:
         """Return `tokens_per_s`, and `mfu` if the device's peak is known."""
@@ -57,20 +58,20 @@ class Speed:
         """The share of padding in the tokens that this rank computed."""
         return 1 - self._used / self._computed
 
-    def flops(self, plan: StepPlan) -> float:
-        """Return the operations of a step over all ranks, forward and backward, without
-        recomputation: two per weight and token forward, four backward (two for a frozen weight),
-        the head only on predicted tokens, and half of full attention, since it is causal."""
-        shape = self.shape
-        frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
-        per_weight = 6 - 2 * frozen_share
-        body = max(shape.parameters - shape.head - shape.lookup, 0)
-        tokens, predicted = float(plan.lengths.sum()), plan.totals["tokens"]
-        pairs = float((plan.lengths * plan.paths).sum()) / 2
-        return (
-            per_weight * (body * tokens + shape.head * predicted)
-            + 12 * shape.layers * shape.hidden * pairs
-        )
+
+def flops(shape: ModelShape, plan: StepPlan) -> float:
+    """Return the operations of a step over all ranks, forward and backward, without
+    recomputation: two per weight and token forward, four backward (two for a frozen weight),
+    the head only on predicted tokens, and half of full attention, since it is causal."""
+    frozen_share = 1 - shape.trainable / max(shape.parameters, 1)
+    per_weight = 6 - 2 * frozen_share
+    body = max(shape.parameters - shape.head - shape.lookup, 0)
+    tokens, predicted = float(plan.lengths.sum()), plan.totals["tokens"]
+    pairs = float((plan.lengths * plan.paths).sum()) / 2
+    return (
+        per_weight * (body * tokens + shape.head * predicted)
+        + 12 * shape.layers * shape.hidden * pairs
+    )
 
 
 def peak_of(device: torch.device, world: int) -> float | None:

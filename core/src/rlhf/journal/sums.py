@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.engine import Deferred, Mesh
 from rlhf.errors import RLHFError
-from rlhf.trainer import Loss
+from rlhf.trainer import Loss, Term
 
 Totals = Mapping[str, float]
 Derive = Callable[[Mapping[str, Any]], Mapping[str, float]]
@@ -39,6 +39,14 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
     return torch.stack(addends).sum()
 
 
+def by_role(loss: Loss) -> dict[str, Loss]:
+    """Return the terms of each role as a loss of its own."""
+    parts: dict[str, list[Term]] = {}
+    for term in loss.terms:
+        parts.setdefault(term.role, []).append(term)
+    return {role: Loss(tuple(terms)) for role, terms in parts.items()}
+
+
 def total_of(per: str, totals: Totals) -> float:
     """Return the count `per` over the whole step and all ranks."""
     try:
@@ -50,10 +58,10 @@ def total_of(per: str, totals: Totals) -> float:
         ) from None
 
 
-def poison_unless_finite(loss: Tensor) -> Tensor:
-    """Return the loss unchanged, with a gradient of nan if it is not finite: the backend's check of
-    the gradient then sees it, and the host need not read the loss."""
-    factor = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+def poison_unless_finite(loss: Tensor, whole: Tensor) -> Tensor:
+    """Return the loss unchanged, with a gradient of nan if `whole`, the sum over all roles, is not
+    finite: the backend's check of the gradient then sees it, and the host need not read it."""
+    factor = torch.where(torch.isfinite(whole.detach()), 1.0, torch.nan)
     return loss * factor
 
 
@@ -73,7 +81,7 @@ class Sums:
         """What each metric is per, and the shape of its sum."""
 
     def add(self, loss: Loss, weighted: Tensor) -> None:
-        """Add one micro-batch."""
+        """Add one micro-batch, whose addend of the step's loss is `weighted`."""
         self.losses.append(weighted.detach())
         self._add("loss", "", weighted.detach())
         self.terms |= {f"{TERM}{number}": term.per for number, term in enumerate(loss.terms)}

@@ -87,7 +87,8 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     mesh, state = session.mesh, _read(folder)
     for engine in session.saved_engines:
         session.hooks.load_checkpoint(engine=engine, saved=SavedEngine(folder / engine.role))
-    restore_schedule(session.schedule, state["schedule"])
+    for role, schedule in schedules(session).items():
+        restore_schedule(schedule, state["schedules"][role])
     session.trainer.load_state(state["trainer"])
     session.journal.load_state(state)
     session.best.load_state(state["best"])
@@ -141,12 +142,18 @@ def _state(session: Session, step: int) -> dict[str, Any]:
         "step": step,
         "ranks": session.mesh.world,
         "data": _data(session.train_order.examples),
-        "schedule": session.schedule.state_dict(),
+        "schedules": {role: schedule.state_dict() for role, schedule in schedules(session).items()},
         "trainer": session.trainer.state(),
         **session.journal.state(),
         "best": session.best.state(),
         "owed": session.evaluation_owed,
     }
+
+
+def schedules(session: Session) -> dict[str, LRScheduler]:
+    """Return the schedules of the learning rates by role."""
+    found = {role: model.schedule for role, model in session.trained.items()}
+    return {role: schedule for role, schedule in found.items() if schedule is not None}
 
 
 def restore_schedule(schedule: LRScheduler, state: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ from rlhf.loop.session import Session
 def evaluate(session: Session, *, step: int) -> None:
     """Run every held-out row once; the numbers are the same on any number of ranks. Does nothing
     without eval data. Collective."""
-    order, engine = session.eval_order, session.engine
+    order = session.eval_order
     if order is None:
         return
     session.journal.start_evaluation()
-    engine.eval()
+    session.eval()
     with session.make_room("evaluation"):
         sums, totals = _sums_over(order, session, step=step)
     NameCheck(session.record.name, session.mesh).check(sums)
     session.journal.evaluation(step, sums.reduce(totals))
-    engine.train()
+    session.train()
 
 
 def evaluate_at_end(session: Session, *, step: int) -> None:

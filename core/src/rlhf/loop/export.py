@@ -11,14 +11,18 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from rlhf.engine import Mesh, Plan
+from rlhf.config.sections import ModelConfig
+from rlhf.config.structure import structure
+from rlhf.engine import Mesh, Plan, save_weights
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
 from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
+from rlhf.model.architecture import DTYPES
 from rlhf.model.load import load_model
+from rlhf.model.packed import PackedModel
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
@@ -27,46 +31,69 @@ from rlhf.request.reader import read_config
 
 
 def export_model(session: Session) -> None:
-    """Write the policy to `model/` of the run folder: first to a hidden folder, which is re-opened,
-    compared by shape and renamed. Collective."""
-    target, writes = session.record.folder / "model", session.folder is not None
-    part = part_of(target)
+    """Write every trained model to a folder of the run folder, the policy to `model/` and last:
+    first to a hidden folder, which is re-opened, compared by shape and renamed. Collective."""
+    for role in sorted(session.trained, key="policy".__eq__):
+        _export(session, role)
+
+
+def _export(session: Session, role: str) -> None:
+    target, writes = session.record.folder / folder_of(role), session.folder is not None
+    part, engine = part_of(target), session.trained[role].engine
     with new_folder(target, replace=True) if writes else nullcontext():
         session.mesh.barrier()
-        session.hooks.export_weights(engine=session.engine, directory=part)
-        if writes:
-            more = session.trainer.model_config(session.journal.last)
-            model = session.engine.module.model
+        session.hooks.export_weights(engine=engine, directory=part)
+        if writes and isinstance(engine.module, PackedModel):
+            more = session.trainer.model_config(session.journal.last) if role == "policy" else {}
+            model = engine.module.model
             save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
             verify_export(part, model)
     session.mesh.barrier()
 
 
+def folder_of(role: str) -> str:
+    """Return the name of the folder of a trained model."""
+    return "model" if role == "policy" else f"model-{role}"
+
+
 def export_checkpoint(folder: Path, run: Path) -> None:
-    """Write one of the run's checkpoints to `model/` of the run folder. Not collective."""
-    with new_folder(run / "model", replace=True) as part:
-        write_model(folder, part)
+    """Write the trained models of one of the run's checkpoints as `export_model` does. Not
+    collective."""
+    plans = _recorded(run / "plan.json")
+    for role in sorted(plans, key="policy".__eq__):
+        if role == "policy" or plans[role].get("trained"):
+            with new_folder(run / folder_of(role), replace=True) as part:
+                write_model(folder, part, role)
 
 
-def write_model(folder: Path, target: Path) -> None:
-    """Write the model of a checkpoint to the empty folder `target`. Not collective."""
+def write_model(folder: Path, target: Path, role: str = "policy") -> None:
+    """Write a model of a checkpoint to the empty folder `target`. Not collective."""
     run = folder.parent.parent
     trainer_name = _recorded(run / "versions.json", "trainer")
-    task = _recorded(run / "plan.json", "policy", "task")
+    task, plan = (_recorded(run / "plan.json", role, *keys) for keys in (["task"], []))
     request = read_config(trainer_name, recorded=run / "config.yaml")
-    config = request.config
+    config, weights = request.config, SavedEngine(folder / role).weights()
+    if task is None:
+        dtype = DTYPES[plan["precision"]]
+        floats = {name: v.to(dtype) for name, v in weights.items() if v.is_floating_point()}
+        save_weights(nn.Module(), weights | floats, target)
+        return
+    if plan.get("model") is not None:
+        model, _ = structure(plan["model"], ModelConfig)
+        config = attrs.evolve(config, model=model, lora=None)
     backend, _ = load_hooks(config)
-    plan = Plan(stage=0, precision=config.model.dtype)
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
     # The machine that exports need not have what only speeds up training.
     plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
     config = attrs.evolve(config, model=plain)
-    module = load_model(config, plan=plan, mesh=Mesh(), hooks=backend, task=task)
-    module.save_weights(_with_tied(SavedEngine(folder / "policy").weights(), module), target)
+    whole = Plan(stage=0, precision=config.model.dtype)
+    module = load_model(config, plan=whole, mesh=Mesh(), hooks=backend, task=task)
+    module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
-    save_tokenizer_and_config(module.model, tokenizer, target, trainer.model_config(newest))
+    more = trainer.model_config(newest) if role == "policy" else {}
+    save_tokenizer_and_config(module.model, tokenizer, target, more)
     verify_export(target, module.model)
 
 

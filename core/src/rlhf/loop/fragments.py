@@ -91,6 +91,11 @@ def shapes_of(module: nn.Module) -> dict[str, list[int]]:
 def check_model(folder: Path, module: nn.Module) -> None:
     """Raise RLHFError unless the engine in `folder` was trained on parameters of the same names and
     shapes as those of `module`."""
+    if not (folder / PLAIN).is_file():
+        raise SameOnAllRanks(
+            f"{folder.parent} has no {folder.name}, which this run trains; start again with "
+            "--overwrite"
+        )
     saved = json.loads((folder / PLAIN).read_text())["shapes"]
     for name, parameter in module.named_parameters():
         shape = list(whole_shape(parameter))

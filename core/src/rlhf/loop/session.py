@@ -1,12 +1,11 @@
 """One process's part of a run: everything that the loop needs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 from attrs import define
-from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
@@ -18,6 +17,7 @@ from rlhf.launch.places import Marker
 from rlhf.loop.best import Best
 from rlhf.loop.survey import Survey
 from rlhf.loop.writing import Writing
+from rlhf.model.role import Role
 from rlhf.reference.live import Follower
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
@@ -33,12 +33,12 @@ class Session:
     hooks: BackendGateway
     trainer: Trainer
     survey: Survey
-    engine: Engine
+    trained: Mapping[str, Role]
+    """The trained models by role, the policy among them."""
     followers: Sequence[Follower] = ()
     """Frozen engines whose weights move with the policy's."""
     make_room: Callable[[Literal["evaluation"]], AbstractContextManager[None]]
     """Returns the context of a phase in which no engine trains, whose states may be on the host."""
-    schedule: LRScheduler
     train_order: RunOrder
     eval_order: RunOrder | None
     folder: RunFolder | None
@@ -54,9 +54,25 @@ class Session:
     """Whether a signal left out the evaluation that was due after the last step."""
 
     @property
+    def engine(self) -> Engine:
+        """The policy's engine."""
+        return self.trained["policy"].engine
+
+    @property
     def saved_engines(self) -> list[Engine]:
         """The engines whose weights change, which checkpoints hold."""
-        return [self.engine, *(follower.engine for follower in self.followers)]
+        trained = [model.engine for model in self.trained.values()]
+        return [*trained, *(follower.engine for follower in self.followers)]
+
+    def train(self) -> None:
+        """Switch dropout and recomputation of the trained models on."""
+        for model in self.trained.values():
+            model.engine.train()
+
+    def eval(self) -> None:
+        """Switch dropout and recomputation of the trained models off."""
+        for model in self.trained.values():
+            model.engine.eval()
 
     @property
     def checkpoints(self) -> Path:

@@ -54,7 +54,7 @@ def _take_steps(
     session.journal.start_steps(first_step)
     stepper = Stepper(session)
     reason, step, evaluated = None, first_step, None
-    engine.train()
+    session.train()
     if session.evaluation_owed and is_due(config.train.eval_every, step):
         session.evaluation_owed = False
         (_, reason), evaluated = judge(session, step=step), step

@@ -41,22 +41,27 @@ class Estimate:
         """Bytes that forward and backward add to `resident`, whose gradients may not exist yet."""
         if self.accumulates:
             return self.step.peak
-        whole = max(self.step.peak, self.step.growing)
-        return whole - self.states["policy"].get("gradients", 0)
+        return max(self.step.peak, self.step.growing) - self.gradients
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the gradients of all roles."""
+        return sum(parts.get("gradients", 0) for parts in self.states.values())
 
     def parts(self) -> dict[str, int]:
         """Return the bytes at the peak by part, which add up to `peak`."""
-        policy, step = dict(self.states["policy"]), self.step
+        step, states = self.step, {role: dict(parts) for role, parts in self.states.items()}
         parts = {"activations": step.activations, "head": step.peak - step.activations}
         if self.updating > self._pass:
             parts = {"optimizer's step": self.updating}
         elif not self.accumulates:
-            gradients = policy.pop("gradients", 0)
+            for each in states.values():
+                each.pop("gradients", 0)
             if step.growing > step.peak:
-                parts = {"gradients": gradients, "activations": step.growing - gradients}
-        others = {
-            role: sum(parts.values()) for role, parts in self.states.items() if role != "policy"
-        }
+                activations = step.growing - self.gradients
+                parts = {"gradients": self.gradients, "activations": activations}
+        policy = states.pop("policy")
+        others = {role: sum(each.values()) for role, each in states.items()}
         return policy | others | parts
 
     def __str__(self) -> str:

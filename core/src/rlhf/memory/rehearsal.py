@@ -12,22 +12,22 @@ from typing import Any
 import attrs
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.config.reference_modes import ReferenceMode
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Layout, Mesh, Readout, rehearsing_on
+from rlhf.engine import Engine, Layout, Mesh, ModelShape, rehearsing_on
 from rlhf.errors import RLHFError, first_line
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
+from rlhf.model.architecture import DTYPES
 from rlhf.model.dropout import without_dropout
-from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
-from rlhf.model.role import POLICY, Role, layouts_of, plan_model
-from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.role import POLICY, Role, config_with, layouts_of, plan_model
+from rlhf.model.shape import empty_model, shape_of, shape_of_module
 from rlhf.model.task import Task
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE, CachedReference, EngineReference, choose_mode
@@ -69,13 +69,17 @@ class Rehearsed:
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""
         states = {name: dict(memory) for name, memory in self.run.memory(layout).items()}
-        policy = states[POLICY]
         host = sum(parts.pop("host", 0) for parts in states.values())
-        updating, reducing = policy.pop("updating", 0), policy.pop("reducing", 0)
+        # Models are updated, and their gradients reduced, one after the other.
+        updating, reducing = (
+            max(parts.pop(name, 0) for parts in states.values())
+            for name in ("updating", "reducing")
+        )
+        gradients = sum(parts.get("gradients", 0) for parts in states.values())
         return Estimate(
             states=states,
             updating=updating,
-            step=self.step.bytes(gradients=policy.get("gradients", 0), reducing=reducing),
+            step=self.step.bytes(gradients=gradients, reducing=reducing),
             tokens=self.tokens,
             accumulates=self.accumulates,
             host=host,
@@ -111,7 +115,9 @@ def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
 
 def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     actor = type(trainer)(trainer.config, trainer.tokenizer)
-    actor.setup(run)
+    with torch.random.fork_rng(devices=[]):
+        # Modules of the trainer's own draw values; only rank 0 rehearses.
+        actor.setup(run)
     mesh = run.mesh
     order = RunOrder.from_config(
         run.examples[0], run.config, actor,
@@ -154,8 +160,6 @@ class Rehearsal:
     examples: tuple[Examples, ...]
     device: torch.device = META
     roles: dict[str, Role] = attrs.field(factory=dict)
-    models: dict[str, ModelConfig | None] = attrs.field(factory=dict)
-    """The model of each role; None for the run's own."""
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
@@ -167,36 +171,64 @@ class Rehearsal:
         trained: bool = True,
         task: Task = "causal",
         dropout: bool = True,
+        optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`. Only the model's configuration is read."""
-        config = config_with(self.config, model)
+        config = config_with(self.config, model, optim)
         module = empty_model(config, task)
         shape = shape_of(module)
         paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        if trained:
+        if not dropout:
+            without_dropout(module)
+        return self._add(role, module, shape, trained=trained, model=model, optim=optim)
+
+    def prepare(
+        self,
+        module: nn.Module,
+        role: str,
+        *,
+        trained: bool = True,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        """See `rlhf.trainer.Run`. The module loses its values."""
+        shape, dtype = shape_of_module(module), DTYPES[self.config.model.dtype]
+        return self._add(role, module.to(META, dtype), shape, trained=trained, optim=optim)
+
+    def _add(
+        self,
+        role: str,
+        module: nn.Module,
+        shape: ModelShape,
+        *,
+        trained: bool,
+        model: ModelConfig | None = None,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        config = config_with(self.config, model, optim)
+        if role == POLICY:
             layouts = layouts_of(self.hooks, config, self.mesh, shape)
             plan = next(layout.plan for layout in layouts if layout.configured)
         else:
             plan, _ = plan_model(
-                self.hooks, config, self.mesh, shape, role, trained=False, others=()
+                self.hooks, config, self.mesh, shape, role, trained=trained, others=()
             )
-        if not dropout:
-            without_dropout(module)
         module.train(trained)
         if not trained:
             module.requires_grad_(False)
         engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.models[role] = model
-        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory={}, task=task)
+        self.roles[role] = Role(
+            engine=engine, plan=plan, shape=shape, memory={}, trained=trained, model=model,
+            optim=optim,
+        )  # fmt: skip
         return engine
 
     def memory(self, layout: Layout) -> dict[str, Mapping[str, int]]:
         """Return the bytes of each role in a layout of the trained one, by the backend."""
         planned: dict[str, Role] = {}
         for name, role in self.roles.items():
-            config = config_with(layout.config, self.models[name])
+            config = config_with(layout.config, role.model, role.optim)
             if name == POLICY:
                 plan, memory = layout.plan, self.hooks.estimate_memory(
                     config=config, plan=layout.plan, model_shape=role.shape, mesh=self.mesh,
@@ -204,7 +236,7 @@ class Rehearsal:
                 )  # fmt: skip
             else:
                 plan, memory = plan_model(
-                    self.hooks, config, self.mesh, role.shape, name, trained=False,
+                    self.hooks, config, self.mesh, role.shape, name, trained=role.trained,
                     others=planned.values(),
                 )  # fmt: skip
             planned[name] = attrs.evolve(role, plan=plan, memory=memory)
@@ -253,23 +285,18 @@ class Rehearsal:
         return moved
 
 
-def config_with(config: Config, model: ModelConfig | None) -> Config:
-    """Return `config`, or the one of another model in the same run."""
-    return config if model is None else attrs.evolve(config, model=model, lora=None)
-
-
 class RehearsedEngine:
     """A model without values in place of a live engine."""
 
     device = META
 
-    def __init__(self, module: PackedModel, *, role: str, stage: int, precision: str) -> None:
+    def __init__(self, module: nn.Module, *, role: str, stage: int, precision: str) -> None:
         self.module: Any = module
         self.role, self.stage, self.precision = role, stage, precision
 
-    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward."""
-        return self.module(batch, readout)
+        return self.module(*inputs, **options)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`."""

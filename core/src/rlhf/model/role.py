@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import attrs
 from attrs import frozen
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Engine, Layout, Mesh, ModelShape, Plan
 from rlhf.model.probe import AttentionPath
 from rlhf.model.task import Task
 from rlhf.registry.gateway import BackendGateway
 
 POLICY = "policy"
-"""The role of the trained model."""
+"""The role of the model that every run trains."""
 ELSEWHERE = ("updating", "reducing", "host")
 """Parts of a backend's estimate that an accelerator does not hold from step to step."""
 
@@ -26,12 +27,29 @@ class Role:
     shape: ModelShape
     memory: Mapping[str, int]
     """Bytes on each accelerator, as the backend estimates them."""
-    task: Task
-    """What its head predicts."""
+    trained: bool
+    model: ModelConfig | None = None
+    """Its configuration; None for that of the run, or a module of the trainer's own."""
+    optim: OptimConfig | None = None
+    """Its optimizer's configuration; None for that of the run."""
+    task: Task | None = None
+    """What its head predicts; None for a module of the trainer's own."""
     attention: AttentionPath | None = None
-    """How it runs packed batches; None in a rehearsal."""
+    """How it runs packed batches; None in a rehearsal and for a module of the trainer's own."""
     schedule: LRScheduler | None = None
-    """The learning rate's; None if it is not trained."""
+    """The learning rate's; None in a rehearsal and if it is not trained."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        assert self.schedule is not None, f"{self.engine.role} is not trained"
+        return float(self.schedule.get_last_lr()[0])
+
+
+def config_with(config: Config, model: ModelConfig | None, optim: OptimConfig | None) -> Config:
+    """Return the configuration of a model: that of the run unless it has its own."""
+    config = attrs.evolve(config, optim=optim or config.optim)
+    return config if model is None else attrs.evolve(config, model=model, lora=None)
 
 
 def layouts_of(

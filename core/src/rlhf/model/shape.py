@@ -47,6 +47,19 @@ def shape_of(module: PackedModel) -> ModelShape:
     )
 
 
+def shape_of_module(module: nn.Module) -> ModelShape:
+    """Return the size of any module, of whose parts nothing is known."""
+    own = [item.parameters(recurse=False) for item in module.modules()]
+    return ModelShape(
+        parameters=num_parameters(module),
+        trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        largest_layer=max(sum(p.numel() for p in part) for part in own),
+        hidden=0,
+        layers=0,
+        head=0,
+    )
+
+
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:
     """Return a line for the start of the run if the longest row exceeds the positions in the
     model's configuration. Raises RLHFError if positions come from a table, which ends there."""

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor, nn
 
 from rlhf.config.reference_modes import ReferenceMode
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
-from rlhf.engine import Engine, Mesh, Plan, free
+from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
+from rlhf.errors import RLHFError
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.dropout import without_dropout
@@ -22,8 +22,8 @@ from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.role import Role, plan_model
-from rlhf.model.shape import check_positions, empty_model, shape_of
+from rlhf.model.role import Role, config_with, plan_model
+from rlhf.model.shape import check_positions, empty_model, shape_of, shape_of_module
 from rlhf.model.task import Task
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts.teachers import TOP_TOKENS
@@ -87,53 +87,85 @@ class RunContext:
         trained: bool = True,
         task: Task = "causal",
         dropout: bool = True,
+        optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
-        assert trained == (role == "policy"), role
-        config = self.config
-        if model is not None:
-            config = attrs.evolve(config, model=model, lora=None)
+        config = config_with(self.config, model, optim)
         empty = empty_model(config, task)
-        if trained and self.resumed is not None:
-            check_model(self.resumed / role, empty)
-        shape = shape_of(empty)
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         check_packed(config.model, paths[0] if paths else "separate", reason)
-        plan, memory = plan_model(
-            self.hooks, config, self.mesh, shape, role, trained=trained, others=self.roles.values()
-        )
-        engine, schedule = self._prepared(role, config, plan, task, dropout=dropout)
+
+        def read(plan: Plan) -> nn.Module:
+            module = load_model(
+                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, task=task
+            )
+            if not dropout:
+                without_dropout(module)
+            return module
+
+        engine = self._add(role, config, empty, shape_of(empty), read, trained=trained)
         attention = choose_path(engine, self.mesh, longest=self.longest)
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
             _compile(engine, config.model, attention)
         if engine.module.layers and trained:
             self.notes.append(engine.module.layers)
-        self.roles[role] = Role(
-            engine=engine, plan=plan, shape=shape, memory=memory, task=task, attention=attention,
-            schedule=schedule,
-        )  # fmt: skip
+        self.roles[role] = attrs.evolve(
+            self.roles[role], model=model, task=task, attention=attention
+        )
         return engine
 
-    def _prepared(
-        self, role: str, config: Config, plan: Plan, task: Task, *, dropout: bool
-    ) -> tuple[Engine, LRScheduler | None]:
-        """Read the weights, and have the backend prepare the model."""
+    def prepare(
+        self,
+        module: nn.Module,
+        role: str,
+        *,
+        trained: bool = True,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        """See `rlhf.trainer.Run`."""
+        shape = shape_of_module(module)
+        config = config_with(self.config, None, optim)
+        return self._add(role, config, module, shape, lambda plan: module, trained=trained)
+
+    def _add(
+        self,
+        role: str,
+        config: Config,
+        empty: nn.Module,
+        shape: ModelShape,
+        read: Callable[[Plan], nn.Module],
+        *,
+        trained: bool,
+    ) -> Engine:
+        """Plan a model, `read` it with its weights, and have the backend prepare it. `empty` has
+        its parameters, perhaps without values."""
+        assert role not in self.roles, f"{role} is loaded twice"
+        assert trained or role != "policy", "the policy is trained"
         hooks, mesh = self.hooks, self.mesh
-        module = load_model(config, plan=plan, mesh=mesh, hooks=hooks, role=role, task=task)
-        if not dropout:
-            without_dropout(module)
+        if trained and self.resumed is not None:
+            check_model(self.resumed / role, empty)
+        plan, memory = plan_model(
+            hooks, config, mesh, shape, role, trained=trained, others=self.roles.values()
+        )
+        module = read(plan)
         optimizer = schedule = None
-        if role == "policy":
+        if trained:
             groups = parameter_groups(module, config.optim.weight_decay)
             optimizer = hooks.build_optimizer(groups=groups, config=config, plan=plan)
             schedule = hooks.build_schedule(optimizer=optimizer, config=config, steps=self.steps)
         engine = hooks.prepare(
             model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan, mesh=mesh
         )
-        return engine, schedule
+        self.roles[role] = Role(
+            engine=engine, plan=plan, shape=shape, memory=memory, trained=trained,
+            schedule=schedule,
+        )  # fmt: skip
+        if trained and role != "policy":
+            self.notes.append(f"{role:<10} {shape.parameters:,} parameters, trained")
+        return engine
 
     def release(self, role: str) -> None:
         """Release an engine that is not used again, with the memory of its weights."""
@@ -154,6 +186,11 @@ class RunContext:
             self.config, mode, num_rows=self._num_rows, steps=self.steps, every=every, live=live
         )
         note = f"reference  {chosen}: {reason}"
+        if self.roles["policy"].task is None:
+            raise RLHFError(
+                "run.reference() is of a policy from run.load(); prepare a second module as the "
+                "reference with run.prepare(module, 'reference', trained=False)"
+            )
         policy = self.roles["policy"].engine
         if chosen == "cache":
             self.notes.append(f"{note}; {self._cache_reference(policy)}")

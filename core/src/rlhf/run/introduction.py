@@ -59,17 +59,27 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
             for name, role in run.roles.items()
             if role.plan.summary != plan.summary
         ),
-        f"model      {config.model.path}: {shape.parameters:,} parameters{trained}, "
-        f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
-        f"attention  {policy.attention}",
     ]
+    if policy.task is None:
+        name = type(policy.engine.module).__name__
+        lines.append(
+            f"model      {name}: {shape.parameters:,} parameters{trained}, {plan.precision}"
+        )
+    else:
+        lines += [
+            f"model      {config.model.path}: {shape.parameters:,} parameters{trained}, "
+            f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
+            f"attention  {policy.attention}",
+        ]
     print("\n".join([*lines, *run.notes, *curve_line(run)]), flush=True)
 
 
 def curve_line(run: RunContext) -> list[str]:
     """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
-    dropout = largest_dropout(run.roles["policy"].engine.module)
+    dropout = max(
+        largest_dropout(role.engine.module) for role in run.roles.values() if role.trained
+    )
     if dropout:
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
@@ -82,6 +92,12 @@ def curve_line(run: RunContext) -> list[str]:
 def plans_of(run: RunContext) -> dict[str, Any]:
     """Return how each role runs, as plain data."""
     return {
-        name: attrs.asdict(role.plan) | {"task": role.task, "attention": str(role.attention)}
+        name: attrs.asdict(role.plan)
+        | {
+            "trained": role.trained,
+            "model": role.model and to_tree(role.model),
+            "task": role.task,
+            "attention": role.attention and str(role.attention),
+        }
         for name, role in run.roles.items()
     }

@@ -53,7 +53,7 @@ def set_up(
     trainer.setup(run)
     random_state.spread(config.train.seed, mesh.data.rank)
     policy = run.roles["policy"]
-    assert policy.schedule is not None, "the policy is trained"
+    trained = {name: role for name, role in run.roles.items() if role.trained}
     # Not `data.parts`: those of the run have the values that its setup computed.
     train_order, *eval_orders = (
         RunOrder.from_config(
@@ -65,14 +65,18 @@ def set_up(
     record = RunRecord(name=request.name, folder=path, config=config, steps=run.steps)
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=policy.engine,
-        speed=Speed(shape=policy.shape, peak=peak_of(mesh.device, mesh.world)),
+        speed=Speed(
+            shapes=[role.shape for role in trained.values()],
+            peak=peak_of(mesh.device, mesh.world),
+        ),
         derive=trainer.derive,
     )  # fmt: skip
-    engines = [policy.engine, *(follower.engine for follower in run.followers)]
+    engines = [model.engine for model in trained.values()]
+    engines += [follower.engine for follower in run.followers]
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
-        survey=Survey(trainer, mesh), engine=policy.engine, journal=journal,
-        followers=run.followers, make_room=run.phases, schedule=policy.schedule, place=place,
+        survey=Survey(trainer, mesh), trained=trained, journal=journal,
+        followers=run.followers, make_room=run.phases, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),

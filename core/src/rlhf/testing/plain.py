@@ -15,16 +15,15 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config
-from rlhf.data.batch import PackedBatch
 from rlhf.engine import (
     EngineState,
     Fragment,
     Mesh,
     ModelShape,
     Plan,
-    Readout,
     SavedState,
     StepOutcome,
+    save_weights,
 )
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
@@ -55,9 +54,9 @@ class PlainEngine:
         self.clip = clip
         self.device = device
 
-    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward."""
-        return self.module(batch, readout)
+        return self.module(*inputs, **options)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`; with one process there is nothing to do at the `last`
@@ -179,8 +178,7 @@ class PlainBackend:
 
     @hookimpl
     def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
-        module: Any = engine.module
-        module.save_weights(module.state_dict(), directory)
+        save_weights(engine.module, engine.module.state_dict(), directory)
         return True
 
     @hookimpl

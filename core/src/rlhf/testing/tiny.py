@@ -28,7 +28,7 @@ from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import count_step
-from rlhf.model.packed import PathName
+from rlhf.model.packed import PackedModel, PathName
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.run.dataset import prepare_data
@@ -119,7 +119,7 @@ class Moment:
 
     loss: float
     gradients: dict[str, Tensor] = field(repr=False)
-    """Of every trained parameter by name, before clipping."""
+    """Of every trained parameter by role and name, before clipping."""
     largest: int = 0
     """Tokens of the step's largest tree."""
 
@@ -139,9 +139,10 @@ def first_steps(
     `one_by_one` every example is a micro-batch.
     """
     backend, session, _ = in_plain_torch(trainer, words, cache)
-    for engine in backend.engines:
-        engine.module.path = path or engine.module.path  # type: ignore[assignment]
-    session.engine.train()
+    packed: list[Any] = [e.module for e in backend.engines if isinstance(e.module, PackedModel)]
+    for module in packed:
+        module.path = path or module.path
+    session.train()
     stepper = Stepper(session)
     return [_moment(session, stepper, number, one_by_one=one_by_one) for number in range(num_steps)]
 
@@ -154,7 +155,7 @@ def step_memory(
     backend, session, step_fit = in_plain_torch(trainer, words, cache)
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
-    session.engine.train()
+    session.train()
     batch = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step.peak)
@@ -186,10 +187,15 @@ def _moment(session: Session, stepper: Stepper, number: int, *, one_by_one: bool
         plan, batches = _batches(order, plan, one_by_one=one_by_one)
     report = stepper.take(plan, batches).report
     assert report is not None
-    engine: Any = session.engine
+    engines: dict[str, Any] = {role: model.engine for role, model in session.trained.items()}
+    gradients = {
+        f"{role} {name}": gradient
+        for role, engine in engines.items()
+        for name, gradient in engine.gradients.items()
+    }
     trees = [prompt + sum(answers) for batch in batches for prompt, answers in batch.spans]
     loss = report.read(session.trainer.derive)["loss"]
-    return Moment(loss, engine.gradients, max(trees, default=0))
+    return Moment(loss, gradients, max(trees, default=0))
 
 
 def _batches(

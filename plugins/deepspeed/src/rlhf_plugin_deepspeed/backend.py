@@ -13,7 +13,16 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState, StateKind
+from rlhf.engine import (
+    EngineState,
+    Layout,
+    Mesh,
+    ModelShape,
+    Plan,
+    SavedState,
+    StateKind,
+    save_weights,
+)
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
@@ -120,8 +129,7 @@ class DeepSpeedBackend:
         trained_only = checkpoint.is_adapter(engine.module)
         values = dict(gathered(engine, trained_only=trained_only))
         if engine.mesh.rank == 0:
-            module: Any = engine.module
-            module.save_weights(values, directory)
+            save_weights(engine.module, values, directory)
         engine.mesh.barrier()
         return True
 

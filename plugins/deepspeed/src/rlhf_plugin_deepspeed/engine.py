@@ -1,6 +1,6 @@
 """Engines around DeepSpeed's: gradients that add over ranks, and no step that does harm."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,8 +8,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import LaterOutcome, Mesh, Plan, Readout, StateKind, StepOutcome
-from rlhf.trainer import PackedBatch
+from rlhf.engine import LaterOutcome, Mesh, Plan, StateKind, StepOutcome
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import GradientOrder
 
 
@@ -31,9 +30,9 @@ class InferenceEngine:
         self.on_host: dict[StateKind, list[Any]] = {}
         """States that are on the host for now, as `offload.HostCopy` by kind."""
 
-    def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
-        """Run the wrapped forward; collective at stage 3."""
-        return self.runner(batch, readout)
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module's forward; collective at stage 3."""
+        return self.runner(*inputs, **options)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")

@@ -32,6 +32,7 @@ from rlhf_plugin_deepspeed.stepping import (
     stage_3_step,
 )
 from rlhf_plugin_deepspeed.versions import installed_version, older
+from rlhf_plugin_deepspeed.weights import sharded_creation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +47,7 @@ def prepare_training(
     mesh: Mesh,
 ) -> TrainingEngine:
     """Return an engine that trains `model`. Collective."""
-    layers = _unify(model, plan)
+    layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
     settings = _settings(model, plan, ranks=mesh.data.size, rounded=rounded)
     with rate_zero(optimizer), reduced_by_parameter(layers):
@@ -75,7 +76,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
     """Return an engine that only runs `model`; below stage 3 it needs no DeepSpeed. Collective."""
     model.requires_grad_(False)
     model.eval()
-    _unify(model, plan)
+    _unify(model, plan, mesh)
     if plan.stage < 3:
         runner: nn.Module = model.to(mesh.device)
     else:
@@ -141,7 +142,7 @@ def _choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutc
     return sharded_step if plan.stage < 3 else stage_3_step
 
 
-def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
+def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
     """Give all that is trained one dtype: adapters come in fp32, which ZeRO-3 would mix with
     weights in the plan's. Returns the layers that ZeRO-3 gathers as one."""
     dtype = DTYPES[plan.precision]
@@ -150,6 +151,8 @@ def _unify(model: nn.Module, plan: Plan) -> list[nn.Module]:
             parameter.data = parameter.data.to(dtype).contiguous()
     if plan.stage < 3:
         return []
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        sharded_creation(plan, mesh, model)
     mark_experts(model)
     return mark_layers(model, plan.patches)
 

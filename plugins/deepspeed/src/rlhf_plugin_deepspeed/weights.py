@@ -30,8 +30,11 @@ class ZeroSharding:
         return getattr(parameter, "ds_tensor", None)
 
 
-def sharded_creation(plan: Plan, mesh: Mesh) -> AbstractContextManager[Any]:
-    """Return a context in which parameters are sharded as they are created, at stage 3."""
+def sharded_creation(
+    plan: Plan, mesh: Mesh, module: nn.Module | None = None
+) -> AbstractContextManager[Any]:
+    """Return a context in which parameters are sharded as they are created, at stage 3; those of
+    `module` are sharded at once."""
     if plan.stage < 3:
         return nullcontext()
     register_sharding(ZeroSharding())
@@ -39,6 +42,7 @@ def sharded_creation(plan: Plan, mesh: Mesh) -> AbstractContextManager[Any]:
     offloaded = "offload_param" in plan.settings["zero_optimization"]
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(
+        module=module,
         data_parallel_group=mesh.data.group,
         config_dict_or_path=copy.deepcopy(plan.settings),
         remote_device="cpu" if offloaded else None,

@@ -1,0 +1,100 @@
+"""Trainers of several models, and of modules that are no language models."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.readouts import answer_logprobs, scores, token_logprobs
+from rlhf.trainer import Loss, Run, Term, Trainer
+
+
+class CriticTrainer(Trainer):
+    """A policy and a critic that learns the policy's log-probability of each answer."""
+
+    row_format = "demonstration"
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers)
+
+    def setup(self, run: Run) -> None:
+        self.policy = run.load("policy")
+        optim = attrs.evolve(run.config.optim, lr=3e-3, clip=0.2)
+        self.critic = run.load("critic", task="sequence", optim=optim)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, answer_logprobs)["logprobs"]
+        error = self.critic(batch, scores)["scores"] - logprobs.detach() / 50
+        weights = torch.sigmoid(error.detach())
+        return Loss(
+            (
+                Term(-(weights * logprobs).sum(), "answers"),
+                Term(error.square().sum(), "answers", weight=0.5, role="critic"),
+            ),
+            {"error": (error.detach().abs().sum(), "answers")},
+        )
+
+
+class BrokenCriticTrainer(CriticTrainer):
+    """A critic's loss of zero whose gradient is not a number."""
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        values = self.critic(batch, scores)["scores"]
+        policy, _ = super().loss(batch).terms
+        return Loss((policy, Term((0 * values).sqrt().sum(), "answers", role="critic")))
+
+
+class TangledTrainer(CriticTrainer):
+    """A critic's loss that reaches the policy's weights."""
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, answer_logprobs)["logprobs"]
+        error = self.critic(batch, scores)["scores"] - logprobs
+        return Loss((Term(-logprobs.sum(), "answers"), Term(error.sum(), "answers", role="critic")))
+
+
+class ForgetfulTrainer(CriticTrainer):
+    """A critic without a loss."""
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))
+
+
+class Bigrams(nn.Module):
+    """Predicts a token from the one before, with one matrix for both ends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, size, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, tokens: Tensor, *, targets: Tensor) -> Tensor:
+        """tokens [N], targets [N] -> the cross entropy of each [N]."""
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(
+            self.head(hidden * self.scale), targets, reduction="none"
+        )
+
+
+class BigramTrainer(CriticTrainer):
+    """Two modules of its own: what is trained, and a frozen one whose loss it must not exceed."""
+
+    def setup(self, run: Run) -> None:
+        size = len(self.tokenizer)
+        self.policy = run.prepare(Bigrams(size), "policy")
+        self.frozen = run.prepare(Bigrams(size), "frozen", trained=False)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        given = batch.tokens[batch.predict_from]
+        losses = self.policy(given, targets=batch.predict)
+        with torch.no_grad():
+            others = self.frozen(given, targets=batch.predict)
+        return Loss((Term((losses - 0.5 * others).sum(), "tokens"),))

@@ -1,0 +1,131 @@
+"""Several trained models in one run, and modules that are no language models: the same on any ranks
+and stages, resumed to the last bit, exported by role."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import sft_runs
+from rlhf.commands.main import main
+from rlhf.loop.export import export_checkpoint
+from rlhf.request.reader import read_config
+from rlhf.run.rank import run_rank
+from rlhf.testing import RankFailure, Ranks, column, without_timings
+from rlhf.testing.curves import training
+from rlhf.testing.plain import PlainBackend
+from role_trainers import Bigrams
+from sft_runs import Inputs
+
+STAGES = {
+    "0": ("--deepspeed.stage", "0"),
+    "2": ("--deepspeed.stage", "2", "--batch.tokens", "64"),
+    "3": (
+        *("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
+        *("--deepspeed.frozen", "3"),
+    ),
+}
+CASES = {
+    "CriticTrainer": ("loss", "grad_norm", "critic/grad_norm", "error", "learning_rate"),
+    "BigramTrainer": ("loss", "grad_norm", "learning_rate"),
+}
+"""What is compared, by trainer."""
+
+
+def run(trainer: str, words: list[str], cache: str, plain: bool = False) -> list[dict[str, Any]]:
+    """A run of a trainer of this folder under SFT's name and section."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, trainer=f"role_trainers:{trainer}")
+    backend = PlainBackend() if plain else None
+    assert run_rank(attrs.evolve(request, plugin=plugin), backend=backend) == 0
+    return sft_runs.read_metrics(Path(request.config.output or ""))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The exported weights of every trained model."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.glob("model*/*.safetensors")}
+
+
+@pytest.mark.parametrize("trainer", CASES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_model_is_trained_as_in_plain_torch_and_resumed_to_the_last_bit(
+    trainer: str, stage: str, inputs: Inputs, one: Ranks, two: Ranks, tmp_path: Path
+) -> None:
+    def words(name: str, *more: str) -> list[str]:
+        length = ("--train.steps", "8", "--checkpoint.every", "4")
+        return sft_runs.words(inputs, tmp_path / name, *length, *more)
+
+    cache = str(inputs.cache)
+    plain = one.run(run, trainer, words("plain"), cache, True)[0]
+    straight = two.run(run, trainer, words("straight", *STAGES[stage]), cache)[0]
+    for name in CASES[trainer]:
+        assert column(straight, name) == pytest.approx(column(plain, name), rel=1e-4, abs=1e-5)
+    assert straight[-1]["eval/loss"] == pytest.approx(plain[-1]["eval/loss"], abs=1e-4)
+    two.run(run, trainer, words("halves", *STAGES[stage], "--train.stop_at", "4"), cache)
+    halves = two.run(run, trainer, words("halves", *STAGES[stage], "--resume"), cache)[0]
+    assert without_timings(training(halves)) == without_timings(training(straight))
+    assert halves[-1] == straight[-1]
+    assert files(tmp_path / "halves") == files(tmp_path / "straight")
+
+
+def test_a_critic_has_its_own_rate_and_is_exported_beside_the_policy(
+    inputs: Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = sft_runs.words(inputs, folder, "--train.steps", "4", *STAGES["2"])
+    metrics = two.run(run, "CriticTrainer", words, str(inputs.cache))[0]
+    rates = zip(
+        column(metrics, "critic/learning_rate"), column(metrics, "learning_rate"), strict=True
+    )
+    assert [low / high for low, high in rates] == pytest.approx([0.3] * 4)
+    assert {path.name for path in (folder / "checkpoints" / "step-000004").iterdir()} >= {
+        "policy", "critic",
+    }  # fmt: skip
+    critic = AutoModelForSequenceClassification.from_pretrained(folder / "model-critic")
+    assert critic.config.num_labels == 1
+    before = files(folder)
+    assert {*before} == {"model/model.safetensors", "model-critic/model.safetensors"}
+    export_checkpoint(folder / "checkpoints" / "step-000004", folder)
+    assert files(folder) == before
+
+
+def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = sft_runs.words(inputs, folder, "--train.steps", "2")
+    one.run(run, "BigramTrainer", words, str(inputs.cache))
+    saved = files(folder)
+    assert {*saved} == {"model/model.safetensors"}
+    weights = safetensors.torch.load(saved["model/model.safetensors"])
+    module = Bigrams(len(weights["embed.weight"]))
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    assert not torch.equal(module.embed.weight, Bigrams(len(module.embed.weight)).embed.weight)
+    target = tmp_path / "exported"
+    assert main(["export", str(folder), str(target)]) == 0
+    again = safetensors.torch.load((target / "model.safetensors").read_bytes())
+    assert {n: v.tolist() for n, v in again.items()} == {n: v.tolist() for n, v in weights.items()}
+
+
+REFUSED = {
+    "TangledTrainer": "trainer 'sft': the loss of 'critic' depends on the weights of 'policy'; "
+    "detach what it uses of them, or prepare both as one module",
+    "BrokenCriticTrainer": ": no weight of the critic was changed; look at these rows, or lower "
+    "optim.lr",
+    "ForgetfulTrainer": "trainer 'sft': loss() returns terms for policy, but the run trains critic "
+    "and policy; return a term for each of them",
+}
+
+
+@pytest.mark.parametrize("trainer", REFUSED)
+def test_a_loss_of_another_model_or_none_is_refused(
+    trainer: str, inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure) as error:
+        one.run(run, trainer, sft_runs.words(inputs, tmp_path / "run"), str(inputs.cache))
+    assert REFUSED[trainer] in str(error.value)

@@ -38,6 +38,16 @@ TALK = [
 ]
 
 
+THINKING = {
+    "Qwen 3": ("", "<think>\n\n</think>\n\n"),
+    "GLM 4.5": ("\n", "<think></think>\n"),
+    "Nemotron": ("", "<think></think>"),
+    "SmolLM 3": ("", "<think>\n\n</think>\n"),
+    "Magistral": ("", "[THINK][/THINK]"),
+}
+"""By family: what its template writes before an answer, and its block of reasoning without any."""
+
+
 def read(tokenizer: Any, **columns: Any) -> list[Row]:
     (rows,) = read_rows("demonstration", [("rows.jsonl line 1", columns)], Reader(tokenizer))
     return rows
@@ -69,13 +79,47 @@ def test_exactly_the_last_answer_and_its_end_are_trained_on(name: str, kind: str
     tokenizer = tokenizer_of(kind, template)
     (row,) = read(tokenizer, messages=TALK[:2])
     (text,) = trained_texts(tokenizer, row)
-    thinking = "<think>\n\n</think>\n\n" if name == "qwen 3" else ""
-    assert text == thinking + expected.format(REPLY)
+    assert text == expected.format(REPLY)
     # The prompt has the same ids that it has when the model is asked to answer.
     opened = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     if name not in ("r1",):
+        opened += "<think>\n\n</think>\n\n" if name == "qwen 3" else ""
         ids = tokenizer(opened, add_special_tokens=False)["input_ids"]
         assert row.prompt == ids
+
+
+@pytest.mark.parametrize("style", THINKING)
+def test_an_empty_block_of_reasoning_is_trained_on_only_if_the_row_writes_it(style: str) -> None:
+    before, block = THINKING[style]
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}{% else %}"
+        "{{ '<|Assistant|>" + before + "' }}{% if '</' not in m.content and '[/' not in m.content "
+        "%}{{ '" + block + "' }}{% endif %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+    )
+    tokenizer = tokenizer_of("bytes", template)
+    (row,) = read(tokenizer, messages=TALK[:2])
+    assert trained_texts(tokenizer, row) == [REPLY + "</s>"]
+    assert tokenizer.decode(row.prompt) == f"<|User|>{QUESTION}<|Assistant|>{before}{block}"
+    (row,) = read(tokenizer, messages=[TALK[0], {**TALK[1], "content": block + REPLY}])
+    assert trained_texts(tokenizer, row) == [before + block + REPLY + "</s>"]
+
+
+def test_a_pair_with_and_without_reasoning_shares_its_prompt() -> None:
+    tokenizer = tokenizer_of("bytes", QWEN3)
+    thought = "<think>\none\n</think>\n\n" + REPLY
+    raw = {
+        "prompt": TALK[:1],
+        "chosen": [{**TALK[1], "content": thought}],
+        "rejected": TALK[1:2],
+    }
+    ((row,),) = read_rows("preference", [("rows.jsonl line 1", raw)], Reader(tokenizer))
+    chosen, rejected = row.answers
+    assert tokenizer.decode(row.prompt).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(chosen.tokens) == thought + "<|im_end|>"
+    assert chosen.trained is None
+    pairs = zip(rejected.tokens, rejected.trained, strict=True)
+    assert tokenizer.decode([token for token, trained in pairs if trained]) == REPLY + "<|im_end|>"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "blank"])
@@ -114,6 +158,7 @@ def test_a_template_with_marks_that_drops_earlier_reasoning_splits_the_conversat
     first = "<think>\nis it one?\n</think>\n\n" + REPLY
     one, two = read(tokenizer, messages=[TALK[0], {**TALK[1], "content": first}, *TALK[2:]])
     assert trained_texts(tokenizer, one) == [first + "<|im_end|>"]
+    # Marks say exactly what is trained on.
     assert trained_texts(tokenizer, two) == ["<think>\n\n</think>\n\n" + LAST + "<|im_end|>"]
 
 
@@ -263,6 +308,47 @@ def test_text_after_the_last_turn_is_kept_on_request() -> None:
 
 
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+
+
+DROPPING = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') and m.content %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template that leaves out everything but the texts of users and assistants."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"messages": [{"role": "tool", "content": "4"}, *TALK]},
+            "the chat template drops `content` of message 0 (role tool); change the row or set "
+            "data.chat_template",
+        ),
+        (
+            {"messages": [TALK[0], TOOL_CALL, *TALK[2:]]},
+            "the chat template drops `tool_calls` of message 1 (role assistant); change the row or "
+            "set data.chat_template",
+        ),
+        (
+            {"messages": TALK, "tools": [{"type": "function"}]},
+            "the chat template ignores `tools`; remove them or set data.chat_template",
+        ),
+    ],
+)
+def test_what_a_template_drops_is_an_error(columns: Any, message: str) -> None:
+    with pytest.raises(RLHFError) as caught:
+        read(tokenizer_of("bytes", DROPPING), **columns)
+    assert str(caught.value) == f"rows.jsonl line 1: {message}"
+
+
+def test_content_that_a_template_rewrites_is_not_dropped() -> None:
+    template = DROPPING.replace("+ m.content +", "+ (m.content | tojson) +")
+    (row,) = read(
+        tokenizer_of("bytes", template), messages=[{**TALK[0], "content": 'a "b"'}, TALK[1]]
+    )
+    assert row.answers
 
 
 @pytest.mark.parametrize(

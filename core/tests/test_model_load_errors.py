@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from small_models import SIZES, config_of, load, write_model
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -218,6 +219,37 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
     own.write_bytes(b"\xe9")
     with pytest.raises(RLHFError, match=rf"^cannot read data.chat_template {own}: 'utf-8' codec"):
         rendered(str(own))
+
+
+def test_a_chat_template_has_the_arguments_of_the_configuration_as_defaults(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path)
+    own = tmp_path / "own.jinja"
+    own.write_text("\n{{ messages[0]['content'] }}{% if thinking %}{{ style }}{% endif %}")
+    turns = [{"role": "user", "content": "hi"}]
+
+    def load(**data: Any) -> Any:
+        return load_tokenizer(config_of("", model={"tokenizer": path}, data=DataConfig(**data)))
+
+    values = {"thinking": True, "style": "it's \"\n\u00e9"}
+    tokenizer = load(chat_template=str(own), chat_template_kwargs=values)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for each in (tokenizer, again):
+        assert each.apply_chat_template(turns, tokenize=False) == f"\nhi{values['style']}"
+        assert each.apply_chat_template(turns, tokenize=False, thinking=False) == "\nhi"
+    for name in ("thinkin", "messages"):
+        with pytest.raises(RLHFError) as caught:
+            load(chat_template=str(own), chat_template_kwargs={name: 1})
+        assert str(caught.value) == (
+            f"data.chat_template_kwargs: {name!r} is not an argument of the chat template; "
+            "remove it"
+        )
+    with pytest.raises(RLHFError) as caught:
+        load(chat_template_kwargs=values)
+    assert str(caught.value) == (
+        "data.chat_template_kwargs needs one chat template, and the tokenizer has none; set "
+        "data.chat_template"
+    )
 
 
 def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
         positive(instance, attribute, value)
 
 
+def _identifier(instance: object, attribute: Any, value: str) -> None:
+    if not value.isidentifier():
+        raise ValueError(f"{value!r} is not the name of an argument")
+
+
 def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
     allowed = ("TERM", "USR1", "USR2", "HUP", "QUIT", "XCPU")
     if not value or set(value) - set(allowed):
@@ -108,6 +113,11 @@ class DataConfig:
     """Longer rows are dropped, cut at the end, or an error. Their share is printed."""
     chat_template: str | None = None
     """File with a Jinja chat template, or `chatml`, instead of the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(
+        factory=dict, validator=validators.deep_mapping(key_validator=_identifier)
+    )
+    """Arguments of the chat template, such as {enable_thinking: false}, for rows that do not set
+    them; the exported template has them as defaults."""
     workers: int = field(default=1, validator=not_negative)
     """Loader processes per rank, which prepare batches ahead of the step."""
     processes: int | None = field(default=None, validator=optional(positive))

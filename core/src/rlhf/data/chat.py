@@ -1,7 +1,8 @@
 """Conversations as text, with the assistant's turns located to the character.
 
 A turn is rendered as the model would meet it: the conversation up to it, ending with it. What the
-template writes before the turn is the prompt; the turn with its end-of-turn token is trained on.
+template writes before the turn is the prompt, and so is an empty block of reasoning that it adds to
+an answer without reasoning; the turn with its end-of-turn token is trained on.
 Turns whose rendering is a prefix of the last one's share one text. If a template renders earlier
 turns differently later (reasoning is dropped, tools move to the last question), the conversation
 is split, so that each turn is trained on in the context in which it is generated.
@@ -21,6 +22,9 @@ from rlhf.errors import RLHFError
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
+EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
+"""What templates write before an answer without reasoning, such as `<think></think>`: it is part of
+the prompt when the model is asked to answer without reasoning."""
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
 
@@ -67,9 +71,17 @@ class ChatTemplate:
                 out[-1] = Rendered(out[-1].text, spans + out[-1].spans)
             else:
                 out.append(Rendered(text, spans))
-        if self._whole and out:
+        if out:
             # The first here is the text of the last turn.
-            out[0] = Rendered(view.text(messages[: turns[-1] + 1]), out[0].spans)
+            _raise_if_dropped(view, messages[: turns[-1] + 1], out[0].text)
+            if self._whole:
+                out[0] = Rendered(view.text(messages[: turns[-1] + 1]), out[0].spans)
+        if view.tools and out:
+            contexts = [messages[: number + 1] for number in turns]
+            if all(view.without_tools(each) == view.text_or_none(each) for each in contexts):
+                raise RLHFError(
+                    "the chat template ignores `tools`; remove them or set data.chat_template"
+                )
         return out[::-1]
 
     def view(
@@ -93,8 +105,9 @@ class ChatTemplate:
             return self._marked_turn(messages, view)
         text = view.text(messages)
         prompt = view.prompt(messages[:-1])
+        start: int | None
         if prompt is not None and text.startswith(prompt):
-            start: int | None = len(prompt)
+            start = _after_empty_reasoning(text, len(prompt), messages[-1])
         else:
             start = self._start_by_probes(text, messages, view)
         if start is None:
@@ -173,13 +186,18 @@ class Rendering:
     ) -> None:
         self.template: str = chat.tokenizer.get_chat_template(tools=tools)
         self.marked = MARKS.search(self.template) is not None
-        self._tools = list(tools) if tools else None
+        self.tools = list(tools) if tools else None
+        self._chat = chat
         self._keywords = {**chat.tokenizer.special_tokens_map, **keywords}
         self._last: tuple[Messages, str | None] | None = None
 
     def text(self, messages: Messages, *, opened: bool = False) -> str:
         """Return the conversation as text; with `opened`, followed by the next answer's header."""
         return self._render(messages, opened=opened)[0]
+
+    def without_tools(self, messages: Messages) -> str | None:
+        """Return the conversation as text without the tools, None if the template refuses."""
+        return Rendering(self._chat, None, self._keywords).text_or_none(messages)
 
     def text_or_none(self, messages: Messages, *, opened: bool = False) -> str | None:
         """Return the same, or None if the template refuses."""
@@ -210,7 +228,7 @@ class Rendering:
         try:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
-                tools=self._tools,
+                tools=self.tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=opened,
@@ -227,6 +245,32 @@ class Rendering:
 
 # A template is a program of its author over rows of the user: it may fail in any of these ways.
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+def _raise_if_dropped(view: Rendering, messages: Messages, text: str) -> None:
+    """Raise RLHFError for content or tool calls on which the rendered `text` does not depend."""
+    for number, message in enumerate(messages):
+        others: dict[str, Any] = {}
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in text:
+            others["content"] = PROBES[0]
+        if message.get("tool_calls"):
+            others["tool_calls"] = []
+        for key, other in others.items():
+            changed = [*messages[:number], {**message, key: other}, *messages[number + 1 :]]
+            if view.text_or_none(changed) == view.text(messages):
+                raise RLHFError(
+                    f"the chat template drops `{key}` of message {number} (role "
+                    f"{message['role']}); change the row or set data.chat_template"
+                )
+
+
+def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
+    """Where the answer begins, unless the row itself writes the empty block of reasoning."""
+    block = EMPTY_REASONING.match(text, start)
+    if block is None or block.group().strip() in str(message.get("content")):
+        return start
+    return block.end()
 
 
 def _same(one: Messages, other: Messages) -> bool:

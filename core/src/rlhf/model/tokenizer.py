@@ -1,6 +1,8 @@
 """The tokenizer of a configuration: its chat template, the tokens that end answers, padding."""
 
 import copy
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,33 @@ def load_tokenizer(config: Config) -> Any:
         raise RLHFError(f"no tokenizer in {path} (its vocabulary is empty); set model.tokenizer")
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_template(config.data.chat_template)
+    if config.data.chat_template_kwargs:
+        tokenizer.chat_template = with_defaults(
+            tokenizer.chat_template, config.data.chat_template_kwargs
+        )
     return tokenizer
+
+
+def with_defaults(template: Any, values: Mapping[str, Any]) -> str:
+    """Return a chat template in which its arguments have these values unless they are passed.
+
+    Raises RLHFError for an argument that the template does not use.
+    """
+    if not isinstance(template, str):
+        raise RLHFError(
+            "data.chat_template_kwargs needs one chat template, and the tokenizer has "
+            f"{'several' if template else 'none'}; set data.chat_template"
+        )
+    own = {"messages", "tools", "add_generation_prompt"}
+    unused = [name for name in values if name in own or not re.search(rf"\b{name}\b", template)]
+    if unused:
+        raise RLHFError(
+            f"data.chat_template_kwargs: {unused[0]!r} is not an argument of the chat template; "
+            "remove it"
+        )
+    # Python's literals are Jinja's.
+    lines = [f"{{% set {n} = {n} if {n} is defined else {v!r} +%}}" for n, v in values.items()]
+    return "".join([*lines, template])
 
 
 def read_template(name: str) -> str:

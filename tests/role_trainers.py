@@ -38,6 +38,15 @@ class CriticTrainer(Trainer):
         )
 
 
+class RoundedCriticTrainer(CriticTrainer):
+    """A critic whose states have another precision than the policy's."""
+
+    def setup(self, run: Run) -> None:
+        self.policy = run.load("policy")
+        optim = attrs.evolve(run.config.optim, states="bf16")
+        self.critic = run.load("critic", task="sequence", optim=optim)
+
+
 class BrokenCriticTrainer(CriticTrainer):
     """A critic's loss of zero whose gradient is not a number."""
 

@@ -13,9 +13,15 @@ from transformers import AutoModelForSequenceClassification
 
 import sft_runs
 from rlhf.commands.main import main
+from rlhf.commands.plan import checkpoint_bytes
+from rlhf.engine import Mesh
 from rlhf.loop.export import export_checkpoint
+from rlhf.memory.rehearsal import Rehearsed
+from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
+from rlhf.run.dataset import prepare_data
 from rlhf.run.rank import run_rank
+from rlhf.run.set_up import step_fit
 from rlhf.testing import RankFailure, Ranks, column, without_timings
 from rlhf.testing.curves import training
 from rlhf.testing.plain import PlainBackend
@@ -75,7 +81,7 @@ def test_every_model_is_trained_as_in_plain_torch_and_resumed_to_the_last_bit(
 
 
 def test_a_critic_has_its_own_rate_and_is_exported_beside_the_policy(
-    inputs: Inputs, two: Ranks, tmp_path: Path
+    inputs: Inputs, two: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     words = sft_runs.words(inputs, folder, "--train.steps", "4", *STAGES["2"])
@@ -93,6 +99,31 @@ def test_a_critic_has_its_own_rate_and_is_exported_beside_the_policy(
     assert {*before} == {"model/model.safetensors", "model-critic/model.safetensors"}
     export_checkpoint(folder / "checkpoints" / "step-000004", folder)
     assert files(folder) == before
+    target = tmp_path / "critic"
+    assert main(["export", str(folder), str(target), "--role", "critic"]) == 0
+    assert (target / "model.safetensors").read_bytes() == before["model-critic/model.safetensors"]
+    assert main(["export", str(folder), str(tmp_path / "other"), "--role", "judge"]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"error: {folder}/checkpoints/step-000004 has no model 'judge'; available: critic, policy\n"
+    )
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_plan_counts_all_trained_models_in_a_checkpoint(
+    inputs: Inputs, one: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    words = sft_runs.words(inputs, folder, "--train.steps", "1")
+    one.run(run, "CriticTrainer", words, str(inputs.cache))
+    files = (folder / "checkpoints" / "step-000001").glob("*/*.safetensors")
+    monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, trainer="role_trainers:CriticTrainer")
+    data = prepare_data(attrs.evolve(request, plugin=plugin))
+    fit = step_fit(request.config, data, Mesh(), load_hooks(request.config)[0])
+    assert isinstance(fit.rehearsed, Rehearsed)
+    told = checkpoint_bytes(request.config, fit.rehearsed.trained)
+    assert sum(file.stat().st_size for file in files) == pytest.approx(told, rel=0.1)
 
 
 def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
@@ -113,6 +144,8 @@ def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path:
 
 
 REFUSED = {
+    "RoundedCriticTrainer": "a model of the trainer has optim.states bf16, but those of the run "
+    "are fp32; all trained models use optim.states of the configuration",
     "TangledTrainer": "trainer 'sft': the loss of 'critic' depends on the weights of 'policy'; "
     "detach what it uses of them, or prepare both as one module",
     "BrokenCriticTrainer": ": no weight of the critic was changed; look at these rows, or lower "

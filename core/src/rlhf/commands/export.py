@@ -8,14 +8,16 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints
 from rlhf.folder.disk import new_folder
 from rlhf.loop.export import write_model
+from rlhf.model.role import POLICY
 
 
-def export_command(source: str, output: str) -> int:
-    """Write `output` from a checkpoint, or from the newest one of a run folder; returns 0."""
+def export_command(source: str, output: str, role: str = POLICY) -> int:
+    """Write the model of `role` to `output` from a checkpoint, or from the newest one of a run
+    folder; returns 0."""
     disable_progress_bar()
     with new_folder(Path(output)) as target:
         folder = _checkpoint_folder(Path(source))
-        write_model(folder, target)
+        write_model(folder, target, role)
     print(f"exported {folder} to {output}")
     return 0
 

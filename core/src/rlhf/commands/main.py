@@ -126,6 +126,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
         command.add_argument("output", metavar="OUTPUT", help="a new folder")
+        if name == "export":
+            text = "the trained model to write, of a run with several; default: policy"
+            command.add_argument("--role", default="policy", help=text)
     text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
     command = commands.add_parser("launch", help=text, description=text)
     if argv[:1] == ["launch"]:
@@ -171,7 +174,7 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
         case "export":
             from rlhf.commands.export import export_command
 
-            return export_command(options.source, options.output)
+            return export_command(options.source, options.output, options.role)
         case "merge":
             from rlhf.commands.merge import merge_command
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, ModelShape, gib
+from rlhf.engine import Mesh, gib
 from rlhf.errors import RLHFError
 from rlhf.launch.machine import GIB
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.model.role import Role
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
 from rlhf.run.dataset import prepare_data
@@ -47,7 +48,7 @@ def plan_command(request: Request, options: argparse.Namespace) -> int:
         "peak": chosen.peak,
         "fits": chosen.fits,
         "faster": chosen.faster(),
-        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.policy.shape),
+        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.trained),
         "layouts": rows,
     }
     print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report, request)))
@@ -84,13 +85,17 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
     }
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+def checkpoint_bytes(config: Config, trained: Sequence[Role]) -> int:
     """Return the bytes of a checkpoint: of each trained weight the highest precision and two
     moments, and frozen weights unless they are the base of an adapter."""
-    rounded = config.optim.states == "bf16"
-    frozen = 0 if config.lora is not None else shape.parameters - shape.trainable
-    each = 4 if config.model.dtype == "fp32" else 2
-    return 3 * (2 if rounded else 4) * shape.trainable + each * frozen
+    state = 3 * (2 if config.optim.states == "bf16" else 4)
+    frozen = 4 if config.model.dtype == "fp32" else 2
+    total = 0
+    for role in trained:
+        shape, adapted = role.shape, config.lora is not None and role.model is None
+        total += state * shape.trainable
+        total += 0 if adapted else frozen * (shape.parameters - shape.trainable)
+    return total
 
 
 def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:

@@ -5,7 +5,6 @@ from typing import Literal
 from rlhf.engine import gib
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import Rehearsed
-from rlhf.model.role import POLICY
 from rlhf.reference.compute import NO_GRADIENT_FACTOR
 
 Phase = Literal["evaluation", "caching", "generation"]
@@ -37,4 +36,4 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     if phase == "generation":
         shape, size = rehearsed.policy.shape, 4 if fit.config.model.dtype == "fp32" else 2
         forward += 2 * shape.layers * shape.hidden * estimate.tokens * size
-    return estimate.resident - estimate.states[POLICY].get("gradients", 0) + forward
+    return estimate.resident - estimate.gradients + forward

@@ -62,6 +62,11 @@ class Rehearsed:
         return self.run.roles[POLICY]
 
     @property
+    def trained(self) -> list[Role]:
+        """The trained models."""
+        return [role for role in self.run.roles.values() if role.trained]
+
+    @property
     def lighter(self) -> tuple[str, ...]:
         """The backend's settings with which models that are not trained would take less."""
         return tuple(line for role in self.run.roles.values() for line in role.plan.lighter)

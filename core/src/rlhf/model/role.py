@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Engine, Layout, Mesh, ModelShape, Plan
+from rlhf.errors import RLHFError
 from rlhf.model.probe import AttentionPath
 from rlhf.model.task import Task
 from rlhf.registry.gateway import BackendGateway
@@ -47,7 +48,15 @@ class Role:
 
 
 def config_with(config: Config, model: ModelConfig | None, optim: OptimConfig | None) -> Config:
-    """Return the configuration of a model: that of the run unless it has its own."""
+    """Return the configuration of a model: that of the run unless it has its own.
+
+    Raises RLHFError for an optimizer whose states have another precision than those of the run.
+    """
+    if optim is not None and optim.states != config.optim.states:
+        raise RLHFError(
+            f"a model of the trainer has optim.states {optim.states}, but those of the run are "
+            f"{config.optim.states}; all trained models use optim.states of the configuration"
+        )
     config = attrs.evolve(config, optim=optim or config.optim)
     return config if model is None else attrs.evolve(config, model=model, lora=None)
 

@@ -18,7 +18,8 @@ print(sorted(set(sys.modules) & set("{HEAVY}".split())))
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "plugins", "config sft", "run sft --optim.lrr 1e-5", "run sft --help"]
+    "words",
+    ["--help", "plugins", "config sft", "run sft --optim.lrr 1e-5", "run sft --help", "runs ."],
 )
 def test_the_light_side_imports_nothing_heavy(words: str) -> None:
     command = [sys.executable, "-c", PROGRAM, *words.split()]

@@ -129,6 +129,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if name == "export":
             text = "the trained model to write, of a run with several; default: policy"
             command.add_argument("--role", default="policy", help=text)
+    _add_recorded(commands)
     text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
     command = commands.add_parser("launch", help=text, description=text)
     if argv[:1] == ["launch"]:
@@ -136,6 +137,23 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
         add_kinds(command, WORDS)
     return parser
+
+
+def _add_recorded(commands: Any) -> None:
+    """Add the commands that read run folders."""
+    text = "one HTML page about runs, side by side: curves, evaluation, memory, differences"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("runs", metavar="RUN", nargs="+", help="a run folder")
+    command.add_argument("--output", default="report.html", help="the page; default: report.html")
+    text = "upload model/ of a run to a hub: weights, tokenizer, config and card, no other file"
+    command = commands.add_parser("push", help=text, description=text)
+    command.add_argument("run", metavar="RUN", help="a run folder, or a model folder")
+    command.add_argument("name", metavar="NAME", help="the repository, as in OWNER/MODEL")
+    command.add_argument("--private", action="store_true", help="create it as a private one")
+    text = "list the runs in a folder: step, state, loss, last evaluation"
+    command = commands.add_parser("runs", help=text, description=text)
+    command.add_argument("folder", nargs="?", default="runs", help="default: runs")
+    command.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +197,18 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
             from rlhf.commands.merge import merge_command
 
             return merge_command(options.source, options.output)
+        case "report":
+            from rlhf.commands.report import report_command
+
+            return report_command(options.runs, options.output)
+        case "push":
+            from rlhf.commands.push import push_command
+
+            return push_command(options.run, options.name, private=options.private)
+        case "runs":
+            from rlhf.commands.report import runs_command
+
+            return runs_command(options.folder, as_json=options.json)
     from rlhf.request.reader import read_config
 
     if {"-h", "--help"} & set(options.words):

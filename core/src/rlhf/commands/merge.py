@@ -10,6 +10,8 @@ from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.exported import exported_model, task_of
+from rlhf.report.card import write_card
+from rlhf.report.recorded import is_run
 
 
 def merge_command(adapter: str, output: str) -> int:
@@ -27,6 +29,8 @@ def merge_command(adapter: str, output: str) -> int:
             AutoTokenizer.from_pretrained(source).save_pretrained(target)
         if (source / "generation_config.json").is_file():
             shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
+        if is_run(source.parent):
+            write_card(target, source.parent)
     print(f"merged {source} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from filelock import FileLock, Timeout
 
 from rlhf.config.structure import structure
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, write_whole, writing
 from rlhf.request.reader import Request
@@ -28,13 +28,16 @@ MAY_CHANGE = (
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
 
+LOCK_WAIT = 1.0
+"""Seconds to wait for the lock, which `is_running` holds for a moment."""
+
 RANKS = "ranks"
 """Folder with the place of each rank, while a run writes to it or after it has failed."""
 
 FOLDERS = ("checkpoints", "model", "errors", RANKS)
 """Folders that a run makes in its own."""
 
-FILES = ("config.yaml", "plan.json", "versions.json", "metrics.jsonl")
+FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", "metrics.jsonl")
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
@@ -116,6 +119,21 @@ def _check_settings(request: Request, folder: Path) -> None:
         raise RLHFError(f"{folder} cannot be resumed with another configuration: {changed}")
 
 
+def is_running(folder: Path) -> bool:
+    """Return whether a run is writing to this folder."""
+    lock = FileLock(folder / ".lock")
+    try:
+        # A lock is not created where no run was.
+        if (folder / ".lock").exists():
+            lock.acquire(blocking=False)
+            lock.release()
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):
+        return False  # Of a folder that cannot be written.
+    return False
+
+
 def logged(folder: Path, *, until: int) -> list[dict[str, Any]]:
     """Return what a run's metrics.jsonl holds up to the step `until`, without incomplete lines."""
     path, records = folder / "metrics.jsonl", []
@@ -123,6 +141,15 @@ def logged(folder: Path, *, until: int) -> list[dict[str, Any]]:
         with suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if record["step"] <= until]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a run folder; empty if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_error(folder: Path, name: str, text: str) -> Path:
@@ -162,6 +189,11 @@ class RunFolder:
                 versions[name] = metadata.version(name)
         self.write_json("versions.json", versions | more)
 
+    def write_summary(self, **more: Any) -> None:
+        """Write what is known of the run as a whole, beside what is written already."""
+        before = read_json(self.path / "summary.json")
+        self.write_json("summary.json", before | more)
+
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -177,12 +209,21 @@ class RunFolder:
     def close(self) -> None:
         self._lock.release()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with suppress(OSError):  # The disk may be full, which `error` says.
+            if error is not None:
+                self.write_summary(ended="failed", error=first_line(error))
+        self.close()
+
 
 def _lock(path: Path) -> FileLock:
     """Lock the folder until the lock is released or this process dies."""
     lock = FileLock(path / ".lock")
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=LOCK_WAIT)
     except Timeout:
         raise RLHFError(
             f"another run is writing to {path}; wait for it or choose another --output"

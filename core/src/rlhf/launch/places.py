@@ -52,13 +52,22 @@ class Marker:
         path = os.devnull if folder is None else folder / f"rank-{rank:05d}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._step = 0
+        self._phase, self._since = "set-up", time.time()
+        self._seconds: dict[str, float] = {}
         self.enter("set-up")
 
     def enter(self, phase: str, *, step: int | None = None, batch: int = 0) -> None:
         """Note what this rank begins; without `step` in the same step as before."""
         self._step = self._step if step is None else step
-        values = FORMAT.pack(self._step, PHASES.index(phase), batch, time.time())
-        os.pwrite(self._file, values, 0)
+        now = time.time()
+        self._seconds, self._phase, self._since = self.seconds(now), phase, now
+        os.pwrite(self._file, FORMAT.pack(self._step, PHASES.index(phase), batch, now), 0)
+
+    def seconds(self, until: float) -> dict[str, float]:
+        """Return the time in each phase up to the time `until`, as this process sees it: an
+        accelerator may still compute what an earlier phase launched."""
+        before = self._seconds.get(self._phase, 0.0)
+        return {**self._seconds, self._phase: before + until - self._since}
 
     def close(self) -> None:
         os.close(self._file)

@@ -27,12 +27,14 @@ from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
+from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
 
 
 def export_model(session: Session) -> None:
     """Write every trained model to a folder of the run folder, the policy to `model/` and last:
     first to a hidden folder, which is re-opened, compared by shape and renamed. Collective."""
+    session.place.enter("export")
     for role in sorted(session.trained, key="policy".__eq__):
         _export(session, role)
 
@@ -48,6 +50,7 @@ def _export(session: Session, role: str) -> None:
             model = engine.module.model
             save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
             verify_export(part, model)
+            write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
 
 
@@ -100,6 +103,7 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     more = trainer.model_config(newest) if role == "policy" else {}
     save_tokenizer_and_config(module.model, tokenizer, target, more)
     verify_export(target, module.model)
+    write_card(target, run, role=role, until=step_of(folder))
 
 
 def _with_tied(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

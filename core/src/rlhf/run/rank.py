@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -56,11 +57,13 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
                 mesh, lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
             )
             if folder is not None:
-                stack.callback(folder.close)
+                stack.enter_context(folder)
             place = stack.enter_context(closing(places.Marker(path / run_folder.RANKS, mesh.rank)))
             session = set_up(request, data, mesh, hooks, observers, path, folder, place, resumed)
             record = session.record
             reason = carry_out(request, session, resumed)
+            if folder is not None:
+                folder.write_summary(ended=reason, seconds=place.seconds(time.time()))
     except BaseException as error:
         if mesh.rank == 0 and record is not None:
             observers.on_finish(run=record, error=error)

@@ -1,6 +1,8 @@
 """From tokenised rows to a run that is ready for its first step."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -50,6 +52,7 @@ def set_up(
     if folder is not None:
         memory = memory_lines(fit, choice, path)
         introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
+        folder.write_summary(**summary(fit, data))
     trainer.setup(run)
     random_state.spread(config.train.seed, mesh.data.rank)
     policy = run.roles["policy"]
@@ -111,6 +114,21 @@ def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
     if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
         write_error(path, "rehearsal.txt", fit.rehearsed.traceback)
     return [line for line in (choice, fit.line(), fit.faster()) if line]
+
+
+def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
+    """Return what the run folder holds of the run as a whole, from its start."""
+    mesh = fit.mesh
+    estimate = None if mesh.device.type == "cpu" else fit.estimate
+    parts = {"train": data.train, "eval": data.eval}
+    return {
+        "started": time.time(), "steps": fit.steps, "ended": None, "error": None, "seconds": {},
+        "devices": f"{mesh.world} x {mesh.device.type}",
+        "data": {name: attrs.asdict(part.report) for name, part in parts.items() if part},
+        "memory": estimate and {
+            "parts": estimate.parts(), "peak": estimate.peak, "device": mesh.memory
+        },
+    }  # fmt: skip
 
 
 def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:

@@ -1,0 +1,2 @@
+"""What a run folder tells about its run: the report's page and the model card. Imported by commands
+and loop."""

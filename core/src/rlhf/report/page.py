@@ -1,0 +1,111 @@
+"""One HTML page about several runs, which needs no network. Rows of data in it are escaped."""
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+
+from rlhf.launch.machine import GIB
+from rlhf.report import chart
+from rlhf.report.recorded import Recorded
+
+TEMPLATE = Path(__file__).with_name("page.html")
+RATES = ("grad_norm", "learning_rate", "tokens_per_s")
+"""Core's metrics that are shown after the loss and those of the trainer."""
+HIDDEN = ("epoch", "num_tokens", "mfu", "peak_memory_gib", "padding", "skipped_steps")
+"""Core's other metrics, shown when they are chosen."""
+SAMPLES = 8
+"""Samples of a run that are shown."""
+
+
+def page(runs: Sequence[Recorded]) -> str:
+    """Return the page."""
+    curves = [run.curves for run in runs]
+    names = list(dict.fromkeys(name.removeprefix("eval/") for name in chain(*curves)))
+    names.sort(key=_place)
+    # rlhf formats numbers; jinja2 escapes every text.
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": chart.number, "clock": clock, "yaml": _as_yaml}
+    return environment.from_string(TEMPLATE.read_text()).render(
+        runs=[_shown(run, label) for run, label in zip(runs, labels(runs), strict=True)],
+        charts=[chart.chart(name, curves) for name in names],
+        hidden=HIDDEN, size=chart, evaluation=evaluation(runs),
+        differences=differences([run.config for run in runs]),
+        versions=_table([run.versions for run in runs]),
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )  # fmt: skip
+
+
+def _place(name: str) -> tuple[bool, bool, bool]:
+    return name != "loss", name in HIDDEN, name in RATES
+
+
+def labels(runs: Sequence[Recorded]) -> list[str]:
+    """Return the names of the runs' folders, or their paths if two names are equal."""
+    names = [run.name for run in runs]
+    return names if len({*names}) == len(names) else [str(run.path) for run in runs]
+
+
+def evaluation(runs: Sequence[Recorded]) -> list[tuple[str, list[chart.Curve]]]:
+    """Return each metric of the evaluations with the curve of each run."""
+    names = dict.fromkeys(n for run in runs for n in run.curves if n.startswith("eval/"))
+    return [(n.removeprefix("eval/"), [run.curves.get(n, []) for run in runs]) for n in names]
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Return the settings in which the runs differ, without their folders."""
+    rows = _table([_leaves(config) for config in configs])
+    return [(key, row) for key, row in rows if key != "output" and row != row[:1] * len(row)]
+
+
+def clock(seconds: float) -> str:
+    """Return a duration, such as 1 h 02 min."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _shown(run: Recorded, label: str) -> dict[str, Any]:
+    """Return what the template shows of a run besides its curves."""
+    memory = run.summary.get("memory")
+    measured = max((value for _, value in run.curves.get("peak_memory_gib", [])), default=None)
+    return {
+        "label": label, "run": run, "samples": before_and_after(run.samples)[:SAMPLES],
+        "seconds": run.summary.get("seconds") or {}, "measured": measured,
+        "parts": {n: size / GIB for n, size in memory["parts"].items() if size} if memory else {},
+        "estimated": memory and memory["peak"] / GIB,
+        "device": memory and memory["device"] / GIB,
+    }  # fmt: skip
+
+
+def before_and_after(samples: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
+    """Return the first and the last sample of each prompt, or the only one."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_prompt.setdefault(str(sample.get("prompt")), []).append(sample)
+    return [(each[0], each[-1]) if len(each) > 1 else (each[0],) for each in by_prompt.values()]
+
+
+def _table(columns: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    keys = dict.fromkeys(chain(*columns))
+    return [(key, [column.get(key) for column in columns]) for key in keys]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,145 @@
+"""A run as its folder tells it, whether it is running, finished, stopped or failed. Imports no
+torch."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import is_running, read_json
+from rlhf.request.settings_tree import load_yaml
+
+FILES = ("config.yaml", "summary.json", "metrics.jsonl")
+"""Files of which each run has one, however early it failed."""
+SHOWN_STATES = {
+    "done": "done", "patience": "done", "failed": "failed",
+    "stop_at": "stopped", "hours": "stopped", "signal": "stopped",
+}  # fmt: skip
+"""State by the reason why the training ended."""
+TAIL = 2**16
+"""Bytes at the end of metrics.jsonl that hold the newest values."""
+
+Curve = list[tuple[int, float]]
+"""(step, value) of a metric, in the order of the steps."""
+
+
+@frozen(kw_only=True)
+class Recorded:
+    """What the folder of one run holds. Missing and damaged files count as empty."""
+
+    path: Path
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    state: str
+    """`running`, `done`, `stopped` or `failed`."""
+    last: Mapping[str, float]
+    """The newest value of every metric."""
+    curves: Mapping[str, Curve] = field(factory=dict)
+    samples: list[dict[str, Any]] = field(factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.absolute().name
+
+    @property
+    def trainer(self) -> str:
+        return str(self.versions.get("trainer", "?"))
+
+    @property
+    def model(self) -> str:
+        return str((self.config.get("model") or {}).get("path", "?"))
+
+    @property
+    def step(self) -> int:
+        return int(self.last.get("step", 0))
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole schedule, if they are known."""
+        return self.summary.get("steps")
+
+
+def read_run(path: Path, *, until: float = math.inf) -> Recorded:
+    """Return a run with its curves up to the step `until`. Raises RLHFError if `path` is not the
+    folder of a run."""
+    records = [it for it in _metrics(path) if it.get("step", 0) <= until]
+    samples = _json_lines(path / "samples.jsonl")
+    return _recorded(path, records, curves=_curves(records), samples=list(samples))
+
+
+def read_newest(path: Path) -> Recorded:
+    """Return a run without its curves, which reads only the end of its metrics."""
+    return _recorded(path, _metrics(path, tail=TAIL))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return any((path / name).is_file() for name in FILES)
+
+
+def _recorded(path: Path, records: Iterable[Mapping[str, float]], **more: Any) -> Recorded:
+    if not is_run(path):
+        raise RLHFError(
+            f"{path} is not a run folder: it has no config.yaml; pass RUN, as in runs/sft-1"
+        )
+    last: dict[str, float] = {}
+    for record in records:
+        last.update(record)
+    config = path / "config.yaml"
+    summary = read_json(path / "summary.json")
+    return Recorded(
+        path=path, config=load_yaml(config) if config.is_file() else {},
+        plan=read_json(path / "plan.json"), versions=read_json(path / "versions.json"),
+        summary=summary, state=_state(path, summary), last=last, **more,
+    )  # fmt: skip
+
+
+def _state(path: Path, summary: Mapping[str, Any]) -> str:
+    if is_running(path):
+        return "running"
+    if not summary:  # A run of a release before summary.json.
+        return "done" if (path / "model").is_dir() else "stopped"
+    # A run that a signal killed says nothing of its end.
+    return SHOWN_STATES.get(summary.get("ended") or "failed", "failed")
+
+
+def _curves(records: Iterable[Mapping[str, float]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = defaultdict(list)
+    for record in records:
+        step = int(record.get("step", 0))
+        for name, value in record.items():
+            if math.isfinite(value):
+                curves[name].append((step, value))
+    curves.pop("step", None)
+    return curves
+
+
+def _metrics(path: Path, *, tail: int | None = None) -> Iterator[dict[str, float]]:
+    """Yield the numbers of each line of a run's metrics."""
+    for record in _json_lines(path / "metrics.jsonl", tail=tail):
+        yield {name: value for name, value in record.items() if type(value) in (int, float)}
+
+
+def _json_lines(path: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, without incomplete lines; with `tail` only those
+    in its last bytes."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if tail is not None:
+            file.seek(max(0, path.stat().st_size - tail))
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value

@@ -1,8 +1,11 @@
 """The loop with trainers that need more of it than supervised fine-tuning does."""
 
+import contextlib
 import gc
+import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,30 @@ def test_a_loss_with_a_survey_does_not_depend_on_the_split(
         assert column(split, name) == pytest.approx(column(whole, name), rel=1e-4), name
     for name in ("eval/loss", "eval/spread"):
         assert split[-1][name] == pytest.approx(whole[-1][name], rel=1e-4), name
+
+
+def printed_errors(words: list[str], cache: str) -> str:
+    """What a run prints to standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sft_runs.run(words, cache)
+    return printed.getvalue()
+
+
+def test_a_run_that_could_not_save_within_the_stop_timeout_warns_once(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    def errors(name: str, timeout: str) -> str:
+        more = ("--train.steps", "2", "--checkpoint.every", "1")
+        words = sft_runs.words(inputs, tmp_path / name, *more, "--checkpoint.stop_timeout", timeout)
+        return one.run(printed_errors, words, str(inputs.cache))[0]
+
+    numbers = r"\d+\.\d s"
+    assert re.fullmatch(
+        rf"warning: a stopped run needs about {numbers} to save \(a step takes {numbers} and a "
+        rf"checkpoint {numbers}\), but checkpoint.stop_timeout is 0.001 s; raise it\n",
+        errors("short", "0.001"),
+    )
+    assert "stop_timeout" not in errors("long", "600")
 
 
 def test_an_evaluation_is_one_mean_however_many_steps_it_takes(

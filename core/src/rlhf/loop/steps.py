@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 
 import torch
 
@@ -60,6 +61,7 @@ def _take_steps(
         (_, reason), evaluated = judge(session, step=step), step
         save(session, step)
     while step < session.record.steps and reason is None:
+        began = time.perf_counter()
         plan = order.step(step)
         if rolls_out:
             session.place.enter("rollout", step=step + 1)
@@ -72,6 +74,7 @@ def _take_steps(
             _freeze_heap(engine.device)
         step += 1
         session.journal.step(result)
+        took = time.perf_counter() - began
         complete_if_written(session)
         reason = stop.reason(step)
         reason = "done" if step == session.record.steps else reason
@@ -83,7 +86,9 @@ def _take_steps(
         if reason is not None or best or is_due(config.checkpoint.every, step):
             stepper.raise_if_not_finite()
             session.journal.flush()
+            began = time.perf_counter()
             save(session, step)
+            stop.check_timeout(took, time.perf_counter() - began)
     return reason or "done", step, evaluated
 
 

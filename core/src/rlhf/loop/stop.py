@@ -3,6 +3,7 @@ ranks agree."""
 
 import os
 import signal
+import sys
 import time
 from types import FrameType
 
@@ -19,6 +20,8 @@ class StopWatch:
         self._mesh = mesh
         train = config.train
         self._stop_at = train.stop_at
+        self._timeout = config.checkpoint.stop_timeout
+        self._warned = False
         self._until = time.monotonic() + train.hours * 3600 if train.hours else None
         # A plain bool: a lock would deadlock when a second signal interrupts the handler.
         self._signalled = False
@@ -38,6 +41,20 @@ class StopWatch:
         own = on_device([float(self._signalled), float(late)], self._mesh.device)
         votes, self._votes = self._votes, Deferred(self._mesh.max(own))
         return None if votes is None else _reason(*votes.read())
+
+    def check_timeout(self, step: float, save: float) -> None:
+        """Warn once if a step and a save, of these seconds, may take longer than a stopped run has:
+        the ranks agree on a signal one step after it."""
+        steps = 1 if self._mesh.world == 1 else 2
+        if self._mesh.rank == 0 and not self._warned and steps * step + save > self._timeout:
+            self._warned = True
+            print(
+                f"warning: a stopped run needs about {steps * step + save:,.1f} s to save (a step "
+                f"takes {step:,.1f} s and a checkpoint {save:,.1f} s), but "
+                f"checkpoint.stop_timeout is {self._timeout:g} s; raise it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

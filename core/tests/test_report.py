@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from fits import on_accelerator, small_run
 
 from rlhf.commands.main import main
 from rlhf.folder.run_folder import RunFolder
 from rlhf.report.chart import chart, number, smoothed, thinned, ticks
 from rlhf.report.recorded import read_newest, read_run
+from rlhf.request.reader import read_config
+from rlhf.run.dataset import prepare_data
+from rlhf.run.set_up import summary
 
 GIB = 2**30
 HOSTILE = "</pre><script>alert(1)</script>"
@@ -160,7 +164,14 @@ def test_folders_of_runs_that_failed_at_once_or_have_odd_lines_are_read(tmp_path
     old = write_run(tmp_path / "old")
     (old / "summary.json").unlink()
     (old / "model").mkdir()
-    assert "no weights" in report(early, odd, old).text
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name, text in (("config.yaml", "model: x\ndata: [y]"), ("summary.json", "[]")):
+        (foreign / name).write_text(text)
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "config.yaml").write_bytes(b"model: {\xff")
+    assert "no weights" in report(early, odd, old, foreign, damaged).text
+    assert main(["runs", str(tmp_path)]) == 0
     assert read_run(odd).curves["loss"] == [(2, 3.0), (4, 2.0)]
     assert read_newest(old).state == "done"
 
@@ -215,6 +226,14 @@ def test_a_long_run_is_thinned_to_its_extremes_within_seconds(tmp_path: Path) ->
     assert time.perf_counter() - start < 20
     assert (tmp_path / "report.html").stat().st_size < 100_000
     assert (70_001, 2.0) in thinned(read_run(folder).curves["loss"])
+
+
+def test_the_summary_of_a_run_on_an_accelerator_has_its_estimate_by_part(tmp_path: Path) -> None:
+    fit = on_accelerator(small_run(tmp_path), 2**30)
+    request = read_config("sft", overrides=small_run(tmp_path))
+    memory = summary(fit, prepare_data(request))["memory"]
+    assert memory["peak"] == fit.peak == sum(memory["parts"].values())
+    assert memory["device"] == 2**30
 
 
 def test_numbers_ticks_and_means_are_right() -> None:

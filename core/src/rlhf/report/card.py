@@ -81,16 +81,16 @@ def card(run: Recorded, folder: Path, role: str = "policy") -> str:
     plan = run.plan.get(role, {})
     model = plan.get("model") or run.config.get("model") or {}
     task, base = plan.get("task") or "causal", name_of(str(model.get("path", "")))
-    adapter = (folder / "adapter_config.json").is_file()
+    adapter, trainer = (folder / "adapter_config.json").is_file(), name_of(run.trainer)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     if is_hub_name(base):
         head["base_model"] = base
     sources = [name_of(entry["path"]) for entry in (run.config.get("data") or {}).get("train", [])]
     if published := [source for source in sources if is_hub_name(source)]:
         head["datasets"] = published
-    head |= {"pipeline_tag": PIPELINES[task], "license": "unknown", "tags": ["rlhf", run.trainer]}
+    head |= {"pipeline_tag": PIPELINES[task], "license": "unknown", "tags": ["rlhf", trainer]}
     text = CARD.format(
-        title=f"{base.rsplit('/')[-1]} ({run.trainer})", trainer=run.trainer, base=base,
+        title=f"{base.rsplit('/')[-1]} ({trainer})", trainer=trainer, base=base,
         kind=f"LoRA adapter of a {KINDS[task]}" if adapter else KINDS[task], step=run.step,
         transformers=_transformers(task, adapter=adapter), vllm=_vllm(task, base, adapter=adapter),
         data=_data(run), curve=_curve(run.curves), config=_configuration(run.config),

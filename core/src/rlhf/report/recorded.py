@@ -5,6 +5,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Recorded:
 
     @property
     def model(self) -> str:
-        return str((self.config.get("model") or {}).get("path", "?"))
+        model = self.config.get("model")
+        return str(model.get("path", "?")) if isinstance(model, Mapping) else "?"
 
     @property
     def step(self) -> int:
@@ -93,12 +95,14 @@ def _recorded(path: Path, records: Iterable[Mapping[str, float]], **more: Any) -
     last: dict[str, float] = {}
     for record in records:
         last.update(record)
-    config = path / "config.yaml"
+    config: Mapping[str, Any] = {}
+    with suppress(RLHFError):  # A file that is missing or damaged.
+        config = load_yaml(path / "config.yaml")
     summary = read_json(path / "summary.json")
     return Recorded(
-        path=path, config=load_yaml(config) if config.is_file() else {},
-        plan=read_json(path / "plan.json"), versions=read_json(path / "versions.json"),
-        summary=summary, state=_state(path, summary), last=last, **more,
+        path=path, config=config, plan=read_json(path / "plan.json"),
+        versions=read_json(path / "versions.json"), summary=summary, state=_state(path, summary),
+        last=last, **more,
     )  # fmt: skip
 
 

@@ -14,17 +14,17 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint venv base clean
+.PHONY: demo test test-rest test-all lint venv operator base clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
 
 # Every promise once.
-test: venv lint
+test: venv lint operator
 	$(PYTEST) -m "not matrix" $(TESTS)
 
 # The same promises under more settings.
-test-rest: venv
+test-rest: venv operator
 	$(PYTEST) -m matrix $(TESTS)
 
 test-all: test test-rest
@@ -34,6 +34,10 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy benchmarks
+
+# Compiled at first use, which on a slow machine would take longer than a test may.
+operator: venv
+	$(BIN)/python -c 'from rlhf_plugin_deepspeed.building import compiled; compiled("CPUAdamBuilder")'
 
 venv: $(VENV)/.installed
 

@@ -71,13 +71,11 @@ def export_checkpoint(folder: Path, run: Path) -> None:
 
 def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     """Write a model of a checkpoint to the empty folder `target`. Not collective."""
-    run, held = (
-        folder.parent.parent,
-        sorted(path.name for path in folder.iterdir() if path.is_dir()),
-    )
+    run = folder.parent.parent
+    trainer_name = _recorded(run / "versions.json", "trainer")
+    held = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if role not in held:
         raise RLHFError(f"{folder} has no model {role!r}; available: {', '.join(held)}")
-    trainer_name = _recorded(run / "versions.json", "trainer")
     task, plan = (_recorded(run / "plan.json", role, *keys) for keys in (["task"], []))
     request = read_config(trainer_name, recorded=run / "config.yaml")
     config, weights = request.config, SavedEngine(folder / role).weights()

@@ -59,6 +59,7 @@ base: venv
 	mkdir -p build
 	$(BIN)/python -m rlhf.demo.scratch build/scratch
 	$(BIN)/rlhf run sft core/src/rlhf/demo/base.yaml --overwrite
+	rm build/base/model/README.md
 	cp build/base/model/* core/src/rlhf/demo/base/
 
 clean:

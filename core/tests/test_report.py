@@ -39,7 +39,6 @@ METRICS = [
     {"step": 4, "loss": 2.0, "grad_norm": float("nan"), "peak_memory_gib": 2.5, "epoch": 1.0},
     {"step": 4, "eval/loss": 2.5},
 ]
-SAMPLES = [{"step": step, "prompt": HOSTILE, "answer": f"answer at {step}"} for step in (0, 2, 4)]
 
 
 def write_run(
@@ -56,7 +55,6 @@ def write_run(
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "versions.json").write_text(json.dumps({"torch": "2.13.0", "trainer": "sft"}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in metrics))
-    (folder / "samples.jsonl").write_text("".join(json.dumps(it) + "\n" for it in SAMPLES))
     return folder
 
 
@@ -99,11 +97,10 @@ def test_the_page_tells_what_the_folder_holds(tmp_path: Path) -> None:
     for text in (
         "sft of org/base, 2 x cuda", "4 of 4", "held-out loss 2.5", "1 min 08 s", "1,234",
         "56,789",
-        "estimate 3 GiB measured peak 2.75 GiB device 8 GiB", "answer at 0", "answer at 4",
-        "2.13.0", "forward 1 min 05 s", "-1.5",
+        "estimate 3 GiB measured peak 2.75 GiB device 8 GiB", "2.13.0", "forward 1 min 05 s",
+        "-1.5",
     ):  # fmt: skip
         assert text in re.sub(r"\s+", " ", page.text), text
-    assert "answer at 2" not in page.text
     names = [figure["data-name"] for figure in page.tags["figure"]]
     assert names == ["loss", "grad_norm", "peak_memory_gib", "epoch"]
 
@@ -111,7 +108,7 @@ def test_the_page_tells_what_the_folder_holds(tmp_path: Path) -> None:
 def test_the_page_needs_no_network_and_runs_no_code_of_a_row(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "a"))
     assert len(page.tags["script"]) == 2
-    assert page.text.count(HOSTILE) == 3
+    assert page.text.count(HOSTILE) == 2
     for tags in page.tags.values():
         for attributes in tags:
             assert not {"src", "srcset", "data", "onerror"} & attributes.keys()

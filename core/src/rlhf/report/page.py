@@ -18,8 +18,6 @@ RATES = ("grad_norm", "learning_rate", "tokens_per_s")
 """Core's metrics that are shown after the loss and those of the trainer."""
 HIDDEN = ("epoch", "num_tokens", "mfu", "peak_memory_gib", "padding", "skipped_steps")
 """Core's other metrics, shown when they are chosen."""
-SAMPLES = 8
-"""Samples of a run that are shown."""
 
 
 def page(runs: Sequence[Recorded]) -> str:
@@ -76,20 +74,12 @@ def _shown(run: Recorded, label: str) -> dict[str, Any]:
     memory = run.summary.get("memory")
     measured = max((value for _, value in run.curves.get("peak_memory_gib", [])), default=None)
     return {
-        "label": label, "run": run, "samples": before_and_after(run.samples)[:SAMPLES],
+        "label": label, "run": run,
         "seconds": run.summary.get("seconds") or {}, "measured": measured,
         "parts": {n: size / GIB for n, size in memory["parts"].items() if size} if memory else {},
         "estimated": memory and memory["peak"] / GIB,
         "device": memory and memory["device"] / GIB,
     }  # fmt: skip
-
-
-def before_and_after(samples: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
-    """Return the first and the last sample of each prompt, or the only one."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        by_prompt.setdefault(str(sample.get("prompt")), []).append(sample)
-    return [(each[0], each[-1]) if len(each) > 1 else (each[0],) for each in by_prompt.values()]
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:

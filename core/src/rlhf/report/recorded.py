@@ -43,7 +43,6 @@ class Recorded:
     last: Mapping[str, float]
     """The newest value of every metric."""
     curves: Mapping[str, Curve] = field(factory=dict)
-    samples: list[dict[str, Any]] = field(factory=list)
 
     @property
     def name(self) -> str:
@@ -73,8 +72,7 @@ def read_run(path: Path, *, until: float = math.inf) -> Recorded:
     """Return a run with its curves up to the step `until`. Raises RLHFError if `path` is not the
     folder of a run."""
     records = [it for it in _metrics(path) if it.get("step", 0) <= until]
-    samples = _json_lines(path / "samples.jsonl")
-    return _recorded(path, records, curves=_curves(records), samples=list(samples))
+    return _recorded(path, records, curves=_curves(records))
 
 
 def read_newest(path: Path) -> Recorded:

@@ -419,9 +419,9 @@ def test_rows_of_another_format_are_refused_with_their_columns() -> None:
         "but this one has `question`, `answer`; rename columns with `columns` in data"
     )
     with pytest.raises(RLHFError) as caught:
-        read(tokenizer, messages=[{"from": "human", "value": "hi"}])
+        read(tokenizer, messages=[{"speaker": "me", "text": "hi"}])
     assert str(caught.value) == (
-        'rows.jsonl line 1: message 0 of `messages` has no `role`: {"from": "human", "value": "hi"}'
+        'rows.jsonl line 1: message 0 of `messages` has no `role`: {"speaker": "me", "text": "hi"}'
     )
 
 

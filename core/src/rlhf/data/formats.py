@@ -5,6 +5,7 @@ from functools import partial
 
 from rlhf.data.columns import Columns, as_messages, errors_at, has, missing_columns, type_name
 from rlhf.data.encode import Rendered
+from rlhf.data.other_rows import with_our_columns
 from rlhf.data.preference import preferences, render_pair
 from rlhf.data.stepwise import stepwise
 from rlhf.data.tokens import (
@@ -68,7 +69,7 @@ def read_rows(format: str, rows: Sequence[tuple[str, Columns]], reader: Reader) 
     unencoded = []
     for where, row in rows:
         with errors_at(where):
-            unencoded.append((where, FORMATS[format](row, reader)))
+            unencoded.append((where, FORMATS[format](with_our_columns(row), reader)))
     return encode_all(unencoded, reader)
 
 

@@ -84,8 +84,8 @@ def test_rows_lengths_and_fill_are_shown_without_weights(
         "warning: data.train: 16.7 % of the rows are dropped or cut; raise data.max_tokens" in text
     )
     assert "\x1b[2mask one\x1b[0m\x1b[32msay two </s>\x1b[0m" in text
-    assert "1 steps of 5 examples per epoch" in text
-    assert "1 to 1 micro-batches per step, 78 % of batch.tokens 32 filled" in text
+    assert "1 step of 5 examples per epoch" in text
+    assert "1 micro-batch per step, 78 % of batch.tokens 32 filled" in text
 
 
 def test_answers_are_marked_and_untrained_stretches_have_their_own_colour() -> None:

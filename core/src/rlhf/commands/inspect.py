@@ -92,12 +92,14 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
     order = RunOrder.from_config(examples, config)
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
+    count = f"{min(micro)} to " * (min(micro) < max(micro)) + f"{max(micro)}"
+    many = order.steps_per_epoch > 1
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
     fill = tokens / (sum(micro) * config.batch.budget)
     console.print(
         Text(
-            f"\n{order.steps_per_epoch:,} steps of {config.batch.size} examples per epoch; "
-            f"on one device {min(micro)} to {max(micro)} micro-batches per step, "
+            f"\n{order.steps_per_epoch:,} step{'s' * many} of {config.batch.size} examples per "
+            f"epoch; on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
             f"{100 * fill:.0f} % of batch.tokens {config.batch.budget} filled; "
             f"{tokens / len(plans):,.0f} tokens per step"
         )

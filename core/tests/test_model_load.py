@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import Shards
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from small_models import SIZES, config_of, load, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -102,6 +103,15 @@ def test_only_the_adapter_is_trained_and_it_starts_the_same_at_every_stage(
     for name in trained:
         assert torch.equal(module.state_dict()[name], again[name])
     assert module.model.peft_config["default"].lora_alpha == 8
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 8 / 4), (True, 8 / 2)])
+def test_rslora_scales_the_update_by_the_root_of_the_rank(
+    llama: str, rslora: bool, scale: float
+) -> None:
+    module = load(config_of(llama, lora=LoraConfig(rank=4, alpha=8, rslora=rslora)))
+    layers = [part for part in module.modules() if isinstance(part, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {scale}
 
 
 def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> None:

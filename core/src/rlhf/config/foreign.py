@@ -30,6 +30,7 @@ NAMES = {
     "the flag --resume": "resume_from_checkpoint",
     "lora.rank": "lora_r lora_rank",
     "lora.alpha": "lora_alpha",
+    "lora.rslora": "use_rslora",
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target_modules",
     "deepspeed.stage": "zero_stage",

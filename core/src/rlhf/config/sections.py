@@ -235,6 +235,8 @@ class LoraConfig:
     """Rank of the update."""
     alpha: float | None = field(default=None, validator=optional(positive))
     """The update is scaled by alpha / rank; default: twice the rank."""
+    rslora: bool = False
+    """Scale it by alpha / sqrt(rank) instead, which lets high ranks learn (arXiv 2312.03732)."""
     dropout: float = field(default=0.0, validator=fraction)
     """Dropout of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"

@@ -81,6 +81,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
         target_modules=targets,
         task_type=FORMS[task].peft,

@@ -27,7 +27,7 @@ class Section:
 
 plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
-NAMES = ("MyTrainer", "OwnRows", "Imitation", "AboveAverage", "Draws")
+NAMES = ("MyTrainer", "OwnRows", "Imitation", "ActorCritic", "AboveAverage", "Draws")
 QUESTIONS = [
     {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"], "share": 1}
     for row in demo.rows("arithmetic", "train", "demonstration")[:29]

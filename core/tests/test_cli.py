@@ -50,7 +50,11 @@ def test_run_hands_over_the_request_and_its_exit_code(
     [
         (["inspect", "toy"], "rlhf.commands.inspect", "inspect_command"),
         (["verify", "toy"], "rlhf.commands.verify", "verify_command"),
-        (["export", "run/checkpoints/step-1", "out"], "rlhf.commands.export", "export_command"),
+        (
+            ["export", "run/checkpoints/step-1", "out", "--role", "critic"],
+            "rlhf.commands.export",
+            "export_command",
+        ),
         (["merge", "adapter", "out"], "rlhf.commands.merge", "merge_command"),
     ],
 )
@@ -69,7 +73,7 @@ def test_the_other_commands_are_handed_over(
         assert isinstance(given[0], Request)
         assert given[0].demo
     else:
-        assert given == words[1:]
+        assert given == [word for word in words[1:] if word != "--role"]
 
 
 def test_a_users_mistake_is_one_line_and_2(

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attrs import field, frozen
+from attrs import frozen
 from transformers import LlamaConfig
 
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError
-from rlhf.model.tokenizer import load_tokenizer
+from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference.teacher import check_teacher
 
 
@@ -18,7 +18,6 @@ class Settings:
     """What the check reads of a configuration."""
 
     model: ModelConfig
-    data: Any = field(factory=lambda: SimpleNamespace(chat_template=None))
     trainer_name: str = "kd"
 
 
@@ -41,8 +40,7 @@ def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
 
 
 def test_other_tokens_of_the_same_number_are_refused() -> None:
-    teacher: Any = Settings(TEACHER)
-    vocabulary = load_tokenizer(teacher).get_vocab()
+    vocabulary = read_tokenizer(TEACHER).get_vocab()
     last = max(vocabulary, key=vocabulary.__getitem__)
     own = {**vocabulary, "<|other|>": vocabulary[last]}
     del own[last]

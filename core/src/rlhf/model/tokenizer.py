@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import resolved
 
@@ -36,8 +36,20 @@ BYTE_ZERO = ("<0x00>", "\u0100")
 
 
 def load_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of `model.path` or `model.tokenizer`, with `data.chat_template`."""
-    model = config.model
+    """Return the tokenizer of `model.path` or `model.tokenizer`, with `data.chat_template` and its
+    arguments."""
+    tokenizer = read_tokenizer(config.model)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_template(config.data.chat_template)
+    if config.data.chat_template_kwargs:
+        tokenizer.chat_template = with_defaults(
+            tokenizer.chat_template, config.data.chat_template_kwargs
+        )
+    return tokenizer
+
+
+def read_tokenizer(model: ModelConfig) -> Any:
+    """Return the tokenizer of a model as it is."""
     revision = None if model.tokenizer else model.revision
     path = resolved(model.tokenizer or model.path)
     if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists()):
@@ -53,12 +65,6 @@ def load_tokenizer(config: Config) -> Any:
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         # transformers 5.0 makes an empty one for a folder without a tokenizer.
         raise RLHFError(f"no tokenizer in {path} (its vocabulary is empty); set model.tokenizer")
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = read_template(config.data.chat_template)
-    if config.data.chat_template_kwargs:
-        tokenizer.chat_template = with_defaults(
-            tokenizer.chat_template, config.data.chat_template_kwargs
-        )
     return tokenizer
 
 

@@ -14,7 +14,7 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
-from rlhf.model.tokenizer import load_tokenizer
+from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
 from rlhf.reference.digest import cache_folder
 
@@ -38,7 +38,7 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
             "choose a teacher with the policy's vocabulary"
         )
-    own, other = tokenizer.get_vocab(), load_tokenizer(teacher).get_vocab()
+    own, other = tokenizer.get_vocab(), read_tokenizer(teacher.model).get_vocab()
     differ = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
     if differ:
         token, number = differ[0]

@@ -27,11 +27,11 @@ from rlhf.loop.stepper import Stepper
 from rlhf.model.architecture import read_architecture
 from rlhf.model.load import load_whole
 from rlhf.model.packed import PackedModel
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.set_up import set_up
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.run.dataset import prepare_data
-from rlhf.run.set_up import set_up
 
 
 def main() -> None:

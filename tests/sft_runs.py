@@ -8,8 +8,8 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.demo import rows
+from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
 from rlhf.testing import make_model, write_rows
 
 

@@ -10,8 +10,8 @@ import torch
 
 from rlhf.engine import Mesh, axes
 from rlhf.hookspecs import hookimpl
+from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
 from rlhf.testing import Ranks, without_timings
 from rlhf.testing.curves import weights
 from rlhf.testing.plain import PlainBackend

@@ -14,8 +14,8 @@ import pytest
 import sft_runs
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
 from rlhf.errors import RLHFError
+from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
 from rlhf.testing.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
 from sft_runs import Inputs

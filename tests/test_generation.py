@@ -10,11 +10,11 @@ from transformers import LlamaForCausalLM
 
 import sft_runs
 from rlhf.launch.places import Marker
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.generate import sample
+from rlhf.rank.set_up import set_up
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.run.dataset import prepare_data
-from rlhf.run.generate import sample
-from rlhf.run.set_up import set_up
 from rlhf.testing.conformance import STAGES
 from rlhf.testing.ranks import Ranks
 from sft_runs import Inputs

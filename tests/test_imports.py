@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("testing", "commands", "run", "memory", "loop", "reference", "journal", "readouts", "model"),
+    *("testing", "commands", "rank", "memory", "loop", "reference", "journal", "readouts", "model"),
     *("trainer", "engine", "data", "demo", "report", "folder", "request", "registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
 )

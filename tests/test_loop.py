@@ -15,8 +15,8 @@ import pytest
 import sft_runs
 from odd_trainers import HoardingTrainer
 from rlhf.model import probe
+from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
 from rlhf.testing import column, write_rows
 from rlhf.testing.ranks import RankFailure, Ranks
 from sft_runs import Inputs

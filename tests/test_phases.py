@@ -13,8 +13,8 @@ import sft_runs
 from rlhf.demo import rows
 from rlhf.engine import StateKind
 from rlhf.hookspecs import hookimpl
+from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
-from rlhf.run.rank import run_rank
 from rlhf.testing import write_rows
 from rlhf.testing.ranks import Ranks
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend

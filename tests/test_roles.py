@@ -17,11 +17,11 @@ from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
 from rlhf.loop.export import export_checkpoint
 from rlhf.memory.rehearsal import Rehearsed
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.run import run_rank
+from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.run.dataset import prepare_data
-from rlhf.run.rank import run_rank
-from rlhf.run.set_up import step_fit
 from rlhf.testing import RankFailure, Ranks, column, without_timings
 from rlhf.testing.curves import training
 from rlhf.testing.plain import PlainBackend

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from rlhf.commands import verify
 from rlhf.commands.main import main
 from rlhf.loop.fragments import SavedEngine
-from rlhf.run.comparison import first_changed
+from rlhf.rank.comparison import first_changed
 from rlhf.testing.ranks import shared
 from sft_runs import Inputs
 

@@ -13,9 +13,9 @@ from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import STRICT
+from rlhf.rank.dataset import Dataset, prepare_data
+from rlhf.rank.set_up import out_of_memory
 from rlhf.request.reader import read_config
-from rlhf.run.dataset import Dataset, prepare_data
-from rlhf.run.set_up import out_of_memory
 from rlhf.testing import tiny
 
 

@@ -24,9 +24,9 @@ from rlhf.model.kernels.layers import (
 )
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
+from rlhf.rank.context import RunContext
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.context import RunContext
 from rlhf.testing.plain import PlainBackend
 
 LAYERS = 3

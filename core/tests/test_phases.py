@@ -13,8 +13,8 @@ from rlhf.engine import Mesh, StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.memory.phases import Phase, phase_peak, shortage
 from rlhf.memory.rehearsal import Rehearsed
+from rlhf.rank.phases import TRAINING, Phases
 from rlhf.registry.gateway import build_gateways
-from rlhf.run.phases import TRAINING, Phases
 from rlhf.testing.plain import PlainBackend
 
 

@@ -14,11 +14,11 @@ from rlhf.config.sections import (
 )
 from rlhf.errors import RLHFError
 from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
+from rlhf.rank.context import RunContext
+from rlhf.rank.introduction import curve_line
 from rlhf.readouts import answer_logprobs, hidden_at
 from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
-from rlhf.run.context import RunContext
-from rlhf.run.introduction import curve_line
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -19,9 +19,9 @@ from rlhf.journal.sums import weighted_loss
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
+from rlhf.rank.run import ran_out
+from rlhf.rank.set_up import memory_lines
 from rlhf.readouts import token_logprobs
-from rlhf.run.rank import ran_out
-from rlhf.run.set_up import memory_lines
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, PackedBatch, Term, Trainer

@@ -13,7 +13,7 @@ from rlhf.data.order import RunOrder, StepPlan
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.loop.rollout import roll_out
-from rlhf.run.generate import Noise, grouped
+from rlhf.rank.generate import Noise, grouped
 
 
 class Rows(list[Example]):

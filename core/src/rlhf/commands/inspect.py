@@ -15,8 +15,8 @@ from rlhf.data.example import Example
 from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
+from rlhf.rank.dataset import prepare_data
 from rlhf.request.reader import Request
-from rlhf.run.dataset import prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50

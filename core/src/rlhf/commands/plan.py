@@ -16,10 +16,10 @@ from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.role import Role
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
-from rlhf.run.dataset import prepare_data
-from rlhf.run.set_up import step_fit
 
 OTHER = ("buffers", "optimizer's step")
 """Parts that the table adds up in one column."""

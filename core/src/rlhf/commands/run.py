@@ -25,7 +25,7 @@ def run_command(request: Request) -> int:
                 "remove it"
             )
         die_with_parent()
-        from rlhf.run.rank import run_rank
+        from rlhf.rank.run import run_rank
 
         # Else rank 0 verifies where it can tell the ranks of all launchers.
         one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
@@ -39,8 +39,8 @@ def run_command(request: Request) -> int:
     else:
         folder = Path(request.config.output)
     ranks = num_ranks(request, place)
-    from rlhf.run.dataset import prepare_data
-    from rlhf.run.rank import run_rank
+    from rlhf.rank.dataset import prepare_data
+    from rlhf.rank.run import run_rank
 
     if ranks * place.hosts == 1:
         return run_rank(request, verified=True)

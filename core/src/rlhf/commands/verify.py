@@ -26,9 +26,7 @@ from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices
 from rlhf.launch.signals import catch
 from rlhf.launch.slurm import join_slurm
-from rlhf.request.reader import Request
-from rlhf.request.settings_tree import to_tree
-from rlhf.run.comparison import (
+from rlhf.rank.comparison import (
     BOUNDS,
     STEPS,
     first_changed,
@@ -36,7 +34,9 @@ from rlhf.run.comparison import (
     largest_difference,
     losses,
 )
-from rlhf.run.dataset import Dataset, prepare_data
+from rlhf.rank.dataset import Dataset, prepare_data
+from rlhf.request.reader import Request
+from rlhf.request.settings_tree import to_tree
 
 PREFIX, OUTPUT = ".verify-", "output.txt"
 SHARDED = 2

@@ -29,11 +29,11 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.run import run_rank
+from rlhf.rank.set_up import set_up, step_fit
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.run.dataset import prepare_data
-from rlhf.run.rank import run_rank
-from rlhf.run.set_up import set_up, step_fit
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
 

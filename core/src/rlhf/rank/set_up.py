@@ -23,12 +23,12 @@ from rlhf.loop.survey import Survey
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.rank.context import RunContext
+from rlhf.rank.dataset import Dataset
+from rlhf.rank.introduction import introduce_models, introduce_run
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
-from rlhf.run.context import RunContext
-from rlhf.run.dataset import Dataset
-from rlhf.run.introduction import introduce_models, introduce_run
 
 
 def set_up(

@@ -21,11 +21,11 @@ from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
+from rlhf.rank.dataset import prepare_data
+from rlhf.rank.set_up import out_of_memory, set_up
 from rlhf.registry.gateway import build_gateways, load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
-from rlhf.run.dataset import prepare_data
-from rlhf.run.set_up import out_of_memory, set_up
 
 T = TypeVar("T")
 

@@ -26,6 +26,8 @@ from rlhf.model.role import Role, config_with, plan_model
 from rlhf.model.shape import check_positions, empty_model, shape_of, shape_of_module
 from rlhf.model.task import Task
 from rlhf.model.trainable import parameter_groups
+from rlhf.rank.generate import sample
+from rlhf.rank.phases import Phases
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import own_logprobs, with_logprobs
 from rlhf.reference.digest import cache_folder
@@ -39,8 +41,6 @@ from rlhf.reference.live import (
 )
 from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
 from rlhf.registry.gateway import BackendGateway
-from rlhf.run.generate import sample
-from rlhf.run.phases import Phases
 from rlhf.trainer import Reference
 
 

@@ -9,10 +9,10 @@ import attrs
 from rlhf.engine import Mesh
 from rlhf.folder.run_folder import RunFolder
 from rlhf.model.dropout import largest_dropout
+from rlhf.rank.context import RunContext
+from rlhf.rank.dataset import Dataset
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import to_tree
-from rlhf.run.context import RunContext
-from rlhf.run.dataset import Dataset
 
 
 def introduce_run(

@@ -63,8 +63,8 @@ def test_the_other_commands_are_handed_over(
 ) -> None:
     given: list[Any] = []
 
-    def command(*arguments: Any) -> int:
-        given.extend(arguments)
+    def command(*arguments: Any, **options: Any) -> int:
+        given.extend([*arguments, *options.values()])
         return 0
 
     replace(monkeypatch, module, name, command)

@@ -48,13 +48,14 @@ def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
         parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def launch_command(request: Request, options: argparse.Namespace) -> int:
+def launch_command(request: Request, **chosen: Any) -> int:
     """Print the job or start it; returns the exit code."""
     if request.config.output is None or request.overwrite:
         raise RLHFError(
             "a job needs --output and no --overwrite: it continues in the same folder when it "
             "is started again"
         )
+    options = argparse.Namespace(**chosen)
     resume = [] if request.resume is not None else ["--resume"]
     arguments = ["-m", "rlhf", *request.argv, *resume]
     if options.kind == "hostfile":

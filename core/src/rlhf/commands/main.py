@@ -5,6 +5,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Never
 
 from rlhf.errors import RLHFError, SameOnAllRanks
@@ -32,6 +33,7 @@ FOLDER_COMMANDS = {
     "export": ("CHECKPOINT", "write a model folder from RUN/checkpoints/step-N, or from RUN"),
     "merge": ("ADAPTER", "merge a LoRA adapter into its base model"),
 }
+AS_JSON: dict[str, Any] = {"dest": "as_json", "action": "store_true"}
 CLOSED_PIPE = 141
 """128 + SIGPIPE: the reader of the output has ended, as `head` does."""
 
@@ -95,9 +97,11 @@ class _Version(argparse.Action):
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "Post-training with pluggable workflows and backends."
     parser = _Parser(prog="rlhf", description=text)
-    parser.add_argument("--version", action=_Version, nargs=0, help="print rlhf-core's version")
+    absent = argparse.SUPPRESS
+    text = "print rlhf-core's version"
+    parser.add_argument("--version", action=_Version, nargs=0, default=absent, help=text)
     # DeepSpeed's launcher passes it to every rank; LOCAL_RANK in the environment says the same.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=absent, help=absent)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in TRAINER_COMMANDS.items():
         command = commands.add_parser(
@@ -116,12 +120,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     command = commands.add_parser("plugins", help="list installed plugins without importing them")
     text = "load each plugin; exit 2 if one is broken"
     command.add_argument("check", nargs="?", choices=["check"], help=text)
-    command.add_argument("--json", action="store_true", help="print the list as JSON")
+    command.add_argument("--json", **AS_JSON, help="print the list as JSON")
     text = (
         "what this machine has, what a feature lacks, and the remedy; exit 2 if a run cannot start"
     )
     command = commands.add_parser("doctor", help=text, description=text)
-    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    command.add_argument("--json", **AS_JSON, help="print the findings as JSON")
     for name, (source, text) in FOLDER_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", metavar=source)
@@ -153,7 +157,7 @@ def _add_recorded(commands: Any) -> None:
     text = "list the runs in a folder: step, state, loss, last evaluation"
     command = commands.add_parser("runs", help=text, description=text)
     command.add_argument("folder", nargs="?", default="runs", help="default: runs")
-    command.add_argument("--json", action="store_true", help="print the list as JSON")
+    command.add_argument("--json", **AS_JSON, help="print the list as JSON")
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +166,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
     text = "memory of each; default: that of this machine's"
     parser.add_argument("--gpu-memory", type=_positive(float), metavar="GIB", help=text)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes")
+    parser.add_argument("--json", **AS_JSON, help="print the plan as JSON, in bytes")
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -179,63 +183,24 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
 
 
 def _act(options: argparse.Namespace, argv: list[str]) -> int:
-    """Carry out a command; each imports only what it needs, for start-up time."""
-    match options.command:
-        case "plugins":
-            from rlhf.commands.plugins import check_plugins, list_plugins
-
-            return check_plugins() if options.check else list_plugins(as_json=options.json)
-        case "doctor":
-            from rlhf.commands.doctor import doctor_command
-
-            return doctor_command(as_json=options.json)
-        case "export":
-            from rlhf.commands.export import export_command
-
-            return export_command(options.source, options.output, options.role)
-        case "merge":
-            from rlhf.commands.merge import merge_command
-
-            return merge_command(options.source, options.output)
-        case "report":
-            from rlhf.commands.report import report_command
-
-            return report_command(options.runs, options.output)
-        case "push":
-            from rlhf.commands.push import push_command
-
-            return push_command(options.run, options.name, private=options.private)
-        case "runs":
-            from rlhf.commands.report import runs_command
-
-            return runs_command(options.folder, as_json=options.json)
-    from rlhf.request.reader import read_config
-
-    if {"-h", "--help"} & set(options.words):
+    """Call the function NAME_command of a command's file, which is imported only now for start-up
+    time, with the options of its parser."""
+    if {"-h", "--help"} & set(vars(options).get("words", ())):
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
         options.command, options.words = "config", []
     if options.command == "plan":
         hardware = _Parser(prog="rlhf plan", add_help=False)
         _add_hardware(hardware)
         _, options.words = hardware.parse_known_args(options.words, options)
-    inputs = options.command != "config"
-    argv = ["run", options.name, *options.words] if options.command == "launch" else argv
-    request = read_config(options.name, overrides=options.words, inputs=inputs, argv=argv)
-    match options.command:
-        case "launch":
-            from rlhf.commands.launch import launch_command
+    arguments = vars(options)
+    arguments.pop("local_rank", None)
+    name = arguments.pop("command")
+    act = getattr(import_module(f"rlhf.commands.{name}"), f"{name}_command")
+    if "words" not in arguments:
+        return int(act(**arguments))
+    from rlhf.request.reader import read_config
 
-            return launch_command(request, options)
-        case "config":
-            from rlhf.commands.config import config_command as command
-        case "inspect":
-            from rlhf.commands.inspect import inspect_command as command
-        case "plan":
-            from rlhf.commands.plan import plan_command
-
-            return plan_command(request, options)
-        case "verify":
-            from rlhf.commands.verify import verify_command as command
-        case _:
-            from rlhf.commands.run import run_command as command
-    return command(request)
+    trainer, words = arguments.pop("name"), arguments.pop("words")
+    argv = ["run", trainer, *words] if name == "launch" else argv
+    request = read_config(trainer, overrides=words, inputs=name != "config", argv=argv)
+    return int(act(request, **arguments))

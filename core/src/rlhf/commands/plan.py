@@ -1,7 +1,6 @@
 """`rlhf plan NAME CONFIG`: what a step takes of each accelerator in every layout of the backend,
 what fits, and what a run would choose. Reads no weights and starts no process group."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +26,13 @@ FIRST = ("layout", "weights", "gradients", "masters", "optimizer", "other", "act
 LAST = ("peak", "host", "fits")
 
 
-def plan_command(request: Request, options: argparse.Namespace) -> int:
+def plan_command(
+    request: Request, *, gpus: int | None, gpu_memory: float | None, as_json: bool
+) -> int:
     """Print the layouts and the choice; returns 0, or 2 if no layout fits."""
     data = prepare_data(request)
     hooks, _ = load_hooks(request.config)
-    mesh = mesh_of(options, nproc=request.nproc)
+    mesh = mesh_of(gpus or request.nproc, gpu_memory)
     fit = step_fit(request.config, data, mesh, hooks)
     if isinstance(fit.rehearsed, NotRehearsed):
         raise RLHFError(f"no plan: {fit.rehearsed.reason}")
@@ -51,19 +52,18 @@ def plan_command(request: Request, options: argparse.Namespace) -> int:
         "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.trained),
         "layouts": rows,
     }
-    print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report, request)))
+    print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, request)))
     return 0 if any(row["fits"] for row in rows) else 2
 
 
-def mesh_of(options: argparse.Namespace, *, nproc: int | None) -> Mesh:
-    """Return the ranks to plan for: those of `options`, and this machine's where it says nothing.
-    Raises RLHFError if the memory of an accelerator is not known."""
+def mesh_of(ranks: int | None, gib_each: float | None) -> Mesh:
+    """Return the ranks to plan for; this machine's where nothing is passed. Raises RLHFError if the
+    memory of an accelerator is not known."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    ranks = options.gpus or nproc or (torch.accelerator.device_count() if device else 1)
-    if options.gpu_memory is not None:
-        return Mesh(
-            world=ranks, device=device or torch.device("cuda"), memory=int(options.gpu_memory * GIB)
-        )
+    ranks = ranks or (torch.accelerator.device_count() if device else 1)
+    if gib_each is not None:
+        memory = int(gib_each * GIB)
+        return Mesh(world=ranks, device=device or torch.device("cuda"), memory=memory)
     if device is None:
         raise RLHFError("this machine has no accelerator; pass the memory of one: --gpu-memory 80")
     total = torch.get_device_module(device).mem_get_info()[1]

@@ -4,26 +4,26 @@ import json
 
 import attrs
 
+from rlhf.commands.table import print_table
 from rlhf.errors import RLHFError
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 
 COLUMNS = ("name", "kind", "distribution", "version", "summary")
 
 
-def list_plugins(*, as_json: bool) -> int:
-    """Print one line per plugin, with its problem instead of its summary if it has one."""
+def plugins_command(*, check: str | None, as_json: bool) -> int:
+    """Print one line per plugin, with its problem instead of its summary if it has one; with
+    `check`, load each of them. Returns the exit code."""
+    if check:
+        return check_plugins()
     rows = installed()
     if as_json:
         hide = attrs.filters.exclude("value")
         print(json.dumps([attrs.asdict(row, filter=hide) for row in rows], indent=2))
         return 0
-    table = [COLUMNS]
-    for row in rows:
-        remark = row.summary if row.problem is None else f"PROBLEM: {row.problem}"
-        table.append((row.name, row.kind, row.distribution, row.version, remark))
-    widths = [max(len(line[column]) for line in table) for column in range(4)]
-    for line in table:
-        print("  ".join([*map(str.ljust, line[:4], widths), line[4]]).rstrip())
+    remarks = [f"PROBLEM: {row.problem}" if row.problem else row.summary for row in rows]
+    cells = [(row.name, row.kind, row.distribution, row.version) for row in rows]
+    print_table([COLUMNS, *((*cell, remark) for cell, remark in zip(cells, remarks, strict=True))])
     return 0
 
 

@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
+from rlhf.data.packing import blank_batch, pack
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.tokenizer import CHATML
-from rlhf.model.unfold import blank_batch
 
 WINDOW = 8
 VOCABULARY = 96

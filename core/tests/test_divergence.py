@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch
 from rlhf.model.head import Head
-from rlhf.model.unfold import blank_batch
 from rlhf.readouts import (
     Mixture,
     TopTeacher,

@@ -15,10 +15,10 @@ from transformers.masking_utils import (
 )
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch
 from rlhf.model import attention
 from rlhf.model.masks import Tree, TreeMask, TreeTokens, block_mask, lowest_visible
 from rlhf.model.packed import PackedModel
-from rlhf.model.unfold import blank_batch
 
 SPANS = (
     ((5, (3, 4)), (0, (6,)), (7, (2, 2, 9))),

@@ -7,10 +7,10 @@ from engines import Shards
 from torch import distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rlhf.data.packing import blank_batch
 from rlhf.engine import register_sharding
 from rlhf.model.packed import PackedModel
 from rlhf.model.unfold import (
-    blank_batch,
     branches_of,
     in_whole_blocks,
     padded_groups,

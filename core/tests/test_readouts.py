@@ -8,8 +8,8 @@ from attrs import evolve
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch
 from rlhf.model.head import Head
-from rlhf.model.unfold import blank_batch
 from rlhf.readouts import (
     answer_logprobs,
     hidden_at,

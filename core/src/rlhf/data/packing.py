@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from attrs import frozen
@@ -14,6 +15,8 @@ from rlhf.data.example import Example
 
 FILLER_TOKENS = 2
 PER_EXAMPLE, PER_ANSWER, PER_TOKEN = "example", "answer", "token"
+
+Spans = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @frozen
@@ -63,17 +66,20 @@ def pack(
 def filler(kinds: Mapping[str, str] | None = None, *, round_to: int = 1) -> PackedBatch:
     """Return a row without examples, which keeps a rank in step with the others."""
     size = max(FILLER_TOKENS, round_to)
-    none = torch.empty(0, dtype=torch.int64)
-    zeros = torch.zeros(size, dtype=torch.int64)
     values = {
         name: torch.full((size if kind == PER_TOKEN else 0,), torch.nan)
         for name, kind in (kinds or {}).items()
     }
-    return PackedBatch(
-        tokens=zeros, positions=zeros.clone(), example=zeros - 1, branch=zeros.clone(),
-        predict_from=none, predict_at=none, predict=none, answer=none,
-        answer_example=none, answer_end=none, values=values,
-    )  # fmt: skip
+    return attrs.evolve(blank_batch(torch.zeros(size, dtype=torch.int64)), values=values)
+
+
+def blank_batch(tokens: Tensor, spans: Spans = ()) -> PackedBatch:
+    """Return `tokens` [T] laid out by `spans`, as `PackedBatch.spans`, with nothing to predict."""
+    arrays = _per_token(_segments(spans), len(tokens))
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    names = ("predict_from", "predict_at", "predict", "answer", "answer_example", "answer_end")
+    nothing: dict[str, Any] = dict.fromkeys(names, torch.empty(0, dtype=torch.int64))
+    return PackedBatch(tokens=tokens, spans=spans, **tensors, **nothing).to(tokens.device)
 
 
 def value_kinds(examples: Sequence[Example]) -> Mapping[str, str]:
@@ -91,7 +97,7 @@ def kind_of(value: Any) -> str:
     return PER_TOKEN if len(value) and hasattr(value[0], "__len__") else PER_ANSWER
 
 
-def _segments(spans: Sequence[tuple[int, tuple[int, ...]]]) -> Segments:
+def _segments(spans: Spans) -> Segments:
     lengths = np.array([n for prompt, answers in spans for n in (prompt, *answers)], np.int64)
     ends = np.cumsum(lengths)
     counts = np.array([len(answers) + 1 for _, answers in spans], np.int64)

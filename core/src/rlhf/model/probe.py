@@ -9,13 +9,13 @@ from attrs import frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.head import Head
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
 from rlhf.model.task import label_head
-from rlhf.model.unfold import blank_batch
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 """Largest accepted error of a hidden state, as a share of its norm. A wrong mask gives 0.3 and

@@ -5,13 +5,13 @@ A branch is one prompt with one of its answers, as the indices of its tokens in 
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch
 from rlhf.model.masks import BLOCK
 
 
@@ -39,25 +39,6 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
     tokens = batch.tokens[torch.tensor(places, device=batch.tokens.device)]
     row = blank_batch(tokens, tuple((length, ()) for length in lengths))
     return row, way_back(batch, branches, lengths)
-
-
-def blank_batch(tokens: Tensor, spans: tuple[tuple[int, tuple[int, ...]], ...]) -> PackedBatch:
-    """Return a packed batch of `tokens` [T] laid out by `spans`, with nothing to predict."""
-    example, branch, positions = torch.zeros(3, len(tokens), dtype=torch.long)
-    example.fill_(-1)
-    place = 0
-    for index, (prompt, answers) in enumerate(spans):
-        for number, length in enumerate((prompt, *answers)):
-            part = slice(place, place + length)
-            example[part], branch[part] = index, number
-            start = 0 if number == 0 else prompt
-            positions[part] = torch.arange(start, start + length)
-            place += length
-    names = ("predict_from", "predict_at", "predict", "answer", "answer_example", "answer_end")
-    nothing: dict[str, Any] = dict.fromkeys(names, torch.zeros(0, dtype=torch.long))
-    return PackedBatch(
-        tokens=tokens, positions=positions, example=example, branch=branch, spans=spans, **nothing
-    ).to(tokens.device)
 
 
 def in_whole_blocks(batch: PackedBatch) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import platform
 import shutil
 from collections.abc import Mapping
@@ -134,13 +135,17 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-def logged(folder: Path, *, until: int) -> list[dict[str, Any]]:
-    """Return what a run's metrics.jsonl holds up to the step `until`, without incomplete lines."""
+def logged(folder: Path, *, until: float = math.inf, tail: int = 0) -> list[dict[str, Any]]:
+    """Return the records in a run's metrics.jsonl up to the step `until`, without incomplete lines;
+    with `tail` only those in its last bytes."""
     path, records = folder / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if record["step"] <= until]
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - tail) if tail else 0)
+            for line in file:
+                with suppress(ValueError):
+                    records.append(json.loads(line))
+    return [it for it in records if isinstance(it, dict) and it.get("step", 0) <= until]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -201,9 +206,8 @@ class RunFolder:
     def cut_metrics(self, step: int) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
         line."""
-        path = self.path / "metrics.jsonl"
+        path, records = self.path / "metrics.jsonl", logged(self.path, until=step)
         if path.exists():
-            records = logged(self.path, until=step)
             write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def close(self) -> None:

@@ -1,18 +1,17 @@
 """A run as its folder tells it, whether it is running, finished, stopped or failed. Imports no
 torch."""
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import is_running, read_json
+from rlhf.folder.run_folder import is_running, logged, read_json
 from rlhf.request.settings_tree import load_yaml
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl")
@@ -42,7 +41,7 @@ class Recorded:
     """`running`, `done`, `stopped` or `failed`."""
     last: Mapping[str, float]
     """The newest value of every metric."""
-    curves: Mapping[str, Curve] = field(factory=dict)
+    curves: Mapping[str, Curve]
 
     @property
     def name(self) -> str:
@@ -71,13 +70,12 @@ class Recorded:
 def read_run(path: Path, *, until: float = math.inf) -> Recorded:
     """Return a run with its curves up to the step `until`. Raises RLHFError if `path` is not the
     folder of a run."""
-    records = [it for it in _metrics(path) if it.get("step", 0) <= until]
-    return _recorded(path, records, curves=_curves(records))
+    return _recorded(path, logged(path, until=until))
 
 
 def read_newest(path: Path) -> Recorded:
-    """Return a run without its curves, which reads only the end of its metrics."""
-    return _recorded(path, _metrics(path, tail=TAIL))
+    """Return a run with the end of its curves, which reads only the end of its metrics."""
+    return _recorded(path, logged(path, tail=TAIL))
 
 
 def is_run(path: Path) -> bool:
@@ -85,14 +83,20 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in FILES)
 
 
-def _recorded(path: Path, records: Iterable[Mapping[str, float]], **more: Any) -> Recorded:
+def _recorded(path: Path, records: Iterable[Mapping[str, Any]]) -> Recorded:
     if not is_run(path):
         raise RLHFError(
             f"{path} is not a run folder: it has no config.yaml; pass RUN, as in runs/sft-1"
         )
     last: dict[str, float] = {}
+    curves: dict[str, Curve] = defaultdict(list)
     for record in records:
-        last.update(record)
+        values = {name: each for name, each in record.items() if type(each) in (int, float)}
+        last.update(values)
+        step = int(values.pop("step", 0))
+        for name, value in values.items():
+            if math.isfinite(value):
+                curves[name].append((step, value))
     config: Mapping[str, Any] = {}
     with suppress(RLHFError):  # A file that is missing or damaged.
         config = load_yaml(path / "config.yaml")
@@ -100,7 +104,7 @@ def _recorded(path: Path, records: Iterable[Mapping[str, float]], **more: Any) -
     return Recorded(
         path=path, config=config, plan=read_json(path / "plan.json"),
         versions=read_json(path / "versions.json"), summary=summary, state=_state(path, summary),
-        last=last, **more,
+        last=last, curves=curves,
     )  # fmt: skip
 
 
@@ -111,37 +115,3 @@ def _state(path: Path, summary: Mapping[str, Any]) -> str:
         return "done" if (path / "model").is_dir() else "stopped"
     # A run that a signal killed says nothing of its end.
     return SHOWN_STATES.get(summary.get("ended") or "failed", "failed")
-
-
-def _curves(records: Iterable[Mapping[str, float]]) -> dict[str, Curve]:
-    curves: dict[str, Curve] = defaultdict(list)
-    for record in records:
-        step = int(record.get("step", 0))
-        for name, value in record.items():
-            if math.isfinite(value):
-                curves[name].append((step, value))
-    curves.pop("step", None)
-    return curves
-
-
-def _metrics(path: Path, *, tail: int | None = None) -> Iterator[dict[str, float]]:
-    """Yield the numbers of each line of a run's metrics."""
-    for record in _json_lines(path / "metrics.jsonl", tail=tail):
-        yield {name: value for name, value in record.items() if type(value) in (int, float)}
-
-
-def _json_lines(path: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, without incomplete lines; with `tail` only those
-    in its last bytes."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if tail is not None:
-            file.seek(max(0, path.stat().st_size - tail))
-        for line in file:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value

@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROJECTS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := $(addsuffix /src,$(PROJECTS))
+TEMPLATES := $(wildcard core/src/rlhf/templates/*/src)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Files of few long tests come first, so that both workers end together.
 TESTS ?= $(filter-out core/tests,$(addsuffix /tests,$(PROJECTS))) tests core/tests
@@ -34,6 +35,8 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
 	$(BIN)/mypy benchmarks
+	MYPYPATH=core/src:$(subst $() ,:,$(TEMPLATES)) $(BIN)/mypy \
+		$(foreach src,$(TEMPLATES),-p $(notdir $(wildcard $(src)/*)))
 
 # Compiled at first use, which on a slow machine would take longer than a test may.
 operator: venv

@@ -54,6 +54,8 @@ def providers() -> dict[str, set[str]]:
 def imported(folder: Path) -> Iterator[tuple[Path, str]]:
     """Each file with the top-level names that it imports, standard library left out."""
     for file in sorted(folder.rglob("*.py")):
+        if "templates" in file.relative_to(folder).parts:  # Distributions of their own.
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -25,7 +25,7 @@ from sft_runs import Inputs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/**/README.md"))]
-PAGES = [page for page in PAGES if not {".venv", "build"} & set(page.parts)]
+PAGES = [page for page in PAGES if not {".venv", "build", "templates"} & set(page.parts)]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL = re.compile(r"(rlhf|torchrun|pip|make|srun|git) ")
 DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")

@@ -15,7 +15,7 @@ from rlhf.rank.generate import sample
 from rlhf.rank.set_up import set_up
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.testing.conformance import STAGES
+from rlhf.testing import layouts
 from rlhf.testing.ranks import Ranks
 from sft_runs import Inputs
 
@@ -78,7 +78,7 @@ def test_ranks_sample_together_though_answers_end_at_different_lengths(
     # Two prompts fit into 26 tokens, so rank 0 has two groups and rank 1 has one.
     prompts = [[9, 9, 9, 20], [9, 9, 22], [9, 24], [25], [40]]
     expected = [[21, 22, 23, 24, 25, END], [23, 24, 25, END], [25, END], [END], [BEGIN] * 9]
-    words = [*chained, *STAGES[stage]]
+    words = [*chained, *layouts()[stage]]
     assert two.run(answers, words, str(inputs.cache), prompts, 26) == [expected] * 2
 
 

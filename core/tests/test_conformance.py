@@ -167,7 +167,7 @@ def test_the_budget_holds_the_answers_of_a_rollout_which_end_at_different_length
 
 
 def test_a_run_that_failed_raises_its_own_error_again(tmp_path: Path) -> None:
-    bench = Bench("odd_sound", tmp_path, ["--no.such", "1"], str(tmp_path))
+    bench = Bench("odd_sound", "odd_sound", tmp_path, ["--no.such", "1"], str(tmp_path))
     errors = []
     for _ in range(2):
         with pytest.raises(RLHFError, match=r"has no demo; pass --model and --data$") as caught:

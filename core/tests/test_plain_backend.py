@@ -82,8 +82,8 @@ def test_a_precision_it_does_not_have_is_refused():
     with pytest.raises(RLHFError) as error:
         PlainBackend().setup_mesh(configure(dtype="bf16"))
     assert str(error.value) == (
-        "the plain backend does not support model.dtype bf16; set model.dtype to fp32 or use the "
-        "backend deepspeed"
+        "the plain backend does not support model.dtype bf16; set model.dtype to fp32 or choose "
+        "another backend"
     )
 
 

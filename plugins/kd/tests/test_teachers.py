@@ -15,7 +15,7 @@ import pytest
 
 from rlhf import demo
 from rlhf.errors import RLHFError
-from rlhf.testing import STAGES, column, read_config, shared, tiny, without_timings
+from rlhf.testing import column, layouts, read_config, shared, tiny, without_timings
 
 Words = Callable[..., list[str]]
 CACHED = ("--kd.cache_top", "5", "--kd.temperature", "2", "--kd.sft", "0.1")
@@ -57,7 +57,7 @@ def test_the_curve_on_two_ranks_is_that_of_plain_torch(
 ) -> None:
     name = f"{settings[0]} {stage}"
     plain = tiny.run("kd", words(f"{name} plain", *settings), str(tmp_path / "one"), True)
-    given = words(name, *settings, *STAGES[stage])
+    given = words(name, *settings, *layouts()[stage])
     # A cache of its own: the teacher's distributions are computed by both ranks at this stage.
     same(shared(2).run(tiny.run, "kd", given, str(tmp_path / "two"))[0], plain)
     roles = json.loads((Path(given[given.index("--output") + 1]) / "plan.json").read_text())
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     settings: tuple[str, ...], words: Words, tmp_path: Path
 ) -> None:
     def run(name: str, *more: str) -> Any:
-        given = words(f"{settings[0]} {name}", *settings, *STAGES["stage 3"], *more)
+        given = words(f"{settings[0]} {name}", *settings, *layouts()["stage 3"], *more)
         return without_timings(shared(2).run(tiny.run, "kd", given, str(tmp_path))[0])
 
     straight = run("straight")

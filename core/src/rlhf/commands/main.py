@@ -114,7 +114,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         )
         if name == "plan":
             _add_hardware(command)
-        command.add_argument("name", metavar="NAME", help="the trainer")
+        command.add_argument("name", metavar="NAME", help="the trainer, or FILE.py:CLASS")
         words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         words.required = False
     command = commands.add_parser("plugins", help="list installed plugins without importing them")
@@ -134,6 +134,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             text = "the trained model to write, of a run with several; default: policy"
             command.add_argument("--role", default="policy", help=text)
     _add_recorded(commands)
+    _add_new(commands)
     text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
     command = commands.add_parser("launch", help=text, description=text)
     if argv[:1] == ["launch"]:
@@ -158,6 +159,16 @@ def _add_recorded(commands: Any) -> None:
     command = commands.add_parser("runs", help=text, description=text)
     command.add_argument("folder", nargs="?", default="runs", help="default: runs")
     command.add_argument("--json", **AS_JSON, help="print the list as JSON")
+
+
+def _add_new(commands: Any) -> None:
+    """Add the command that writes a plugin."""
+    text = "write a small plugin with its tests, to change into another one"
+    command = commands.add_parser("new", help=text, description=text)
+    command.add_argument("kind", choices=["trainer", "backend", "observer", "extension"])
+    command.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
+    text = "write one file with a trainer into the current folder"
+    command.add_argument("--here", action="store_true", help=text)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

@@ -61,15 +61,12 @@ def _check(plugin: Installed) -> None:
 
 
 def _check_trainer(plugin: Installed) -> None:
-    from rlhf.registry.imports import demo_file, load_object, load_record  # late: start-up time
+    # late: start-up time
+    from rlhf.registry.imports import check_trainer, demo_file, load_object, load_record
     from rlhf.request.reader import config_class, trainer_defaults
 
     record = load_record(plugin)
-    trainer, base = load_object(record.trainer, plugin), load_object("rlhf.trainer:Trainer")
-    if not (isinstance(trainer, type) and issubclass(trainer, base)):
-        raise RLHFError(f"{record.trainer} is not a subclass of rlhf.trainer.Trainer")
-    if missing := sorted(getattr(trainer, "__abstractmethods__", ())):
-        raise RLHFError(f"{record.trainer} does not define {', '.join(missing)}")
+    check_trainer(load_object(record.trainer, plugin), record.trainer)
     if record.report is not None:
         load_object(record.report, plugin)
     if record.demo is not None and not (demo := demo_file(plugin, record)).is_file():

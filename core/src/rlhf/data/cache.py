@@ -89,7 +89,7 @@ def _sources(trainer: Any) -> list[str]:
     """Digests of the packages that the trainer's classes come from, and of core's own data room.
 
     A helper module may decide what `example` returns as much as the trainer's own, so the whole
-    top-level package counts.
+    top-level package counts, or all Python files beside a single one.
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
@@ -98,17 +98,20 @@ def _sources(trainer: Any) -> list[str]:
 
 
 def _module_digest(name: str) -> str:
-    """A digest of a module's file, or of all Python files of a package; its name if it has none."""
+    """A digest of the Python files of a package, or of a module and those beside it; its name if it
+    has none."""
     module = sys.modules.get(name)
-    paths = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
-    places = [Path(path) for path in paths if path and Path(path).exists()]
-    return "".join(map(_python_digest, places)) or name
+    packages = getattr(module, "__path__", None)
+    if packages:
+        return "".join(_python_digest(Path(path), "**/*.py") for path in packages) or name
+    file = getattr(module, "__file__", None)
+    return _python_digest(Path(file).parent, "*.py") if file else name
 
 
 @functools.cache
-def _python_digest(path: Path) -> str:
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    parts = [f"{file.relative_to(path)} {_sha(file.read_bytes())}" for file in files]
+def _python_digest(folder: Path, pattern: str) -> str:
+    files = sorted(folder.glob(pattern))
+    parts = [f"{file.relative_to(folder)} {_sha(file.read_bytes())}" for file in files]
     return _sha("\n".join(parts))
 
 

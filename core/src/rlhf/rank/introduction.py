@@ -47,7 +47,7 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
     folder.write_config(to_tree(request.config))
     folder.write_json("plan.json", plans_of(run))
     folder.write_versions(
-        trainer=request.name, trust_remote_code=run.config.model.trust_remote_code
+        trainer=request.trainer, trust_remote_code=run.config.model.trust_remote_code
     )
     config, policy = request.config, run.roles["policy"]
     shape, plan = policy.shape, policy.plan

@@ -4,9 +4,10 @@ import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.set_up import out_of_memory, set_up
-from rlhf.registry.gateway import build_gateways, load_hooks
+from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
 
@@ -33,15 +34,22 @@ STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
 
 
-def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -> int:
+def run_rank(
+    request: Request,
+    *,
+    backend: Any = None,
+    observers: Mapping[str, object] = MappingProxyType({}),
+    verified: bool = False,
+) -> int:
     """Run one rank and return its exit code: 0, or 143 if a signal stopped it and it has saved.
 
-    `backend`, an object with hook implementations, replaces the one of the configuration. With
-    `verified` the checkpoint to resume from has been verified.
+    `backend`, an object with hook implementations, replaces the one of the configuration;
+    `observers` join those of the configuration. With `verified` the checkpoint to resume from has
+    been verified.
     """
     config = request.config
     transformers.utils.logging.disable_progress_bar()
-    hooks, observers = load_hooks(config) if backend is None else build_gateways(backend)
+    hooks, watching = load_hooks(config, backend, observers)
     data = prepare_data(request)
     mesh = hooks.setup_mesh(config=config)
     record = None
@@ -59,14 +67,14 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
             if folder is not None:
                 stack.enter_context(folder)
             place = stack.enter_context(closing(places.Marker(path / run_folder.RANKS, mesh.rank)))
-            session = set_up(request, data, mesh, hooks, observers, path, folder, place, resumed)
+            session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
             record = session.record
             reason = carry_out(request, session, resumed)
             if folder is not None:
                 folder.write_summary(ended=reason, seconds=place.seconds(time.time()))
     except BaseException as error:
         if mesh.rank == 0 and record is not None:
-            observers.on_finish(run=record, error=error)
+            watching.on_finish(run=record, error=error)
         if ran_out(error):
             raise out_of_memory(config, data, mesh, hooks, error) from error
         if record is not None and lost_contact(error):
@@ -74,7 +82,7 @@ def run_rank(request: Request, *, backend: Any = None, verified: bool = False) -
         raise
     shutil.rmtree(path / run_folder.RANKS, ignore_errors=True)
     if mesh.rank == 0:
-        observers.on_finish(run=record, error=None)
+        watching.on_finish(run=record, error=None)
     hooks.close_mesh(mesh=mesh)
     if mesh.rank == 0 and request.demo and request.plugin.report is not None:
         report_on_demo(request, path)

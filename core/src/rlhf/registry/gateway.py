@@ -24,12 +24,18 @@ CORE = "rlhf.loop.defaults:DefaultHooks"
 """Core's own `trylast` implementations, for hooks that the backend does not implement."""
 
 
-def load_hooks(config: Config) -> tuple[BackendGateway, ObserverGateway]:
-    """Return the gateways of the plugins that `config` names."""
+def load_hooks(
+    config: Config,
+    backend: object | None = None,
+    observers: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[BackendGateway, ObserverGateway]:
+    """Return the gateways of the plugins that `config` names; `backend` replaces its backend, and
+    `observers` are called after its own."""
+    named = {name: load_plugin(find("observer", name)) for name in config.observers}
     return build_gateways(
-        load_plugin(find_backend(config.backend)),
+        backend or load_plugin(find_backend(config.backend)),
         [load_plugin(find("extension", name)) for name in config.extensions],
-        {name: load_plugin(find("observer", name)) for name in config.observers},
+        named | dict(observers),
     )
 
 

@@ -30,6 +30,15 @@ def load_record(plugin: Installed) -> Any:
     return record
 
 
+def check_trainer(trainer: Any, path: str) -> None:
+    """Raise RLHFError unless `trainer`, which `path` names, is a trainer's class."""
+    base = load_object("rlhf.trainer:Trainer")
+    if not (isinstance(trainer, type) and issubclass(trainer, base)):
+        raise RLHFError(f"{path} is not a subclass of rlhf.trainer.Trainer")
+    if missing := sorted(getattr(trainer, "__abstractmethods__", ())):
+        raise RLHFError(f"{path} does not define {', '.join(missing)}")
+
+
 def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
     """Return the path of the trainer's demo YAML, which lies beside the module of its record."""
     if record.demo is None:

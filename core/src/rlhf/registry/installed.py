@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import keyword
 import re
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Installed:
     """What the entry point names: a record, or the class of an observer or extension."""
 
     def __str__(self) -> str:
-        return f"{self.kind} '{self.name}' of {self.distribution} {self.version}"
+        return f"{self.kind} '{self.name}' of {self.distribution} {self.version}".rstrip()
 
 
 def installed() -> tuple[Installed, ...]:
@@ -80,7 +81,7 @@ def find_backend(name: str | None) -> Installed:
             f"several backends are installed ({', '.join(names)}); choose one with --backend NAME"
         )
     if not names:
-        package = _known("backend")["deepspeed"]
+        package = known_plugins("backend")["deepspeed"]
         raise NotInstalled(f"no backend is installed; run `pip install {package}`")
     return find("backend", names[0])
 
@@ -129,13 +130,14 @@ def _rows(name: str, distribution: metadata.Distribution) -> Iterator[Installed]
                 distribution=name,
                 version=distribution.version,
                 summary=distribution.metadata["Summary"] or "",
-                problem=_name_problem(kind, entry.name) or _version_problem(distribution),
+                problem=name_problem(kind, entry.name) or _version_problem(distribution),
                 value=entry.value.partition("[")[0].strip(),
             )
 
 
-def _name_problem(kind: str, name: str) -> str | None:
-    if kind in WITH_SECTION and not name.isidentifier():
+def name_problem(kind: str, name: str) -> str | None:
+    """Return why a plugin of this kind cannot have the name, if it cannot."""
+    if kind in WITH_SECTION and (not name.isidentifier() or keyword.iskeyword(name)):
         return f"its name '{name}' is not a Python identifier, so it cannot be a section"
     if kind in WITH_SECTION and name in RESERVED:
         return f"its name '{name}' is reserved for core"
@@ -167,7 +169,7 @@ def _not_installed(kind: str, name: str) -> str:
     """Suggest an installation only for our own plugins: a typo must not install a stranger's."""
     rows = [row for row in installed() if row.kind == kind]
     here = {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
-    known = _known(kind)
+    known = known_plugins(kind)
     hints = []
     for near in difflib.get_close_matches(name.partition("@")[0], {**here, **known}, n=1):
         hints += [f"did you mean '{near}'?"] * (near != name)
@@ -177,7 +179,7 @@ def _not_installed(kind: str, name: str) -> str:
     return f"{kind} '{name}' is not installed{hint}; available: {available}"
 
 
-def _known(kind: str) -> dict[str, str]:
+def known_plugins(kind: str) -> dict[str, str]:
     """Return names and distributions of our own plugins, from a list generated out of plugins/."""
     lines = Path(__file__).with_name("known_plugins.txt").read_text().splitlines()
     return {name: package for of, name, package in map(str.split, lines) if of == kind}

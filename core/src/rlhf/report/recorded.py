@@ -50,7 +50,7 @@ class Recorded:
 
     @property
     def trainer(self) -> str:
-        return str(self.versions.get("trainer", "?"))
+        return Path(self.versions.get("trainer", "?")).name
 
     @property
     def model(self) -> str:

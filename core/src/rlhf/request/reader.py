@@ -14,6 +14,7 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
+from rlhf.registry.trainer_files import load_trainer
 from rlhf.request.rules import contradictions, missing_inputs
 from rlhf.request.settings_tree import load_yaml, merge, nested, without_removed
 from rlhf.request.words import parse_words
@@ -39,6 +40,8 @@ class Request:
     """The command line after `rlhf`."""
     origin: Installed | None = None
     """The plugin that provides the trainer, for error messages."""
+    trainer: str = ""
+    """The name by which `read_config` finds the trainer again from any folder."""
 
 
 def read_config(
@@ -49,7 +52,7 @@ def read_config(
     inputs: bool = True,
     argv: Sequence[str] = (),
 ) -> Request:
-    """Return the request for the trainer `name` (or `name@distribution`).
+    """Return the request for the trainer `name` (or `name@distribution`, or `FILE.py:CLASS`).
 
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.
@@ -58,8 +61,7 @@ def read_config(
     RLHFError with all problems at once.
     """
     words = parse_words(overrides)
-    trainer = find("trainer", name)
-    plugin = load_record(trainer)
+    trainer, plugin = load_trainer(name)
     file = load_yaml(recorded or words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
     backend = find_backend(chosen if chosen is None else str(chosen))
@@ -90,6 +92,7 @@ def read_config(
         overwrite=words.overwrite,
         argv=list(argv),
         origin=trainer,
+        trainer=trainer.value if ":" in name else name,
     )
 
 

@@ -15,25 +15,35 @@ except ModuleNotFoundError as error:
 
 # Without it a failing assert of the kit shows no values in the tests of other distributions.
 pytest.register_assert_rewrite(
-    *(f"rlhf.testing.{module}" for module in ("bench", "conformance", "curves", "tiny"))
+    *(
+        f"rlhf.testing.{module}"
+        for module in (
+            *("backend_conformance", "bench", "conformance", "curves", "observer_conformance"),
+            *("problem", "tiny"),
+        )
+    )
 )
 
 if TYPE_CHECKING:
     from rlhf.data.packing import pack
     from rlhf.journal.sums import weighted_loss
     from rlhf.request.reader import read_config
-    from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, STAGES
+    from rlhf.testing.backend_conformance import BackendConformance
+    from rlhf.testing.bench import LIKELIHOOD, NUM_HELD_OUT, NUM_ROWS, layouts
     from rlhf.testing.conformance import Other, TrainerConformance
     from rlhf.testing.curves import column, without_timings
     from rlhf.testing.metrics import step_metrics
+    from rlhf.testing.observer_conformance import ObserverConformance
     from rlhf.testing.plain import PlainBackend
     from rlhf.testing.ranks import RankFailure, Ranks, ranks_fixture, shared
     from rlhf.testing.tiny import command, first_steps, make_model, run, short_run, write_rows
 
 __all__ = [
+    "LIKELIHOOD",
     "NUM_HELD_OUT",
     "NUM_ROWS",
-    "STAGES",
+    "BackendConformance",
+    "ObserverConformance",
     "Other",
     "PlainBackend",
     "RankFailure",
@@ -42,6 +52,7 @@ __all__ = [
     "column",
     "command",
     "first_steps",
+    "layouts",
     "make_model",
     "pack",
     "ranks_fixture",
@@ -58,9 +69,11 @@ _MODULES = {
     "rlhf.data.packing": ("pack",),
     "rlhf.journal.sums": ("weighted_loss",),
     "rlhf.request.reader": ("read_config",),
-    "rlhf.testing.bench": ("NUM_HELD_OUT", "NUM_ROWS", "STAGES"),
+    "rlhf.testing.backend_conformance": ("BackendConformance",),
+    "rlhf.testing.bench": ("LIKELIHOOD", "NUM_HELD_OUT", "NUM_ROWS", "layouts"),
     "rlhf.testing.conformance": ("Other", "TrainerConformance"),
     "rlhf.testing.curves": ("column", "without_timings"),
+    "rlhf.testing.observer_conformance": ("ObserverConformance",),
     "rlhf.testing.plain": ("PlainBackend",),
     "rlhf.testing.ranks": ("RankFailure", "Ranks", "ranks_fixture", "shared"),
     "rlhf.testing.metrics": ("step_metrics",),

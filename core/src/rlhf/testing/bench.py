@@ -1,6 +1,6 @@
 """The inputs of one trainer's conformance tests, and the runs that its tests share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,8 @@ import yaml
 from attrs import define, field
 
 from rlhf import demo
-from rlhf.registry.imports import load_object
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find_backend
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics
@@ -19,16 +20,17 @@ NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""
 NUM_STEPS, STOP_AT = 8, 4
 """The epoch ends after 6 steps: the stop lies inside the first, the end inside the second."""
-STAGES = {
-    "stage 0": ("--deepspeed.stage", "0"),
-    "stage 1": ("--deepspeed.stage", "1"),
-    "stage 2": ("--deepspeed.stage", "2"),
-    # Below the threshold DeepSpeed keeps weights gathered, and a tiny model would prove nothing.
-    "stage 3": (
-        *("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0"),
-        *("--deepspeed.frozen", "3"),
-    ),
-}
+LIKELIHOOD = f"{Path(__file__).with_name('trainers') / 'likelihood.py'}:Likelihood"
+"""The trainer with which kits run backends, observers and extensions, for `rlhf run`."""
+
+
+def layouts(backend: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the words of a command line for each layout that the record of a backend calls
+    `tested`; None is the only backend that is installed."""
+    plugin = find_backend(backend)
+    tested = load_record(plugin).tested
+    chosen = () if backend is None else ("--backend", backend)
+    return {name: (*chosen, *_words(plugin.name, tested[name])) for name in tested}
 
 
 @define
@@ -36,6 +38,8 @@ class Bench:
     """Model, rows and command line of one trainer's tests, and the runs made so far."""
 
     trainer: str
+    section: str
+    """Name of the trainer's section."""
     folder: Path
     words: list[str]
     """The command line of every run, without `--output`."""
@@ -51,14 +55,15 @@ class Bench:
         )
 
     def run(self, name: str, world: int, *words: str) -> Metrics:
-        """Return the metrics of a run through DeepSpeed on `world` ranks, made once by this name.
+        """Return the metrics of a run through the backend on `world` ranks, made once by this
+        name.
 
         A run that failed raises the same error for every test that needs it.
         """
         return self._once(name, lambda: self.start(name, world, *words))
 
     def start(self, name: str, world: int, *words: str) -> Metrics:
-        """Run through DeepSpeed on `world` ranks, into the folder `name`."""
+        """Run through the backend on `world` ranks, into the folder `name`."""
         arguments = self._to(name, *words)
         metrics: Metrics = shared(world).run(tiny.run, self.trainer, arguments, self.cache)[0]
         return metrics
@@ -66,12 +71,7 @@ class Bench:
     def losses(self, settings: Mapping[str, Any]) -> list[float]:
         """Return the first three losses in plain torch with these fields in the trainer's
         section."""
-        words = [
-            word
-            for name, value in settings.items()
-            for word in (f"--{self.trainer}.{name}", yaml.safe_dump(value).split("\n...")[0])
-        ]
-        arguments = self._to("unused", *words)
+        arguments = self._to("unused", *_words(self.section, settings))
         return [m.loss for m in tiny.first_steps(self.trainer, arguments, self.cache, num_steps=3)]
 
     def _to(self, name: str, *words: str) -> list[str]:
@@ -89,6 +89,12 @@ class Bench:
         return made
 
 
+def _words(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line for these fields of a section."""
+    for name, value in settings.items():
+        yield from (f"--{section}.{name}", yaml.safe_dump(value).split("\n...")[0])
+
+
 def make_bench(
     trainer: str,
     folder: Path,
@@ -99,7 +105,8 @@ def make_bench(
     clip: str,
 ) -> Bench:
     """Write models and rows into the empty `folder` and return the bench of `trainer`."""
-    kind = load_object(read_config(trainer, inputs=False).plugin.trainer)
+    request = read_config(trainer, inputs=False)
+    kind = load_object(request.plugin.trainer)
     rows = rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
     needed = NUM_ROWS + NUM_HELD_OUT
     assert len(rows) >= needed, (
@@ -120,7 +127,7 @@ def make_bench(
         "--optim.lr", rate, "--optim.clip", clip, "--train.steps", str(NUM_STEPS),
         "--checkpoint.every", "null", *(word.format(**models) for word in words),
     ]  # fmt: skip
-    bench = Bench(trainer, folder, arguments, str(folder / "cache"))
+    bench = Bench(trainer, request.name, folder, arguments, str(folder / "cache"))
     unused = ["--output", str(folder / "unused")]
     bench.longest = tiny.longest_example(
         trainer, [*arguments, *unused], bench.cache, num_steps=NUM_STEPS

@@ -5,8 +5,9 @@
         others = {"power": 2.0}
 
 Each test makes the smallest real runs: a Llama of two layers and 22 rows on the CPU, in plain torch
-and through DeepSpeed on one and two ranks. The ranks are those of `rlhf.testing.ranks.shared`, so
-all test files of a session use the same processes. A trainer takes about half a minute.
+and through the backend on one and two ranks, in each layout that its record calls `tested`. The
+ranks are those of `rlhf.testing.ranks.shared`, so all test files of a session use the same
+processes. A trainer takes about half a minute.
 """
 
 import os
@@ -26,8 +27,9 @@ from rlhf.config.field_docs import documented
 from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
 from rlhf.testing import tiny
-from rlhf.testing.bench import NUM_STEPS, STAGES, STOP_AT, Bench, make_bench
+from rlhf.testing.bench import NUM_STEPS, STOP_AT, Bench, layouts, make_bench
 from rlhf.testing.curves import column, same_curve, training, weights, without_timings
+from rlhf.testing.promises import promise
 
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""
@@ -59,11 +61,21 @@ class TrainerConformance:
     """For each field of the trainer's section a value that must change the loss, or an `Other`."""
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Fields that do not change the loss, with the reason."""
+    backend: ClassVar[str | None] = None
+    """Name of the backend; None takes the only one that is installed."""
+    ranks: ClassVar[int] = 2
+    """Processes of the runs through the backend; 1 for a backend that has no more."""
     rate: ClassVar[str] = "1e-2"
     """Learning rate of the runs: high enough that a wrong gradient changes the next loss."""
     clip: ClassVar[str] = "0.05"
     """Largest gradient norm of the runs: below that of every step, since without clipping AdamW
     hides a gradient of the wrong scale."""
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """Give a test that has the argument `layout` each layout of the backend."""
+        if "layout" in metafunc.fixturenames:
+            metafunc.parametrize("layout", layouts(cls.backend))
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -75,6 +87,7 @@ class TrainerConformance:
         if before is not None:
             os.environ["RLHF_CACHE"] = before
 
+    @promise("a record imports no torch", "plugins.md, A trainer")
     def test_the_record_imports_neither_torch_nor_transformers(self) -> None:
         code = (
             "import sys; from rlhf.request.reader import read_config; "
@@ -88,6 +101,7 @@ class TrainerConformance:
             "trainer's module only"
         )
 
+    @promise("a configuration reads back what it writes", "testing.md, Trainers")
     def test_the_configuration_survives_a_round_trip(self, bench: Bench, tmp_path: Path) -> None:
         config = read_config(self.trainer, overrides=bench.words).config
         file = tmp_path / "config.yaml"
@@ -95,6 +109,7 @@ class TrainerConformance:
         again = read_config(self.trainer, overrides=[str(file)]).config
         assert again == config, "a configuration that is written and read again differs"
 
+    @promise("the loss changes and every gradient is clipped", "testing.md, Trainers")
     def test_the_curve_means_something(self, bench: Bench) -> None:
         curve = column(bench.plain(), "loss")
         assert len(set(curve)) == NUM_STEPS, f"the loss does not change: {curve}"
@@ -103,30 +118,34 @@ class TrainerConformance:
             f"clip {self.clip} does not act on all gradient norms {norms}; lower it"
         )
 
+    @promise("the curve does not depend on batch.tokens", "plugins.md, Rules")
     @pytest.mark.parametrize("budget", BUDGETS)
     def test_the_curve_on_one_rank_is_that_of_plain_torch(self, budget: str, bench: Bench) -> None:
-        tokens = str(BUDGETS[budget] * bench.longest)
-        metrics = bench.run(budget, 1, *STAGES["stage 0"], "--batch.tokens", tokens)
+        tokens, plainest = str(BUDGETS[budget] * bench.longest), self._layout()
+        metrics = bench.run(budget, 1, *plainest, "--batch.tokens", tokens)
         same_curve(metrics, bench.plain())
 
-    @pytest.mark.parametrize("stage", STAGES)
-    def test_the_curve_on_two_ranks_is_that_of_plain_torch(self, stage: str, bench: Bench) -> None:
-        same_curve(bench.run(stage, 2, *STAGES[stage]), bench.plain())
+    @promise("the curve does not depend on ranks and layout", "plugins.md, Rules")
+    def test_the_curve_on_all_ranks_is_that_of_plain_torch(self, layout: str, bench: Bench) -> None:
+        same_curve(bench.run(layout, self.ranks, *self._layout(layout)), bench.plain())
 
+    @promise("a trainer runs in bf16, the default", "testing.md, Trainers")
     def test_a_run_in_bf16_begins_like_that_in_fp32(self, bench: Bench) -> None:
-        words = ("--model.dtype", "bf16", "--train.stop_at", "2", *STAGES["stage 2"])
+        last = [*layouts(self.backend)][-1]
+        words = ("--model.dtype", "bf16", "--train.stop_at", "2", *self._layout(last))
         losses = column(bench.run("bf16", 1, *words), "loss")
         expected = column(bench.plain(), "loss")[:2]
         assert losses == pytest.approx(expected, rel=0.1, abs=0.1), (
             "at model.dtype bf16, the default, the first losses are not near those in fp32"
         )
 
-    @pytest.mark.parametrize("stage", STAGES)
-    def test_a_resumed_run_is_the_same_to_the_last_bit(self, stage: str, bench: Bench) -> None:
-        straight = bench.run(stage, 2, *STAGES[stage])
-        name = f"{stage} in halves"
-        bench.start(name, 2, *STAGES[stage], "--train.stop_at", str(STOP_AT))
-        halves = bench.start(name, 2, *STAGES[stage], "--resume")
+    @promise("a resumed run is the same to the last bit", "plugins.md, Further methods")
+    def test_a_resumed_run_is_the_same_to_the_last_bit(self, layout: str, bench: Bench) -> None:
+        words = self._layout(layout)
+        straight = bench.run(layout, self.ranks, *words)
+        name = f"{layout} in halves"
+        bench.start(name, self.ranks, *words, "--train.stop_at", str(STOP_AT))
+        halves = bench.start(name, self.ranks, *words, "--resume")
         differs = "a run that was stopped and resumed differs from one that was not, in "
         assert without_timings(training(halves)) == without_timings(training(straight)), (
             f"{differs}its metrics; does `state` return all that the trainer keeps?"
@@ -134,9 +153,10 @@ class TrainerConformance:
         assert without_timings(halves[-1:]) == without_timings(straight[-1:]), (
             f"{differs}its last evaluation"
         )
-        same = weights(bench.folder / name) == weights(bench.folder / stage)
+        same = weights(bench.folder / name) == weights(bench.folder / layout)
         assert same, f"{differs}its exported weights"
 
+    @promise("packed rows are independent of each other", "plugins.md, The packed batch")
     def test_packed_equals_separate_in_loss_and_gradients(self, bench: Bench) -> None:
         words = [*bench.words, "--output", str(bench.folder / "unused")]
         words += ["--batch.tokens", str(16 * bench.longest)]
@@ -160,6 +180,7 @@ class TrainerConformance:
                 msg=f"{differs} the gradient of {name}: {{}}".format,
             )
 
+    @promise("the memory of a step is known without its weights", "plugins.md, Rules")
     def test_the_memory_of_a_step_is_estimated_without_its_weights(self, bench: Bench) -> None:
         words = [*bench.words, "--output", str(bench.folder / "unused")]
         estimated, measured = tiny.step_memory(self.trainer, words, bench.cache)
@@ -172,6 +193,7 @@ class TrainerConformance:
                 f"{estimate:,}"
             )
 
+    @promise("every setting has an effect", "testing.md, Trainers")
     def test_every_hyper_parameter_changes_the_loss(self, bench: Bench) -> None:
         config = read_config(self.trainer, overrides=bench.words).config
         names = {item.name for item in attrs.fields(type(config.own))}
@@ -187,6 +209,11 @@ class TrainerConformance:
             assert bench.losses({**under, name: value}) != before, (
                 f"{self.trainer}.{name} {value} does not change the loss"
             )
+
+    def _layout(self, name: str = "") -> tuple[str, ...]:
+        """Return the words of a layout of the backend, by default of the plainest."""
+        every = layouts(self.backend)
+        return every[name or next(iter(every))]
 
 
 def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:

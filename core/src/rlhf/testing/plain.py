@@ -1,7 +1,7 @@
-"""The smallest backend: one process, plain torch, fp32. Every trainer's conformance runs on it
-beside DeepSpeed."""
+"""The plain backend: one process, plain torch, fp32, on the CPU."""
 
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.config.sections import Config
 from rlhf.engine import (
     EngineState,
     Fragment,
@@ -27,6 +26,7 @@ from rlhf.engine import (
 )
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
+from rlhf.plugin import Config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -96,8 +96,10 @@ class PlainBackend:
         if config.model.dtype != "fp32":
             raise RLHFError(
                 f"the plain backend does not support model.dtype {config.model.dtype}; "
-                "set model.dtype to fp32 or use the backend deepspeed"
+                "set model.dtype to fp32 or choose another backend"
             )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise RLHFError("the plain backend runs in one process; pass --nproc 1")
         random.seed(config.train.seed)
         np.random.seed(config.train.seed % 2**32)
         torch.manual_seed(config.train.seed)

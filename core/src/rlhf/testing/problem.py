@@ -4,7 +4,7 @@ layout."""
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from attrs import field, frozen
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
-from rlhf.engine import ModelShape
+from rlhf.engine import Mesh, ModelShape, Plan, StateKind
 from rlhf.loop.checkpointing import RUN, restore_schedule
 from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
 
@@ -112,6 +112,8 @@ class Case:
     """Train only a LoRA adapter."""
     first: int = 0
     """The step whose rows come first."""
+    moves: bool = False
+    """Before each step the engine's states leave the device and come back."""
     poison: tuple[int, int] | None = None
     """(step, rank) at which one row's loss is not a number."""
     save: tuple[int, Path] | None = None
@@ -162,15 +164,8 @@ def shape() -> ModelShape:
 
 def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
     """The mesh, a prepared engine and the plan's summary."""
-    mesh = backend.setup_mesh(case.config)
-    plan = backend.configure_zero(case.config, mesh, shape(), "policy", True, 0)
-    with backend.model_context(plan, "policy", mesh):
-        module = Packed(tied=case.tied)
-    weights = initial_weights(tied=case.tied)
-    if plan.stage == 3:
-        backend.load_weights(module, weights if mesh.rank == 0 else None, plan, mesh)
-    else:
-        module.load_state_dict(weights)
+    mesh = backend.setup_mesh(config=case.config)
+    plan, module = load(backend, case, mesh, "policy", trained=True)
     if case.adapter:
         targets = ["up", "down"]
         module.model = get_peft_model(module.model, LoraConfig(r=2, target_modules=targets))
@@ -178,10 +173,37 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in case.frozen)
     groups = _groups(module, case.config)
-    optimizer = backend.build_optimizer(groups, case.config, plan)
+    optimizer = backend.build_optimizer(groups=groups, config=case.config, plan=plan)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    engine = backend.prepare(module, optimizer, schedule, "policy", plan, mesh)
+    engine = backend.prepare(
+        model=module, optimizer=optimizer, schedule=schedule, role="policy", plan=plan, mesh=mesh
+    )
     return mesh, engine, plan.summary
+
+
+def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> tuple[Plan, Packed]:
+    """The plan of a role, and its module with the initial weights."""
+    plan = backend.configure_zero(
+        config=case.config, mesh=mesh, model_shape=shape(), role=role, trained=trained, occupied=0
+    )
+    with backend.model_context(plan=plan, role=role, mesh=mesh):
+        module = Packed(tied=case.tied)
+    weights = initial_weights(tied=case.tied)
+    if plan.stage == 3:
+        whole = weights if mesh.rank == 0 else None
+        missing = backend.load_weights(module=module, weights=whole, plan=plan, mesh=mesh)
+        assert missing == (), f"load_weights did not find {missing}"
+    else:
+        module.load_state_dict(weights)
+    return plan, module
+
+
+def move_states(backend: Any, engine: Any) -> None:
+    """Move the engine's states to the host and back, the kinds one by one and together."""
+    kinds = get_args(StateKind)
+    for some in (*((kind,) for kind in kinds), kinds):
+        backend.offload_states(engine=engine, kinds=some)
+        backend.reload_states(engine=engine, kinds=some)
 
 
 def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
@@ -193,6 +215,8 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
     }
     for step in range(state.get("step", case.first), case.steps):
         engine.train()
+        if case.moves:
+            move_states(backend, engine)
         loss = _step_loss(engine, mesh, case, step)
         seen["rates"].append(engine.schedule.get_last_lr()[0])
         outcome = engine.step().read()
@@ -207,7 +231,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
 
 def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> None:
     """Write the engine's part of a checkpoint."""
-    state = backend.save_checkpoint(engine)
+    state = backend.save_checkpoint(engine=engine)
     write_fragments(own_fragments(state, mesh), folder, mesh.rank)
     if mesh.rank == 0:
         write_plain(engine, state, folder)
@@ -218,7 +242,7 @@ def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> N
 
 def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
     """Restore what `_save` wrote; returns the step."""
-    backend.load_checkpoint(engine, SavedEngine(folder))
+    backend.load_checkpoint(engine=engine, saved=SavedEngine(folder))
     state = json.loads((folder / RUN).read_text())
     restore_schedule(engine.schedule, state.pop("schedule"))
     return state

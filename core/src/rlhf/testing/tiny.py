@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -83,12 +84,18 @@ def short_run(folder: Path, format: str) -> list[str]:
     ]  # fmt: skip
 
 
-def run(trainer: str, words: Sequence[str], cache: str, plain: bool = False) -> Metrics:
-    """Run `rlhf run TRAINER WORDS` on this rank, through DeepSpeed or in plain torch, and return
+def run(
+    trainer: str,
+    words: Sequence[str],
+    cache: str,
+    plain: bool = False,
+    observers: Mapping[str, object] = MappingProxyType({}),
+) -> Metrics:
+    """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
     the lines of its metrics.jsonl. Raises AssertionError if its exit code is not 0."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
-    code = run_rank(request, backend=PlainBackend() if plain else None)
+    code = run_rank(request, backend=PlainBackend() if plain else None, observers=observers)
     assert code == 0, f"the run ended with exit code {code}"
     lines = (Path(request.config.output or "") / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

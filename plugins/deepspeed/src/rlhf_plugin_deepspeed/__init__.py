@@ -9,4 +9,11 @@ plugin = BackendPlugin(
     hooks="rlhf_plugin_deepspeed.backend:DeepSpeedBackend",
     check=check,
     defaults=defaults,
+    tested={
+        "stage 0": {"stage": 0},
+        "stage 1": {"stage": 1},
+        "stage 2": {"stage": 2},
+        # Below the threshold, weights stay gathered, and a tiny model would prove nothing.
+        "stage 3": {"stage": 3, "persistence_threshold": 0, "frozen": 3},
+    },
 )

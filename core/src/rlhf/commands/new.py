@@ -1,0 +1,83 @@
+"""`rlhf new`: write a distribution with a small plugin that passes its own tests."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf.errors import RLHFError
+from rlhf.registry.installed import GROUPS, installed, known_plugins, name_problem
+
+KINDS = tuple(GROUPS.values())
+PACKAGE = Path(__file__).parents[1]
+TEMPLATES = PACKAGE / "templates"
+"""One folder for each kind. They are whole distributions whose name is new_name."""
+MORE = {"backend": {"src/rlhf_backend_new_name/backend.py": PACKAGE / "testing" / "plain.py"}}
+"""Files of a template that are also files of the core."""
+
+
+def new_command(kind: str, name: str, *, here: bool) -> int:
+    """Write the plugin and print what to do with it; returns 0."""
+    check_name(kind, name)
+    if here and kind != "trainer":
+        raise RLHFError(
+            f"--here writes a trainer only; rlhf finds {_a(kind)} by the metadata of its "
+            "distribution"
+        )
+    folder = Path(f"rlhf-{kind}-{_hyphens(name)}")
+    files = dict(_files("here" if here else kind, name))
+    for target in [Path(path) for path in files] if here else [folder]:
+        if target.exists():
+            raise RLHFError(f"{target} already exists; choose another name or remove it")
+    for path, text in files.items():
+        target = Path(path) if here else folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        print(f"wrote {target}")
+    if here:
+        print(f"run it: rlhf run ./{name}.py:{_camel(name)} --model MODEL --data ROWS.jsonl")
+    else:
+        print(f"install and test it: pip install -e './{folder}[test]' && pytest {folder}")
+    return 0
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raise RLHFError for a name that a plugin of this kind cannot have."""
+    if not re.fullmatch(r"[A-Za-z](\w*[A-Za-z0-9])?", name, re.ASCII):
+        raise RLHFError(
+            f"{name!r} cannot be the name of {_a(kind)}; use letters, digits and underscores, as "
+            f"in my_{kind}"
+        )
+    # An observer's name is no section, but a name that is good for all kinds is easy to keep.
+    if problem := name_problem("trainer", name):
+        raise RLHFError(problem.replace("its name ", "", 1) + "; choose another name")
+    owners = {row.name: row.distribution for row in installed() if row.kind == kind}
+    if owner := (known_plugins(kind) | owners).get(name):
+        raise RLHFError(f"{owner} has {_a(kind)} called '{name}'; choose another name")
+
+
+def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield each file of a template under the new name: its path and its text."""
+    folder = TEMPLATES / template
+    sources = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    for path, source in (sources | MORE.get(template, {})).items():
+        if "__pycache__" not in path:
+            yield _renamed(path, name), _renamed(source.read_text(), name)
+
+
+def _renamed(text: str, name: str) -> str:
+    text = text.replace("Plain", f"{_camel(name)}").replace("plain backend", f"backend {name}")
+    for old, new in {"new_name": name, "new-name": _hyphens(name), "NewName": _camel(name)}.items():
+        text = text.replace(old, new)
+    return text
+
+
+def _hyphens(name: str) -> str:
+    return re.sub("_+", "-", name)
+
+
+def _camel(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeo' else 'a'} {kind}"

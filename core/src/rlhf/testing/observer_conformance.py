@@ -1,0 +1,184 @@
+"""The tests that every observer must pass, as a class to subclass in a test file.
+
+    class TestMine(ObserverConformance):
+        observer = "mine"
+
+They make three runs of four steps in plain torch: without the observer, with it, and with it
+stopped and resumed.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from attrs import define, field
+
+from rlhf.hookspecs import RunRecord, hookimpl
+from rlhf.registry.gateway import check_hooks, load_plugin
+from rlhf.registry.installed import find
+from rlhf.registry.observers import ObserverGateway
+from rlhf.request.reader import read_config
+from rlhf.testing import tiny
+from rlhf.testing.bench import LIKELIHOOD
+from rlhf.testing.curves import Metrics, weights, without_timings
+from rlhf.testing.promises import promise
+
+EVENTS = [
+    ("start",), ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("checkpoint", 2),
+    ("step", 3), ("step", 4), ("checkpoint", 4), ("eval", 4), ("finish", None),
+]  # fmt: skip
+"""What happens in a run of four steps with an evaluation and a checkpoint after every second. After
+the last step, the run saves before it evaluates."""
+
+
+class Recorder:
+    """An observer that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    @hookimpl
+    def on_start(self, run: RunRecord) -> None:
+        self.events.append(("start",))
+
+    @hookimpl
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("step", step))
+
+    @hookimpl
+    def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("eval", step))
+
+    @hookimpl
+    def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
+        self.events.append(("checkpoint", step))
+
+    @hookimpl
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
+        self.events.append(("finish", error))
+
+
+@define
+class Watched:
+    """The runs of one observer's tests, those made so far by their names."""
+
+    observer: str
+    folder: Path
+    inputs: list[str]
+    words: Sequence[str]
+    """More words for the runs with the observer."""
+    recorder: Recorder = field(factory=Recorder)
+    made: dict[str, Metrics] = field(factory=dict)
+
+    def alone(self) -> Metrics:
+        """Return the metrics of a run without the observer."""
+        return self._once("alone", [])
+
+    def watched(self) -> Metrics:
+        """Return the metrics of a run with it; the recorder watches that run too."""
+        return self._once("watched", self._observed(), recorder=self.recorder)
+
+    def resumed(self) -> Metrics:
+        """Return the metrics of a run with it that is stopped and resumed."""
+        self._once("stopped", [*self._observed(), "--train.stop_at", "2"], to="resumed")
+        return self._once("resumed", [*self._observed(), "--resume"])
+
+    def failure(self, name: str) -> str:
+        """Return the traceback of what the observer raised in that run, or ""."""
+        file = self.folder / name / "errors" / f"observer-{self.observer}.txt"
+        return file.read_text() if file.exists() else ""
+
+    def record(self, name: str) -> RunRecord:
+        """Return the record of a run in an empty folder."""
+        folder = self.folder / name
+        folder.mkdir()
+        words = [*self.inputs, *self._observed(), "--output", str(folder)]
+        config = read_config(LIKELIHOOD, overrides=words).config
+        return RunRecord(name="likelihood", folder=folder, config=config, steps=4)
+
+    def _observed(self) -> list[str]:
+        return ["--observers", f"[{self.observer}]", *self.words]
+
+    def _once(
+        self, name: str, words: list[str], *, to: str = "", recorder: Recorder | None = None
+    ) -> Metrics:
+        if name not in self.made:
+            arguments = [*self.inputs, "--output", str(self.folder / (to or name)), *words]
+            more = {"the kit": recorder} if recorder else {}
+            cache = str(self.folder / "cache")
+            self.made[name] = tiny.run(LIKELIHOOD, arguments, cache, plain=True, observers=more)
+        return self.made[name]
+
+
+class ObserverConformance:
+    """The tests. A subclass names its observer."""
+
+    observer: ClassVar[str]
+    """Name of the observer: that of its entry point."""
+    words: ClassVar[Sequence[str]] = ()
+    """More words for the command line of the runs with the observer."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+        """The runs of the class."""
+        before = os.environ.get("RLHF_CACHE")
+        folder = tmp_path_factory.mktemp(f"observer-{cls.observer}")
+        inputs = tiny.short_run(folder, "demonstration")
+        inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
+        inputs += ["--checkpoint.every", "2"]
+        yield Watched(cls.observer, folder, inputs, cls.words)
+        os.environ.pop("RLHF_CACHE", None)
+        if before is not None:
+            os.environ["RLHF_CACHE"] = before
+
+    @promise("an observer implements hooks of observers", "hooks.md, Observer hooks")
+    def test_it_has_hooks(self) -> None:
+        plugin = load_plugin(find("observer", self.observer))
+        assert list(check_hooks("observer", plugin)), f"{self.observer} has no method @hookimpl"
+
+    @promise("an observer does not raise", "testing.md, Observers")
+    def test_it_does_not_raise(self, runs: Watched) -> None:
+        runs.watched()
+        assert not runs.failure("watched"), runs.failure("watched")
+
+    @promise("an observer changes nothing in a run", "hooks.md, Observer hooks")
+    def test_it_changes_nothing(self, runs: Watched) -> None:
+        assert without_timings(runs.watched()) == without_timings(runs.alone())
+        same = weights(runs.folder / "watched") == weights(runs.folder / "alone")
+        assert same, "the exported weights differ"
+
+    @promise("observers are called in the order of the run", "hooks.md, Observer hooks")
+    def test_it_is_called_in_order(self, runs: Watched) -> None:
+        runs.watched()
+        assert runs.recorder.events == EVENTS
+
+    @promise("an observer goes on where a run is resumed", "testing.md, Observers")
+    def test_it_watches_a_resumed_run(self, runs: Watched) -> None:
+        assert without_timings(runs.resumed())[-1] == without_timings(runs.alone())[-1]
+        assert not runs.failure("resumed"), runs.failure("resumed")
+
+    @promise("an observer takes any metrics and a failed run", "testing.md, Observers")
+    def test_it_takes_any_metrics_and_a_failed_run(self, runs: Watched) -> None:
+        self._call(runs, "failed", {"loss": math.nan, "grad_norm": math.inf}, {"loss": 1.0})
+
+    @promise("an observer ends a run that never began", "testing.md, Observers")
+    def test_it_ends_a_run_that_never_began(self, runs: Watched) -> None:
+        run, gateway = runs.record("unbegun"), self._gateway()
+        gateway.on_finish(run=run, error=RuntimeError("the model could not be loaded"))
+        assert not runs.failure("unbegun"), runs.failure("unbegun")
+
+    def _call(self, runs: Watched, name: str, *metrics: Mapping[str, float]) -> None:
+        """Call the observer as a run with these steps that then fails."""
+        run, gateway = runs.record(name), self._gateway()
+        gateway.on_start(run=run)
+        for step, values in enumerate(metrics, start=1):
+            gateway.on_step(run=run, step=step, metrics=values)
+        gateway.on_finish(run=run, error=RuntimeError("a device was lost"))
+        assert not runs.failure(name), runs.failure(name)
+
+    def _gateway(self) -> ObserverGateway:
+        return ObserverGateway({self.observer: load_plugin(find("observer", self.observer))})

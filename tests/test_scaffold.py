@@ -1,0 +1,97 @@
+"""`rlhf new`: what it writes installs, passes its own tests at once, and is refused in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.commands.main import main
+from rlhf.commands.new import KINDS, TEMPLATES
+from rlhf.registry.installed import is_satisfied
+
+NAME = "odd_one"
+
+
+def write(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a distribution into `folder` and return its own."""
+    monkeypatch.chdir(folder)
+    assert main(["new", kind, NAME]) == 0
+    return folder / f"rlhf-{kind}-odd-one"
+
+
+def install(project: Path, site: Path) -> None:
+    """Build the wheel of a distribution and install it into the folder `site`."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(site), str(project)], check=True)
+
+
+def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of a distribution that is installed in `site`."""
+    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    return subprocess.run(
+        [*command, "--rootdir", str(project), str(project / "tests"), *more],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_distribution_passes_its_own_tests(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = write(kind, tmp_path, monkeypatch)
+    assert not [p for p in project.rglob("*") if "new_name" in p.name or "new-name" in p.name]
+    texts = [path.read_text() for path in project.rglob("*") if path.is_file()]
+    assert not [text for text in texts if "new_name" in text or "NewName" in text]
+    install(project, tmp_path / "site")
+    # The kit of trainers takes a minute: the test below runs it.
+    quick = ["-k", "not TestOddOne"] if kind == "trainer" else []
+    done = run_tests(project, tmp_path / "site", *quick)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.matrix
+def test_a_new_trainer_passes_the_kit_and_runs_its_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = write("trainer", tmp_path, monkeypatch)
+    install(project, tmp_path / "site")
+    done = run_tests(project, tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", "rlhf", "run", NAME, "--train.stop_at", "2"]
+    subprocess.run(run, env=env, cwd=tmp_path, check=True)
+
+
+def test_the_ranges_of_the_templates_include_this_core() -> None:
+    for kind in KINDS:
+        text = (TEMPLATES / kind / "pyproject.toml").read_text()
+        assert '"rlhf-core>=0.1,<0.2"' in text
+    assert is_satisfied("rlhf-core>=0.1,<0.2")
+
+
+def test_a_name_that_cannot_be_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rlhf-trainer-taken").mkdir()
+    (tmp_path / "taken.py").touch()
+    expected = {
+        ("trainer", "my-loss"): "'my-loss' cannot be the name of a trainer; use letters, digits "
+        "and underscores, as in my_trainer",
+        ("observer", "my_"): "'my_' cannot be the name of an observer; use letters, digits and "
+        "underscores, as in my_observer",
+        ("trainer", "optim"): "'optim' is reserved for core; choose another name",
+        ("backend", "class"): "'class' is not a Python identifier, so it cannot be a section; "
+        "choose another name",
+        ("trainer", "sft"): "rlhf-plugin-sft has a trainer called 'sft'; choose another name",
+        ("trainer", "taken"): "rlhf-trainer-taken already exists; choose another name or remove it",
+        ("trainer", "taken", "--here"): "taken.py already exists; choose another name or remove it",
+        ("observer", "mine", "--here"): "--here writes a trainer only; rlhf finds an observer by "
+        "the metadata of its distribution",
+    }
+    for words, message in expected.items():
+        assert main(["new", *words]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"

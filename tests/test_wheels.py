@@ -1,17 +1,13 @@
 """What a user installs: the wheels of all distributions, and those of one trainer only."""
 
-import os
 import re
-import subprocess
-import sys
-import sysconfig
-from collections.abc import Iterable
+import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
+
 INSTALLED = ("core", "deepspeed", "dpo")
 """What a user of one trainer installs."""
 
@@ -19,25 +15,7 @@ INSTALLED = ("core", "deepspeed", "dpo")
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheel of every distribution, by the name of its folder."""
-    folder = tmp_path_factory.mktemp("wheels")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o"]
-    for project in PROJECTS:
-        command = [*build, str(folder / project.name), str(project)]
-        subprocess.run(command, check=True, capture_output=True)
-    return {path.parent.name: path for path in folder.glob("*/*.whl")}
-
-
-def make_site(folder: Path, wheels: Iterable[Path]) -> Path:
-    """A folder like site-packages with the third-party packages and these wheels of ours."""
-    # By this name dill knows what is installed and need not be sent to other processes.
-    site = folder / "site-packages"
-    site.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not entry.name.startswith(("rlhf", "__editable__", "_rlhf", "_editable")):
-            (site / entry.name).symlink_to(entry)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*command, str(site), *map(str, wheels)], check=True)
-    return site
+    return build(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +28,6 @@ def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 def whole_site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All wheels."""
     return make_site(tmp_path_factory.mktemp("all"), wheels.values())
-
-
-def rlhf(site: Path, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in an interpreter that sees these packages alone."""
-    base = getattr(sys, "_base_executable", sys.executable)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env |= {"PYTHONPATH": str(site), "PYTHONNOUSERSITE": "1", "RLHF_CACHE": str(site / "cache")}
-    command = [base, "-m", "rlhf", *words]
-    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
@@ -92,3 +61,42 @@ def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -
     assert done.returncode == 2
     assert "pip install rlhf-plugin-kto" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+LOAD = """
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.gateway import load_plugin
+from rlhf.registry.installed import installed
+for plugin in installed():
+    record = load_plugin(plugin) if plugin.kind != "trainer" else load_record(plugin).trainer
+    print(plugin.name, load_object(record) if isinstance(record, str) else record)
+"""
+ALONE = [
+    project if project.name in ("core", "rm") else pytest.param(project, marks=pytest.mark.matrix)
+    for project in PROJECTS
+]
+
+
+@pytest.mark.parametrize("project", ALONE, ids=lambda path: path.name)
+def test_a_distribution_loads_with_only_what_it_declares(
+    project: Path, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    needed = {name_of(project), *required(dependencies(project))}
+    ours = [wheels[path.name] for path in PROJECTS if name_of(path) in needed]
+    site = make_site(tmp_path, ours, third_party={*top_level(needed)})
+    # Without what the base interpreter has installed.
+    loaded = python("-S", "-c", LOAD, sites=[site])
+    assert loaded.returncode == 0, loaded.stderr
+    assert len(loaded.stdout.splitlines()) == len(ours) - 1
+    imported = python("-S", "-c", "import rlhf.rank.run, rlhf.commands.merge", sites=[site])
+    assert imported.returncode == 0, imported.stderr
+
+
+def dependencies(project: Path) -> list[str]:
+    """Return the requirements of a project."""
+    return tomllib.loads((project / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def name_of(project: Path) -> str:
+    """Return the name of a project's distribution."""
+    return tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"]

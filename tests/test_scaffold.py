@@ -65,6 +65,29 @@ def test_a_new_trainer_passes_the_kit_and_runs_its_demo(
     subprocess.run(run, env=env, cwd=tmp_path, check=True)
 
 
+KIT = """
+from rlhf.testing import LIKELIHOOD, TrainerConformance
+
+
+class TestLikelihood(TrainerConformance):
+    trainer = LIKELIHOOD
+    backend = "odd_one"
+    ranks = 1
+    precisions = ()
+"""
+
+
+@pytest.mark.matrix
+def test_the_kit_of_trainers_runs_on_a_new_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = write("backend", tmp_path, monkeypatch)
+    install(project, tmp_path / "site")
+    (project / "tests" / "test_odd_one.py").write_text(KIT)
+    done = run_tests(project, tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_ranges_of_the_templates_include_this_core() -> None:
     for kind in KINDS:
         text = (TEMPLATES / kind / "pyproject.toml").read_text()

@@ -190,7 +190,7 @@ class BackendConformance:
             assert all(outcome.moved), "a step moved no weight"
         same_weights(problems.exported(layout, ranks, "policy"), weights, atol=1e-5)
 
-    @promise("a gradient that is not finite reaches no weight", "api.md, rlhf.engine.Engine.step")
+    @promise("a gradient that is not finite reaches no weight", "api.md, rlhf.engine")
     def test_a_gradient_that_is_not_finite_moves_nothing(
         self, problems: Problems, layout: str, ranks: int
     ) -> None:

@@ -29,8 +29,7 @@ def layouts(backend: str | None = None) -> dict[str, tuple[str, ...]]:
     `tested`; None is the only backend that is installed."""
     plugin = find_backend(backend)
     tested = load_record(plugin).tested
-    chosen = () if backend is None else ("--backend", backend)
-    return {name: (*chosen, *_words(plugin.name, tested[name])) for name in tested}
+    return {name: tuple(_words(plugin.name, tested[name])) for name in tested}
 
 
 @define
@@ -99,13 +98,15 @@ def make_bench(
     trainer: str,
     folder: Path,
     *,
+    backend: str | None,
     rows: Sequence[Mapping[str, Any]] | None,
     words: Sequence[str],
     rate: str,
     clip: str,
 ) -> Bench:
     """Write models and rows into the empty `folder` and return the bench of `trainer`."""
-    request = read_config(trainer, inputs=False)
+    chosen = [] if backend is None else ["--backend", backend]
+    request = read_config(trainer, overrides=chosen, inputs=False)
     kind = load_object(request.plugin.trainer)
     rows = rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
     needed = NUM_ROWS + NUM_HELD_OUT
@@ -125,8 +126,9 @@ def make_bench(
         "--model", str(models["model"]), "--model.dtype", "fp32", "--data.train", str(train),
         "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "4",
         "--optim.lr", rate, "--optim.clip", clip, "--train.steps", str(NUM_STEPS),
-        "--checkpoint.every", "null", *(word.format(**models) for word in words),
+        "--checkpoint.every", "null", *chosen, *(word.format(**models) for word in words),
     ]  # fmt: skip
+    trainer = request.trainer  # By which ranks in another folder find a file.
     bench = Bench(trainer, request.name, folder, arguments, str(folder / "cache"))
     unused = ["--output", str(folder / "unused")]
     bench.longest = tiny.longest_example(

@@ -24,6 +24,7 @@ def promise(text: str, where: str) -> Callable[[Test], Test]:
                 error.add_note(f"{BROKEN}{text}; see docs/{where}")
                 raise
 
+        kept.documented = where  # type: ignore[attr-defined]
         return kept  # type: ignore[return-value]
 
     return decorate

@@ -1,0 +1,170 @@
+"""The kits of backends and observers find what is wrong: each fault fails its own test, with the
+promise that it breaks."""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.hookspecs import hookimpl
+from rlhf.plugin import BackendPlugin
+from rlhf.registry.trainer_files import NoSettings
+from rlhf.testing import BackendConformance, ObserverConformance, PlainBackend, TrainerConformance
+from rlhf.testing.backend_conformance import Problems
+from rlhf.testing.observer_conformance import Watched
+from rlhf.testing.plain import PlainEngine
+from rlhf.testing.tiny import short_run
+
+KITS = (TrainerConformance, BackendConformance, ObserverConformance)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+class Unclipped(PlainBackend):
+    """Forgets to clip."""
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        plan.settings["clip"] = 0.0
+        return super().prepare(model, optimizer, schedule, role, plan, mesh)
+
+
+class Forgetful(PlainBackend):
+    """Restores no moments."""
+
+    @hookimpl
+    def load_checkpoint(self, engine: Any, saved: Any) -> bool:
+        super().load_checkpoint(engine, saved)
+        engine.optimizer.state.clear()
+        return True
+
+
+class Thawed(PlainBackend):
+    """Leaves the gradients of a frozen model on."""
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        clip = plan.settings["clip"]
+        return PlainEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
+
+
+class Lossy(PlainBackend):
+    """Rounds the weights that leave the device."""
+
+    @hookimpl
+    def offload_states(self, engine: Any, kinds: Any) -> int:
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.half().float()
+        return 0
+
+
+class Reversed(PlainBackend):
+    """Mixes weights by the other share."""
+
+    @hookimpl
+    def mix_weights(self, engine: Any, source: Any, share: float) -> Any:
+        return super().mix_weights(engine, source, 1 - share)
+
+
+FAULTS: dict[type, Callable[..., None]] = {
+    Unclipped: BackendConformance.test_the_steps_are_those_of_plain_torch,
+    Forgetful: BackendConformance.test_a_resumed_run_is_the_same,
+    Thawed: BackendConformance.test_a_frozen_engine_takes_no_gradient,
+    Lossy: BackendConformance.test_offloaded_states_come_back,
+    Reversed: BackendConformance.test_weights_are_mixed,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_faulty_backend_fails_by_the_promise_that_it_breaks(fault: type, tmp_path: Path) -> None:
+    record = BackendPlugin(config=NoSettings, hooks=f"{Path(__file__).stem}:{fault.__name__}")
+    test = FAULTS[fault]
+    with pytest.raises(Exception) as caught:
+        test(BackendConformance(), Problems(record, tmp_path), "default", 1)
+    (note,) = caught.value.__notes__
+    assert note.startswith("broken promise: ")
+    assert note.endswith(f"; see docs/{test.documented}")  # type: ignore[attr-defined]
+
+
+OBSERVERS = """
+from rlhf.hookspecs import hookimpl
+
+class Sound:
+    @hookimpl
+    def on_step(self, run, step, metrics):
+        metrics["loss"] = 0.0
+
+class Raising:
+    @hookimpl
+    def on_eval(self, run, step, metrics):
+        metrics["eval/no_such_metric"]
+
+class Unprepared:
+    @hookimpl
+    def on_start(self, run):
+        self.file = run.folder
+
+    @hookimpl
+    def on_finish(self, run, error):
+        self.file
+"""
+
+
+@pytest.fixture
+def _observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution with observers, sound ones and others."""
+    info = tmp_path / "site" / "odd_observers-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: odd-observers\nVersion: 1.0\n")
+    names = ("Sound", "Raising", "Unprepared")
+    entries = "".join(f"odd_{name.lower()} = odd_observers:{name}\n" for name in names)
+    (info / "entry_points.txt").write_text(f"[rlhf.observers]\n{entries}")
+    (info.parent / "odd_observers.py").write_text(OBSERVERS)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(info.parent))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("odd_observers", None)
+
+
+@pytest.mark.usefixtures("_observers")
+def test_an_observer_that_raises_fails_and_a_sound_one_passes(tmp_path: Path) -> None:
+    inputs = short_run(tmp_path, "demonstration")
+    inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
+    inputs += ["--checkpoint.every", "2"]
+
+    def watched(name: str) -> tuple[ObserverConformance, Watched]:
+        kit = type("Kit", (ObserverConformance,), {"observer": name})()
+        (tmp_path / name).mkdir()
+        return kit, Watched(name, tmp_path / name, inputs, ())
+
+    kit, runs = watched("odd_sound")
+    kit.test_it_does_not_raise(runs)
+    kit.test_it_is_called_in_order(runs)
+    kit.test_it_changes_nothing(runs)
+    kit, runs = watched("odd_raising")
+    with pytest.raises(AssertionError, match="KeyError: 'eval/no_such_metric'") as caught:
+        kit.test_it_does_not_raise(runs)
+    assert caught.value.__notes__ == [
+        "broken promise: an observer does not raise; see docs/testing.md, Observers"
+    ]
+    kit, runs = watched("odd_unprepared")
+    with pytest.raises(AssertionError, match="has no attribute 'file'"):
+        kit.test_it_ends_a_run_that_never_began(runs)
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="the pages are not here")
+@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.__name__)
+def test_every_promise_is_documented_under_its_heading(kit: type) -> None:
+    tests = [value for name, value in vars(kit).items() if name.startswith("test_")]
+    for test in tests:
+        page, _, heading = test.documented.partition(", ")
+        pattern = rf"^#+ .*{re.escape(heading)}"
+        assert re.search(pattern, (DOCS / page).read_text(), re.MULTILINE), test.documented

@@ -3,11 +3,12 @@ killed.
 
     python benchmarks/kills.py --kills 200 --jobs 2
 
-Six workflows, four ZeRO stages and offload, one or two ranks, a checkpoint every second step, an
-evaluation every third. A kill hits all processes of a run or one of its ranks, at a moment that
-`--seed` draws: while it starts, in a step, in a save, at the end. Every run is killed once, often
-twice, and then resumed to its end. A kill fails if a resume ends with an error, starts before the
-last checkpoint, says more than one line about it, or if any metric or weight differs by a bit.
+Six workflows, four ZeRO stages, one or two ranks, a checkpoint every second step, an evaluation
+every third. A kill hits all processes of a run or one of its ranks, at a moment that `--seed`
+draws: while it starts, in a step, in a save, at the end. Every run is killed once or twice and then
+resumed to its end. It fails if a resume ends with an error, starts before the last checkpoint, says
+more than one line about it, or if any metric or weight differs by a bit. One line per run says what
+was hit.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attrs import frozen
-from bits import KD, SHORT, TRAINERS, first_difference, metrics, weights
+from bits import KD, SHORT, TRAINERS, Record, first_difference, metrics, weights
 
 STAGES = {
     "stage 0": "--deepspeed.stage 0",
@@ -49,27 +51,44 @@ class Case:
         return [self.trainer, "short.yaml", *more, *CADENCE, "--output", str(folder)]
 
 
+@frozen
+class Whole:
+    """What a run that is not killed computes and prints, and how long it takes."""
+
+    record: Record
+    seconds: float
+    openings: set[str]
+    """The first words of its lines."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--kills", type=int, default=24, help="runs that are killed")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     cases = [Case(trainer, stage) for stage in STAGES for trainer in TRAINERS]
+    numbers = range(options.first, options.first + options.kills)
+    failed = 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         place = Path(name)
         (place / "short.yaml").write_text(SHORT)
-        shares = [cases[number % len(cases)] for number in range(options.kills)]
-        used = list(dict.fromkeys(shares))
-        expected = dict(zip(used, pool.map(lambda case: whole(place, case), used), strict=True))
-        results = pool.map(
-            lambda number: kill(place, number, shares[number], expected, options.seed),
-            range(options.kills),
-        )
-        failed = [result for result in results if result is not None]
-    for line in failed:
-        print(line)
-    print(f"{options.kills} runs were killed; {len(failed)} of them failed")
+        needed = {cases[number % len(cases)] for number in numbers}
+        expected = {case: pool.submit(whole, place, case) for case in cases if case in needed}
+
+        def attempt(number: int) -> tuple[list[str], str]:
+            case = cases[number % len(cases)]
+            return kill(place, number, case, expected[case].result(), options.seed)
+
+        for number, (hits, failure) in zip(numbers, pool.map(attempt, numbers), strict=True):
+            case = cases[number % len(cases)]
+            failed += bool(failure)
+            print(
+                f"{number}  {case.trainer}, {case.stage}: {'; '.join(hits)}: {failure or 'ok'}",
+                flush=True,
+            )
+    print(f"{options.kills} runs were killed; {failed} of them failed")
     return int(bool(failed))
 
 
@@ -82,52 +101,72 @@ def start(place: Path, case: Case, folder: Path, *more: str) -> subprocess.Popen
     )  # fmt: skip
 
 
-def whole(place: Path, case: Case) -> dict[str, object]:
-    """What a run that is not killed computes."""
+def whole(place: Path, case: Case) -> Whole:
+    """Run a case without a kill."""
     folder = place / f"{case.trainer} {case.stage}"
+    begin = time.monotonic()
     process = start(place, case, folder)
     output, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"{case} fails without a kill\n{output}")
+    return Whole(computed(folder), time.monotonic() - begin, openings(output))
+
+
+def computed(folder: Path) -> Record:
     return {"metrics": metrics(folder), "weights": weights(folder / "model")}
 
 
-def kill(
-    place: Path, number: int, case: Case, expected: dict[Case, dict[str, object]], seed: int
-) -> str | None:
-    """Kill a run once or twice and resume it; returns what went wrong."""
+def openings(output: str) -> set[str]:
+    return {line.split()[0] for line in output.splitlines() if line.strip()}
+
+
+def kill(place: Path, number: int, case: Case, expected: Whole, seed: int) -> tuple[list[str], str]:
+    """Kill a run once or twice and resume it; return what was hit, and what went wrong or ""."""
     draw = random.Random(1000 * seed + number)
     folder = place / f"kill-{number}"
+    hits = []
     for attempt in range(draw.choice((1, 1, 2))):
-        strike(start(place, case, folder, *["--resume"] * bool(attempt)), folder, draw)
+        process = start(place, case, folder, *["--resume"] * bool(attempt))
+        hits.append(strike(process, folder, draw, expected.seconds))
     last = last_checkpoint(folder)
     process = start(place, case, folder, "--resume")
     output, _ = process.communicate()
-    name = f"kill {number} of {case.trainer}, {case.stage}"
     if process.returncode:
-        return f"{name}: the resumed run ends with {process.returncode}\n{output}"
-    about = [line for line in output.splitlines() if line.startswith(("resumed", "nothing left"))]
+        return hits, f"the resumed run ends with {process.returncode}\n{output}"
+    # A resumed run prints what the whole run prints, and one line about where it continues.
+    about = [line for line in output.splitlines() if openings(line) - expected.openings]
     begun = f"step-{last:06d}" if last else "no checkpoint"
     if len(about) != 1 or (begun not in about[0] and "nothing left" not in about[0]):
-        return f"{name}: {begun} was there, but the resumed run says {about}"
-    found = {"metrics": metrics(folder), "weights": weights(folder / "model")}
-    difference = first_difference(expected[case], found)
-    return f"{name}: {difference}" if difference else None
+        return hits, f"{begun} was there, but the resumed run says {about}"
+    difference = first_difference(expected.record, computed(folder))
+    shutil.rmtree(folder)
+    return hits, difference
 
 
-def strike(process: subprocess.Popen[str], folder: Path, draw: random.Random) -> None:
-    """Send SIGKILL to all processes of the run or to one of its ranks, after a drawn step."""
-    step, moment = draw.randrange(STEPS + 1), draw.uniform(0.0, 0.4)
+def strike(process: subprocess.Popen[str], folder: Path, draw: random.Random, long: float) -> str:
+    """Send SIGKILL to all processes of the run or to one of its ranks; return what was hit.
+
+    The moment is drawn from the time `long` that a whole run takes, or from the 0.4 seconds after a
+    drawn step.
+    """
+    step = draw.choice((0, draw.randrange(1, STEPS + 1)))
+    moment = draw.uniform(0.0, 0.4 if step else long)
     while process.poll() is None and logged(folder) < step:
         time.sleep(0.01)
-    time.sleep(moment)
+    end = time.monotonic() + moment
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    hit = "had ended"
     if process.poll() is None:
         ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        hit = f"after step {logged(folder)}"
         if ranks and draw.random() < 0.5:
             os.kill(int(draw.choice(ranks)), signal.SIGKILL)
+            hit += ", one rank"
         else:
             os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    return hit
 
 
 def logged(folder: Path) -> int:

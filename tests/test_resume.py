@@ -1,8 +1,11 @@
 """Resume is exact: a resumed run is the same, bit for bit, as one that never stopped."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import sha256
+from rlhf.rank import run as rank_run
 from rlhf.testing import column
 from rlhf.testing.ranks import RankFailure, Ranks
 from sft_runs import Inputs
@@ -98,6 +102,54 @@ def test_a_finished_run_resumes_to_nothing_and_says_so(
     ((code, after),) = one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert code == 0
     assert after == before
+
+
+def printed(words: list[str], cache: str) -> tuple[str, list[dict[str, Any]]]:
+    """Run; what it prints, and its metrics."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        _, metrics = sft_runs.run(words, cache)
+    return text.getvalue(), metrics
+
+
+def test_a_run_that_has_reached_stop_at_takes_no_more_steps(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
+    ((_, before),) = one.run(sft_runs.run, words, str(inputs.cache))
+    ((text, after),) = one.run(printed, [*words, "--resume"], str(inputs.cache))
+    assert after == before
+    # One line about it, and no other.
+    assert text.splitlines()[-1] == f"nothing left to do: {tmp_path / 'run'}/model is finished"
+    assert "resumed" not in text
+
+
+@pytest.mark.parametrize("earlier", [(), ("--train.stop_at", "2")])
+def test_a_run_that_was_killed_before_its_export_writes_its_last_evaluation_once(
+    inputs: Inputs, one: Ranks, tmp_path: Path, earlier: tuple[str, ...]
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--resume")
+    if earlier:  # Its model is in the folder already.
+        one.run(sft_runs.run, [*words, *earlier], str(inputs.cache))
+    one.run(killed_in_export, words, str(inputs.cache))
+    ((text, metrics),) = one.run(printed, words, str(inputs.cache))
+    assert "resumed    step-000004, 0 steps to go\n" in text
+    assert text.splitlines()[-1] == f"model      {tmp_path / 'run'}/model"
+    assert column(metrics, "step") == [1, 2, 3, 4]
+    assert [row["step"] for row in metrics if "eval/loss" in row] == [2] * bool(earlier) + [4]
+    straight = sft_runs.words(inputs, tmp_path / "straight", "--train.steps", "4")
+    one.run(sft_runs.run, straight, str(inputs.cache))
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+def killed_in_export(words: list[str], cache: str) -> None:
+    """Run until the model is exported, and no further."""
+
+    def killed(session: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(rank_run, "export_model", killed)
+        sft_runs.run(words, cache)
 
 
 def test_resume_without_a_run_starts_one(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:

@@ -172,9 +172,24 @@ def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: 
         folder.append_metrics({"step": step, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "lo')
-    folder.cut_metrics(2)
+    folder.cut_metrics(2, evaluated=True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    folder.close()
+
+
+def test_an_evaluation_that_is_made_again_is_cut_from_the_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, fresh=True)
+    for record in ({"loss": 1.0}, {"eval/loss": 2.0}):
+        for step in (1, 2):
+            folder.append_metrics({"step": step, **record})
+    folder.cut_metrics(2, evaluated=False)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [list(json.loads(line).items())[:2] for line in lines] == [
+        [("step", 1), ("loss", 1.0)],
+        [("step", 2), ("loss", 1.0)],
+        [("step", 1), ("eval/loss", 2.0)],
+    ]
     folder.close()
 
 

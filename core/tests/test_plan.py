@@ -41,7 +41,7 @@ def test_the_table_word_for_word(words, capsys):
     assert main(["plan", "sft", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
-        f"sft {words[1]}: 2 x 1.0 GiB, 8,192 tokens per micro-batch, recompute auto"
+        f"sft {words[1]}: 2 x 1.0 GiB, 8,192 tokens per micro-batch, recompute none"
     )
     assert lines[1] == "GiB per rank at the peak of a step"
     assert lines[3].split() == [
@@ -82,7 +82,8 @@ def test_the_plan_and_the_run_choose_alike(words, capsys):
     _, report = planned(capsys, *words, "--gpu-memory", "1")
     choice, _ = choose(on_accelerator(words, GIB), any_tokens=True)
     assert isinstance(choice, Choice)
-    assert (report["tokens"], report["recompute"]) == (choice.tokens, choice.recompute)
+    assert choice.recompute == "auto"
+    assert (report["tokens"], report["recompute"]) == (choice.tokens, "none")
 
 
 def test_stage_3_where_a_faster_layout_fits_is_named(words, capsys):
@@ -90,6 +91,25 @@ def test_stage_3_where_a_faster_layout_fits_is_named(words, capsys):
     output = capsys.readouterr().out
     assert "\nchosen     ZeRO 3: a step takes 0." in output
     assert "\nfaster     ZeRO 0 fits too, with deepspeed.stage 0: 0." in output
+
+
+def test_a_configured_layout_that_does_not_fit_is_an_exit_code_with_what_fits(words, capsys):
+    fixed = ("--batch.tokens", "200", "--model.recompute", "full", "--gpus", "8")
+    _, report = planned(capsys, *words, *fixed, "--gpu-memory", "1")
+    peaks = {row["layout"]: row["peak"] for row in report["layouts"]}
+    memory = f"{peaks['ZeRO 3'] / 0.95 / GIB * 1.001}"
+    options = (*words, *fixed, "--deepspeed.stage", "0", "--gpu-memory", memory)
+    assert main(["plan", "sft", *options]) == 2
+    *_, chosen, lighter, _ = capsys.readouterr().out.splitlines()
+    assert chosen == (
+        f"chosen     ZeRO 0: a step takes {gib(peaks['ZeRO 0'])} of {gib(peaks['ZeRO 3'] / 0.95)} "
+        "GiB, which probably will not fit"
+    )
+    # Those that fit and no others.
+    assert lighter.startswith("lighter    use deepspeed.stage ")
+    assert f"use deepspeed.stage 3 (about {gib(peaks['ZeRO 3'])} GiB)" in lighter
+    assert peaks["ZeRO 1"] > peaks["ZeRO 3"]
+    assert "use deepspeed.stage 1 (" not in lighter
 
 
 def test_where_nothing_fits_the_exit_code_says_so(words, capsys):

@@ -238,6 +238,16 @@ def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) 
     assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit")
 
 
+def test_a_run_whose_step_does_not_fit_says_what_takes_less(words: list[str], tmp_path) -> None:
+    fixed = [*words, "--batch.tokens", "200", "--model.recompute", "none"]
+    peak = on_accelerator([*words, "--batch.tokens", "200", "--model.recompute", "full"], GIB).peak
+    fit = on_accelerator(fixed, int(1.06 * peak))
+    assert memory_lines(fit, "", tmp_path) == [
+        fit.line(),
+        f"lighter    set model.recompute to full (about {gib(peak)} GiB)",
+    ]
+
+
 def test_recomputed_compiled_layers_keep_only_their_inputs(words: list[str]) -> None:
     def activations(**more: str) -> int:
         options = [word for name, value in more.items() for word in (f"--model.{name}", value)]

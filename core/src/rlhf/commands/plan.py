@@ -29,7 +29,7 @@ LAST = ("peak", "host", "fits")
 def plan_command(
     request: Request, *, gpus: int | None, gpu_memory: float | None, as_json: bool
 ) -> int:
-    """Print the layouts and the choice; returns 0, or 2 if no layout fits."""
+    """Print the layouts and the choice; returns 0, or 2 if a step of the run would not fit."""
     data = prepare_data(request)
     hooks, _ = load_hooks(request.config)
     mesh = mesh_of(gpus or request.nproc, gpu_memory)
@@ -43,17 +43,18 @@ def plan_command(
         "gpus": mesh.world,
         "gpu_memory": mesh.memory,
         "tokens": choice.tokens,
-        "recompute": choice.recompute,
+        "recompute": "none" if choice.recompute == "auto" else choice.recompute,
         "chosen": chosen.chosen.name or chosen.chosen.plan.summary,
         "reason": reason,
         "peak": chosen.peak,
         "fits": chosen.fits,
         "faster": chosen.faster(),
+        "lighter": chosen.lighter(),
         "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.trained),
         "layouts": rows,
     }
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, request)))
-    return 0 if any(row["fits"] for row in rows) else 2
+    return 0 if chosen.fits else 2
 
 
 def mesh_of(ranks: int | None, gib_each: float | None) -> Mesh:
@@ -120,8 +121,9 @@ def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
     checkpoint = f"disk       {gib(report['checkpoint'])} GiB for each checkpoint"
     chosen = (
         f"chosen     {report['chosen']}: a step takes {gib(report['peak'])} of {gib(memory)} GiB"
+        f"{'' if report['fits'] else ', which probably will not fit'}"
     )
-    more = (report["reason"], report["faster"], checkpoint)
+    more = (report["reason"], report["faster"], report["lighter"], checkpoint)
     return [title, "GiB per rank at the peak of a step", "", *table, "", chosen] + [
         line for line in more if line
     ]

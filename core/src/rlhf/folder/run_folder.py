@@ -203,11 +203,16 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def cut_metrics(self, step: int) -> None:
+    def cut_metrics(self, step: int, *, evaluated: bool) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
-        line."""
-        path, records = self.path / "metrics.jsonl", logged(self.path, until=step)
+        line. Unless it was `evaluated` at `step` for good, that evaluation is removed too."""
+        path = self.path / "metrics.jsonl"
         if path.exists():
+            records = [
+                record
+                for record in logged(self.path, until=step)
+                if evaluated or record["step"] < step or "loss" in record
+            ]
             write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def close(self) -> None:

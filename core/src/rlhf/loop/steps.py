@@ -16,9 +16,9 @@ from rlhf.loop.stepper import Stepper
 from rlhf.loop.stop import StopWatch
 
 
-def train(session: Session, *, first_step: int) -> str:
-    """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended:
-    "done", "stop_at", "hours", "patience" or "signal". Collective."""
+def train(session: Session, *, first_step: int) -> tuple[str, int]:
+    """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended,
+    "done", "stop_at", "hours", "patience" or "signal", and the last step. Collective."""
     stop = StopWatch(session.config, session.mesh)
     _freeze_heap(session.engine.device)
     try:
@@ -33,7 +33,7 @@ def train(session: Session, *, first_step: int) -> str:
         evaluate_at_end(session, step=step)
     session.journal.flush()
     finish(session)
-    return reason
+    return reason, step
 
 
 def _take_steps(
@@ -54,11 +54,12 @@ def _take_steps(
         evaluate(session, step=0)
     session.journal.start_steps(first_step)
     stepper = Stepper(session)
-    reason, step, evaluated = None, first_step, None
+    reason, step, evaluated = stop.stop_at(first_step), first_step, None
     session.train()
     if session.evaluation_owed and is_due(config.train.eval_every, step):
         session.evaluation_owed = False
-        (_, reason), evaluated = judge(session, step=step), step
+        (_, patience), evaluated = judge(session, step=step), step
+        reason = reason or patience
         save(session, step)
     while step < session.record.steps and reason is None:
         began = time.perf_counter()

@@ -1,6 +1,7 @@
 """When a run ends before its schedule: on a signal, after `train.hours` or at `train.stop_at`; all
 ranks agree."""
 
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ class StopWatch:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._mesh = mesh
         train = config.train
-        self._stop_at = train.stop_at
+        self._stop_at = train.stop_at or math.inf
         self._timeout = config.checkpoint.stop_timeout
         self._warned = False
         self._until = time.monotonic() + train.hours * 3600 if train.hours else None
@@ -30,11 +31,15 @@ class StopWatch:
         self.caught = catch(self._on_signal, config.checkpoint.stop_signals)
         """Brings the signal handlers from before back when it is closed."""
 
+    def stop_at(self, steps_done: int) -> str | None:
+        """Return "stop_at" if the run should end here at the latest, or None."""
+        return "stop_at" if steps_done >= self._stop_at else None
+
     def reason(self, steps_done: int) -> str | None:
         """Return why to stop now, "signal", "hours" or "stop_at", or None to continue; the same on
         every rank. Collective."""
-        if self._stop_at is not None and steps_done >= self._stop_at:
-            return "stop_at"
+        if stop_at := self.stop_at(steps_done):
+            return stop_at
         late = self._until is not None and time.monotonic() > self._until
         if self._mesh.world == 1:
             return _reason(self._signalled, late)

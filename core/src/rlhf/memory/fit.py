@@ -1,5 +1,6 @@
 """Whether a step fits its accelerator, and what to change if it does not."""
 
+import math
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -148,12 +149,14 @@ class StepFit:
             recomputes = self.config.model.recompute == "full"
             more = "" if recomputes else " or set model.recompute to full"
             return RLHFError(f"{where}: lower batch.tokens{more}")
-        estimate = self.estimate
-        assert estimate is not None
-        advice = self._advice(estimate) + [f"use {more}" for more in self.rehearsed.lighter]
-        advice = advice or ["train with lora, or use a device with more memory"]
-        expected = f"a step was estimated at {gib(estimate.peak)} GiB"
-        return RLHFError(f"{where}; {expected}: {', or '.join(advice)}")
+        expected = f"a step was estimated at {gib(self.peak or 0)} GiB"
+        return RLHFError(f"{where}; {expected}: {self._advice()}")
+
+    def lighter(self) -> str:
+        """Return a line that names what takes less, if a step does not fit."""
+        if self.peak is None or self.fits:
+            return ""
+        return f"lighter    {self._advice(limit=MARGIN * self.mesh.memory)}"
 
     def faster(self) -> str:
         """Return a line that names a faster layout in which a step fits, if the configuration asks
@@ -180,13 +183,17 @@ class StepFit:
         """`batch.tokens` and `model.recompute`."""
         return self.config.batch.budget, self.config.model.recompute
 
-    def _advice(self, estimate: Estimate) -> list[str]:
-        """Return what to change, the smallest change first, with what a step would then take."""
-        advice = []
+    def _advice(self, *, limit: float = math.inf) -> str:
+        """Return what to change, the smallest change first, with what a step would then take. If
+        something takes at most `limit` bytes, the rest is left out."""
+        estimate = self.estimate
+        assert estimate is not None
+        assert isinstance(self.rehearsed, Rehearsed)
+        peaks: dict[str, float] = {}
         tokens = self._fewer_tokens(estimate)
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
-            advice.append(f"set batch.tokens to {tokens} (about {gib(fewer)} GiB)")
+            peaks[f"set batch.tokens to {tokens}"] = fewer
         others = {"set model.recompute to full": self.under(self.own[0], "full")}
         if self.config.optim.states == "fp32" and self.config.model.dtype == "bf16":
             optim = attrs.evolve(self.config.optim, states="bf16")
@@ -194,14 +201,16 @@ class StepFit:
             others["use optim.states bf16"] = self._with(rounded, self.layout)
         for setting, fit in others.items():
             if fit.peak is not None and fit.peak < LESS * estimate.peak:
-                advice.append(f"{setting} (about {gib(fit.peak)} GiB)")
+                peaks[setting] = fit.peak
         least = estimate.peak
         for layout in self.layouts:
             peak = self.under(*self.own, layout.name).peak or least
             if layout.cost > self.chosen.cost and peak < LESS * least:
-                least = peak
-                advice.append(f"use {layout.settings} (about {gib(peak)} GiB)")
-        return advice
+                peaks[f"use {layout.settings}"] = least = peak
+        most = limit if min(peaks.values(), default=math.inf) <= limit else math.inf
+        advice = [f"{text} (about {gib(peak)} GiB)" for text, peak in peaks.items() if peak <= most]
+        advice += [f"use {more}" for more in self.rehearsed.lighter]
+        return ", or ".join(advice or ["train with lora, or use a device with more memory"])
 
     def _fewer_tokens(self, estimate: Estimate) -> int:
         """Return a budget that fits and holds the largest example, or 0."""

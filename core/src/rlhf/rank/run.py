@@ -91,26 +91,34 @@ def run_rank(
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     """Resume, train, export. Returns why the training ended. Collective."""
-    step = 0 if resumed is None else resume(session, resumed)
+    step, line = 0, ""
     tell = print if session.folder is not None else lambda *_, **__: None
-    if resumed is None and request.resume is not None:
-        tell(f"resumed    no checkpoint in {session.record.folder}; starting at step 0")
-    if is_finished(session, step):
+    if resumed is not None:
+        step, line = resume(session, resumed)
+    elif request.resume is not None:
+        line = f"resumed    no checkpoint in {session.record.folder}; starting at step 0"
+    best, steps = session.best, session.record.steps
+    at_end = step >= (session.config.train.stop_at or steps)
+    if (at_end or best.exhausted) and is_exported(session, step):
         tell(f"nothing left to do: {session.record.folder / 'model'} is finished", flush=True)
-        return "done"
+        return "patience" if best.exhausted else "done" if step == steps else "stop_at"
+    if line:
+        tell(line, flush=True)
     tell_room(session, tell)
     if session.folder is not None:
-        session.folder.cut_metrics(step)
+        # An evaluation at the end is after the checkpoint, so that it is made again.
+        session.folder.cut_metrics(step, evaluated=not (at_end or session.evaluation_owed))
     try:
-        reason = train(session, first_step=step)
+        reason, step = train(session, first_step=step)
     finally:
         session.journal.close()
     if reason == "signal":
         tell("stopped by a signal after saving; continue with --resume", flush=True)
         return reason
-    best = session.best
     if best.step is None:
         export_model(session)
+        if session.folder is not None:
+            session.folder.write_summary(exported=step)
     if reason == "patience":
         tell(f"stopped    after {best.waited} evaluations without a better one", flush=True)
     of = "" if best.step is None else f", the best by {best}"
@@ -128,28 +136,33 @@ def tell_room(session: Session, tell: Callable[..., None]) -> None:
         tell(warning, flush=True)
 
 
-def is_finished(session: Session, step: int) -> bool:
-    """Return whether a run that was restored at `step` has already written its model.
-    Collective."""
-    best = session.best
-    judged = best.metric is None or best.seen == step
-    ended = step == session.record.steps or best.exhausted
-    model = session.record.folder / "model"
-    return bool(ended and judged and on_rank_zero(session.mesh, model.is_dir))
+def is_exported(session: Session, step: int) -> bool:
+    """Return whether a run that ends at `step` has written its model already, and not only that of
+    an earlier end. Collective."""
+    best, folder = session.best, session.record.folder
+    if best.metric is not None and best.seen != step:
+        return False
+
+    def exported() -> bool:
+        summary = run_folder.read_json(folder / "summary.json")
+        # The model of the best evaluation is written before its checkpoint.
+        written = best.step is not None or summary.get("exported") == step
+        return written and (folder / "model").is_dir()
+
+    return on_rank_zero(session.mesh, exported)
 
 
-def resume(session: Session, checkpoint: Path) -> int:
-    """Restore `checkpoint` and return its step; later checkpoints are set aside. Collective."""
+def resume(session: Session, checkpoint: Path) -> tuple[int, str]:
+    """Restore `checkpoint`; later checkpoints are set aside. Returns its step and a line that says
+    so. Collective."""
     step, layout = restore(session, checkpoint)
     later = on_rank_zero(
         session.mesh, lambda: checkpoints.set_aside(session.checkpoints, after=step)
     )
     lost = restore_best(session, step=step) if later else ""
-    if session.folder is not None:
-        aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
-        name, to_go = checkpoints.name_of(checkpoint), session.record.steps - step
-        print(f"resumed    {name}, {to_go:,} steps to go{aside}{lost}{layout}", flush=True)
-    return step
+    aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
+    name, to_go = checkpoints.name_of(checkpoint), session.record.steps - step
+    return step, f"resumed    {name}, {to_go:,} steps to go{aside}{lost}{layout}"
 
 
 def restore_best(session: Session, *, step: int) -> str:

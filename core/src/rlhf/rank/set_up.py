@@ -113,7 +113,7 @@ def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
         return []
     if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
         write_error(path, "rehearsal.txt", fit.rehearsed.traceback)
-    return [line for line in (choice, fit.line(), fit.faster()) if line]
+    return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
 
 
 def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:

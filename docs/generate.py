@@ -4,15 +4,17 @@ with the code."""
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlhf import hookspecs
+from rlhf.config.foreign import PROJECTS, Rule
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS
 from rlhf_plugin_deepspeed.patches.install import path_of
@@ -61,7 +63,8 @@ A scalar for a whole section sets its first field, in YAML and on the command li
 may replace an underscore.
 
 All unknown names are reported together, with the most similar known names. For a name from TRL,
-OpenRLHF or Axolotl, the error gives the name used here.
+Axolotl, LLaMA-Factory or OpenRLHF, the error gives the name used here, and
+[`rlhf migrate`](migrate.md) translates a whole file.
 
 `rlhf config NAME` prints every setting of an installed trainer, with its meaning and its value.
 This is the output of `rlhf config sft`:
@@ -74,14 +77,79 @@ This is the output of `rlhf config sft`:
 
 def backends_page() -> str:
     """Return backends.md with its tables of DeepSpeed's presets, capabilities and patches."""
-    page = (FOLDER / "backends.md").read_text()
     tables = {"presets": _presets(), "capabilities": _capabilities(), "patches": _patches()}
-    for name, rows in tables.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return _filled("backends.md", {name: _table(rows) for name, rows in tables.items()})
+
+
+def migrate_page() -> str:
+    """Return migrate.md with a table of the keys and a table of the defaults of each project."""
+    return _filled("migrate.md", {"migrate": "\n".join(_projects())})
+
+
+def _filled(name: str, parts: dict[str, str]) -> str:
+    """Return a page with the text between its marks `<!-- part -->` replaced."""
+    page = (FOLDER / name).read_text()
+    for part, text in parts.items():
+        start, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->"
         before, _, rest = page.partition(start)
-        page = before + start + table + end + rest.partition(end)[2]
+        page = before + start + text + end + rest.partition(end)[2]
     return page
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _projects() -> Iterator[str]:
+    for project in PROJECTS.values():
+        yield f"### {project.title}\n"
+        groups = {"": project.keys} | {
+            name: variant.keys for name, variant in project.variants.items()
+        }
+        rows = [(name, key, rule) for name, keys in groups.items() for key, rule in keys.items()]
+        head = [("trainer", "key", "here", "remark"), ("---",) * 4]
+        yield _table(
+            [
+                *head,
+                *(
+                    (name or "all", f"`{key}`", _counterpart(rule), _remark(rule))
+                    for name, key, rule in rows
+                    if rule.kind != "unneeded" or rule.note
+                ),
+            ]
+        )
+        head = [("trainer", "here", "defaults that are written"), ("---",) * 3]
+        defaults = [
+            (f"`{name}`", f"`{variant.trainer}`", _defaults(project.defaults | variant.defaults))
+            for name, variant in project.variants.items()
+        ]
+        yield _table([*head, *defaults])
+
+
+def _counterpart(rule: Rule) -> str:
+    """Return what a key is here: a setting in code, or words."""
+    if rule.kind == "lost":
+        return "-"
+    if rule.kind == "factor":
+        return "a factor of `batch.size`"
+    return f"`{rule.ours}`" if re.fullmatch(r"[a-z_.]+", rule.ours) else rule.ours
+
+
+def _remark(rule: Rule) -> str:
+    """Return what differs, and our values where they are called otherwise."""
+    pairs = (rule.values or {}).items()
+    changed = [f"`{theirs}`: {_value(ours)}" for theirs, ours in pairs if ours not in (theirs, {})]
+    return "; ".join(filter(None, (", ".join(changed), rule.note)))
+
+
+def _value(ours: Any) -> str:
+    if isinstance(ours, dict):
+        return ", ".join(f"`{name}` {value}" for name, value in ours.items())
+    return f"`{ours}`"
+
+
+def _defaults(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}` {value}" for name, value in values.items())
 
 
 def api_page() -> str:
@@ -103,6 +171,7 @@ PAGES = {
     "hooks.md": hooks_page,
     "configuration.md": configuration_page,
     "backends.md": backends_page,
+    "migrate.md": migrate_page,
     "api.md": api_page,
 }
 

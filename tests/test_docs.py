@@ -85,6 +85,10 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "batch": 4, "train": {"steps": 4},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "dpo.sh").write_text(
+        "trl dpo --model_name_or_path base-model --dataset_name a.jsonl\n"
+    )
+    (folder / "axolotl.yaml").write_text("base_model: base-model\nsequence_len: 512\n")
     adapter = "from rlhf.hookspecs import hookimpl\nclass E:\n    @hookimpl(wrapper=True)\n"
     adapter += "    def close_mesh(self, mesh):\n        return (yield)\nplugin = E()\n"
     (folder / "small_buckets.py").write_text(adapter)

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = (
     *("testing", "commands", "rank", "memory", "loop", "reference", "journal", "readouts", "model"),
-    *("trainer", "engine", "data", "demo", "report", "folder", "request", "registry", "launch"),
+    *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
+    *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
 )
 """The rooms and public modules of core from top to bottom. Each imports only from those below it;

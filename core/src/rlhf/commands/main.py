@@ -135,6 +135,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.add_argument("--role", default="policy", help=text)
     _add_recorded(commands)
     _add_new(commands)
+    _add_migrate(commands)
     text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
     command = commands.add_parser("launch", help=text, description=text)
     if argv[:1] == ["launch"]:
@@ -169,6 +170,19 @@ def _add_new(commands: Any) -> None:
     command.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
     text = "write one file with a trainer into the current folder"
     command.add_argument("--here", action="store_true", help=text)
+
+
+def _add_migrate(commands: Any) -> None:
+    """Add the command that reads files of other projects."""
+    text = "write a configuration of TRL, Axolotl, LLaMA-Factory or OpenRLHF as one of rlhf"
+    command = commands.add_parser("migrate", help=text, description=text)
+    command.add_argument("source", metavar="FILE", help="YAML, JSON or a shell script")
+    text = "the file to write; default: standard output"
+    command.add_argument("-o", "--output", metavar="FILE", help=text)
+    text = "trl, axolotl, llamafactory or openrlhf, with a trainer as in trl/dpo; default: detected"
+    command.add_argument("--from", dest="chosen", metavar="PROJECT", help=text)
+    text = "devices that it was run on, a factor of batch.size; default: as its launcher says"
+    command.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

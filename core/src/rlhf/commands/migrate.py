@@ -1,0 +1,44 @@
+"""`rlhf migrate`: a configuration of TRL, Axolotl, LLaMA-Factory or OpenRLHF as one of ours."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf.errors import RLHFError
+from rlhf.migration.arguments import read_arguments
+from rlhf.migration.page import page
+from rlhf.migration.translate import translate
+from rlhf.registry.installed import NotInstalled
+from rlhf.request.reader import read_config
+
+
+def migrate_command(
+    source: str, *, output: str | None, chosen: str | None, gpus: int | None
+) -> int:
+    """Write the YAML to a file or to standard output, and tell on standard error what it is;
+    returns 0."""
+    path = Path(source)
+    migration = translate(read_arguments(path, chosen), folder=path.parent, devices=gpus)
+    text = page(migration, path.name)
+    if output is None:
+        print(text, end="")
+    elif Path(output).exists():
+        raise RLHFError(f"{output} exists; choose another file")
+    else:
+        Path(output).write_text(text)
+    print(f"{path} is {migration.title}: {_check(migration.trainer, text)}", file=sys.stderr)
+    return 0
+
+
+def _check(trainer: str, text: str) -> str:
+    """Return what our own reader says of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "migrated.yaml"
+        file.write_text(text)
+        try:
+            read_config(trainer, overrides=[str(file)])
+        except NotInstalled as error:
+            return f"not checked, because {error}"
+        except RLHFError as error:
+            return f"to be completed, because {error}"
+    return f"`rlhf run {trainer}` accepts it; `rlhf inspect {trainer}` shows its rows"

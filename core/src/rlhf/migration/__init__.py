@@ -1,0 +1,1 @@
+"""A configuration of another project becomes one of ours. The command `migrate` imports it."""

@@ -1,0 +1,162 @@
+"""A file of another project becomes the keys that it sets, with the project and the trainer."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from attrs import frozen
+
+from rlhf.config.foreign import PROJECTS, Project
+from rlhf.errors import RLHFError
+from rlhf.request.settings_tree import load_yaml
+
+DEVICES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[ =](\d+)")
+"""Options of launchers that say how many devices there are."""
+ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S+|\"[^\"]*\"|'[^']*')\s*$", re.MULTILINE)
+
+
+@frozen(kw_only=True)
+class Arguments:
+    """What a file of another project sets."""
+
+    project: str
+    """Its name in `PROJECTS`."""
+    variant: str
+    """The name of its trainer there."""
+    keys: Mapping[str, Any]
+    devices: int | None = None
+    """How many devices the command line asks for."""
+
+
+def read_arguments(path: Path, chosen: str | None = None) -> Arguments:
+    """Return what a YAML file, a JSON file or a shell script sets. `chosen` is the project, or
+    project/trainer, if the user names it. Raises RLHFError if one of them cannot be told."""
+    project, _, variant = (chosen or "").partition("/")
+    if project and project not in PROJECTS:
+        raise RLHFError(f"--from {project} is not known; available: {', '.join(PROJECTS)}")
+    if path.suffix == ".py":
+        raise RLHFError(f"{path} is a Python script; write its arguments into a YAML file")
+    if path.suffix in (".yaml", ".yml", ".json"):
+        keys, named, devices = load_yaml(path), ("", ""), None
+    else:
+        named, keys, devices = _command(path)
+    project = project or named[0] or _most_known(keys, path)
+    variant = variant or named[1] or _variant(project, keys, path)
+    variants = PROJECTS[project].variants
+    if variant not in variants:
+        title, known = PROJECTS[project].title, ", ".join(variants)
+        raise RLHFError(f"{title}'s {variant} has no counterpart here; those of {known} have one")
+    return Arguments(project=project, variant=variant, keys=keys, devices=devices)
+
+
+def _command(path: Path) -> tuple[tuple[str, str], dict[str, Any], int | None]:
+    """Return project and trainer, the keys, and the devices of the training that a shell script
+    starts."""
+    try:
+        text = path.read_text().replace("\\\n", " ")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RLHFError(f"cannot read {path}: {error}") from error
+    variables = {name: value.strip("\"'") for name, value in ASSIGNMENT.findall(text)}
+    text = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), text)
+    found = [
+        (name, next(filter(None, match.groups()), ""), line, line[match.end() :])
+        for line in text.splitlines()
+        for name, project in PROJECTS.items()
+        if (match := re.search(project.command, line.partition("#")[0]))
+    ]
+    if len(found) != 1:
+        problem = f"starts {len(found)} trainings" if found else "starts no training that is known"
+        titles = ", ".join(project.title for project in PROJECTS.values())
+        raise RLHFError(f"{path} {problem}; it must have one command line of {titles}")
+    name, variant, line, after = found[0]
+    try:
+        words = shlex.split(after.replace("$'", "'"), comments=True)
+    except ValueError as error:
+        raise RLHFError(f"{path}: the command line cannot be parsed ({error})") from error
+    devices = DEVICES.search(line)
+    return (name, variant), _options(words, path), int(devices[1]) if devices else None
+
+
+def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
+    """Return the options in the words; a YAML file among them, or after `--config`, comes first."""
+    options: dict[str, list[str]] = {}
+    name, file = "", {}
+    for word in words:
+        if re.fullmatch(r"--[a-zA-Z][\w.-]*(=.*)?", word, re.DOTALL):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            options[name] = [value] if equals else []
+        elif name and word not in ("&&", ";", "|", "&", ">", "2>&1"):
+            options[name].append(word)
+        elif re.fullmatch(r"\w+=.*", word):  # As Hydra and LLaMA-Factory write them.
+            key, _, value = word.partition("=")
+            options[key] = [value]
+        elif word.endswith((".yaml", ".yml")):
+            file = _beside(path, word)
+    if "config" in options:
+        file = _beside(path, options.pop("config")[0])
+    flags = {name: _value(values) for name, values in options.items()}
+    negated = [name for name in flags if name.startswith("no_") and flags[name] is True]
+    for name in negated:
+        flags[name.removeprefix("no_")] = not flags.pop(name)
+    return file | flags
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the YAML file that a script names, relative to the working directory or to itself."""
+    return load_yaml(Path(name) if Path(name).exists() else path.parent / name)
+
+
+def _value(values: list[str]) -> Any:
+    """Return the value of an option: true without words, else one or several."""
+    parsed = [_parse(text) for text in values]
+    return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value
+
+
+def _most_known(keys: Mapping[str, Any], path: Path) -> str:
+    """Return the project that knows the most of the keys."""
+    counts = {
+        name: len(keys.keys() & (project.keys.keys() | _variant_keys(project)))
+        for name, project in PROJECTS.items()
+    }
+    best = [name for name, count in counts.items() if count == max(counts.values())]
+    if len(best) > 1:
+        raise RLHFError(
+            f"{path} could be of {' or '.join(best)}; pass --from {best[0]} or another one"
+        )
+    return best[0]
+
+
+def _variant_keys(project: Project) -> set[str]:
+    return {key for variant in project.variants.values() for key in variant.keys}
+
+
+def _variant(name: str, keys: Mapping[str, Any], path: Path) -> str:
+    """Return the trainer that the keys name, or whose own keys are the most of them."""
+    project = PROJECTS[name]
+    for key in project.chosen_by:
+        if value := keys.get(key):
+            return key if value is True else str(value)
+    if project.usual:
+        return project.usual
+    counts = {
+        each: len(keys.keys() & variant.keys.keys()) for each, variant in project.variants.items()
+    }
+    best = [each for each, count in counts.items() if count == max(counts.values())]
+    if len(best) > 1:
+        raise RLHFError(
+            f"{path} does not say which trainer of {project.title} it is for; pass "
+            + " or ".join(f"--from {name}/{each}" for each in best)
+        )
+    return best[0]

@@ -1,0 +1,85 @@
+"""A migration as YAML with comments: where each setting comes from, and what is not the same."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import yaml
+
+from rlhf.config.sections import Config
+from rlhf.config.structure import section_class, setting_name
+from rlhf.migration.translate import Migration
+
+ORDER = ("model", "data", "batch", "optim", "train", "checkpoint", "lora", "deepspeed")
+
+
+def page(migration: Migration, source: str) -> str:
+    """Return the YAML file, which `rlhf run` reads."""
+    lines = [f"# {migration.title}, from {source}, for `rlhf run {migration.trainer}`."]
+    lines += remarks(migration)
+    return "\n".join([*lines, "", *_sections(migration), ""])
+
+
+def remarks(migration: Migration) -> Iterator[str]:
+    """Yield comments on what is not the same."""
+    lost = {key: note or "has no counterpart" for key, note in migration.lost.items()}
+    for title, entries in (
+        ("Changes what is learned, and is left out:", lost),
+        ("Is not the same:", migration.notes),
+    ):
+        if entries:
+            yield from ("#", f"# {title}")
+            for key, note in entries.items():
+                yield from _wrapped(f"{key}: {note}", "# - ")
+    for title, keys in (
+        ("Not needed here", migration.unneeded),
+        ("Not known to `rlhf migrate`", migration.unknown),
+    ):
+        if keys:
+            yield "#"
+            yield from _wrapped(f"{title}: {', '.join(keys)}", "# ")
+
+
+def _wrapped(text: str, first: str) -> list[str]:
+    return textwrap.wrap(
+        text, 98, initial_indent=first, subsequent_indent="#".ljust(len(first)),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _sections(migration: Migration) -> Iterator[str]:
+    """Yield the settings, section by section, each with the key that it comes from."""
+    sections: dict[str, list[tuple[str, Any, str]]] = {name: [] for name in ORDER}
+    for name, value in migration.settings.items():
+        section, _, field = name.partition(".")
+        line = field or section
+        sections.setdefault(section if field else "", []).append(
+            (line, value, migration.origins[name])
+        )
+    for section, entries in sections.items():
+        entries.sort(key=lambda entry: _place(section, entry[0]))
+        if entries and section:
+            yield f"{section}:"
+        indent = "  " * bool(section)
+        texts = [f"{indent}{_flow({name: value})}" for name, value, _ in entries]
+        width = max((len(text) for text in texts if len(text) <= 50), default=0)
+        for text, (name, value, origin) in zip(texts, entries, strict=True):
+            if len(text) <= 70:
+                yield f"{text:<{width}}  # {origin}"
+                continue
+            yield f"{indent}{name}:  # {origin}"
+            yield from (f"{indent}  - {_flow([each])}" for each in value)
+
+
+def _place(section: str, field: str) -> int:
+    """The place of a field in its section of core."""
+    kind = section_class(getattr(attrs.fields(Config), section, attrs.fields(Config).model).type)
+    names = [setting_name(item) for item in attrs.fields(kind)] if kind else []
+    return names.index(field) if field in names else len(names)
+
+
+def _flow(value: Any) -> str:
+    """The value as one line of YAML, without its outer brackets."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text[1:-2]

@@ -1,0 +1,284 @@
+"""The keys of another project become our settings, and what has no counterpart is told."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+from rlhf.config.foreign import PROJECTS, Rule
+from rlhf.errors import RLHFError
+from rlhf.migration.arguments import Arguments
+from rlhf.migration.datasets import rows_of
+
+
+@define
+class Migration:
+    """Our settings, and remarks on those that are not the same."""
+
+    trainer: str
+    title: str
+    """The other project and its trainer, as a reader knows them."""
+    settings: dict[str, Any] = field(factory=dict)
+    """Dotted name: value."""
+    origins: dict[str, str] = field(factory=dict)
+    """Dotted name: the keys that it comes from."""
+    notes: dict[str, str] = field(factory=dict)
+    """What differs, by key."""
+    lost: dict[str, str] = field(factory=dict)
+    """Keys that change what is learned and have no counterpart, with a remark or without."""
+    unneeded: list[str] = field(factory=list)
+    unknown: list[str] = field(factory=list)
+
+    def set(self, name: str, value: Any, origin: str) -> None:
+        """Set one of our settings."""
+        self.settings[name] = value
+        self.origins[name] = origin
+
+    def drop(self, name: str) -> Any:
+        """Remove a setting, and return its value."""
+        self.origins.pop(name, None)
+        return self.settings.pop(name, None)
+
+
+def translate(arguments: Arguments, *, folder: Path, devices: int | None = None) -> Migration:
+    """Return our settings for what a file of another project sets. `devices` is the number that it
+    was run on; paths in it are relative to `folder` or to the working directory."""
+    project = PROJECTS[arguments.project]
+    variant = project.variants[arguments.variant]
+    rules = {**project.keys, **variant.keys}
+    given = {key: _plain(value) for key, value in arguments.keys.items()}
+    default = {**project.defaults, **variant.defaults}
+    keys = default | {key: value for key, value in given.items() if value is not None}
+    migration = Migration(variant.trainer, f"{project.title}'s {arguments.variant}")
+    for name, value in variant.settings.items():
+        migration.set(name, value, migration.title)
+    factors: dict[str, int] = {}
+    for key, rule in rules.items():
+        if key in keys:
+            origin = key if key in given else f"default of {project.title}"
+            _apply(migration, key, keys[key], rule, origin, factors)
+    migration.unknown.extend(key for key in given if key not in rules)
+    _batch(migration, factors, devices or arguments.devices)
+    _optimizer(migration, keys)
+    _length(migration)
+    _lora(migration)
+    _losses(migration, keys)
+    _stages(migration, keys, folder)
+    _data(migration, arguments, keys, folder)
+    return migration
+
+
+def _plain(value: Any) -> Any:
+    """A number in place of its text: YAML 1.1 reads 1e-5 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value) if any(each.isdigit() for each in value) else value
+        except ValueError:
+            return value
+    return value
+
+
+def _apply(
+    migration: Migration,
+    key: str,
+    value: Any,
+    rule: Rule,
+    origin: str,
+    factors: dict[str, int],
+) -> None:
+    """Carry out the rule of one key."""
+    if value in rule.off or (isinstance(value, list | dict) and not value):
+        return
+    if rule.kind == "unneeded":
+        migration.unneeded.append(key)
+    elif rule.kind == "lost":
+        migration.lost[f"{key} {_short(value)}"] = rule.note
+    elif rule.kind == "factor":
+        factors[key] = int(value)
+    elif rule.kind == "set":
+        _set(migration, key, value, rule, origin)
+    if rule.note and rule.values is None and rule.kind != "lost" and origin == key:
+        migration.notes[f"{key} {_short(value)}"] = rule.note
+
+
+def _set(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
+    if rule.values is None:
+        ours: Mapping[str, Any] = {rule.ours: value}
+    else:
+        chosen = value if isinstance(value, list) else [value]
+        for each in chosen:
+            if each not in rule.values:
+                migration.lost[f"{key} {_short(each)}"] = rule.note
+        known = [rule.values[each] for each in chosen if each in rule.values]
+        if not known:
+            return
+        only = known[0] if len(known) == 1 else known
+        ours = only if isinstance(only, Mapping) else {rule.ours: only}
+    for name, each in ours.items():
+        if name == "optim.betas" and not isinstance(each, list):
+            betas = list(migration.settings.get(name, [0.9, 0.999]))
+            betas[key.endswith("2")] = each
+            each = betas
+        migration.set(name, each, origin)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str).strip('"')
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _batch(migration: Migration, factors: dict[str, int], devices: int | None) -> None:
+    """Set `batch.size` to the product of the factors and the devices."""
+    if not factors:
+        return
+    size = math.prod(factors.values()) * (devices or 1)
+    words = [f"{name} {value}" for name, value in factors.items()]
+    words.append(f"{devices or 1} device{'s' * ((devices or 1) > 1)}")
+    migration.set("batch.size", size, " x ".join(words))
+    if devices is None:
+        migration.notes["batch.size"] = (
+            f"{' x '.join(words)}; pass --gpus N if it was run on more devices"
+        )
+
+
+def _optimizer(migration: Migration, keys: Mapping[str, Any]) -> None:
+    """Translate the final learning rate, which only some schedules have."""
+    options = keys.get("lr_scheduler_kwargs") or {}
+    if isinstance(options, str):
+        options = json.loads(options) if options.startswith("{") else {}
+    if "min_lr_rate" in options:
+        migration.set("optim.min_lr", options["min_lr_rate"], "lr_scheduler_kwargs")
+    elif "min_lr" in options:
+        share = options["min_lr"] / migration.settings["optim.lr"]
+        migration.set("optim.min_lr", share, "lr_scheduler_kwargs: min_lr / learning rate")
+    name = str(keys.get("lr_scheduler_type", keys.get("lr_scheduler")))
+    has_minimum = "min_lr" in name or "cosine_min_lr_ratio" in keys
+    if "optim.min_lr" in migration.settings and not has_minimum:
+        migration.drop("optim.min_lr")
+
+
+def _length(migration: Migration) -> None:
+    """Say how many epochs or steps there are; a length in steps has precedence."""
+    if "train.steps" in migration.settings:
+        migration.drop("train.epochs")
+    epochs = migration.settings.get("train.epochs", 1)
+    if "train.epochs" in migration.settings:
+        migration.settings["train.epochs"] = math.ceil(epochs)
+    if epochs % 1:
+        migration.notes[f"{epochs:g} epochs"] = "here epochs are whole; set train.steps instead"
+    for name, per in (("train.eval_every", "eval_steps"), ("checkpoint.every", "save_steps")):
+        value = migration.settings.get(name)
+        if value == -1:
+            migration.settings[name] = None
+        elif value is not None and 0 < value < 1:
+            migration.drop(name)
+            migration.notes[f"{per} {value:g}"] = f"a share of the run; set {name} to steps"
+
+
+def _lora(migration: Migration) -> None:
+    """Keep the section `lora` only if an adapter is trained that does not exist yet."""
+    settings = migration.settings
+    switch = migration.drop("lora") if "lora" in settings else "lora.rank" in settings
+    names = [name for name in settings if name.startswith("lora.")]
+    if not switch or "model.adapter" in settings:
+        for name in names:
+            migration.drop(name)
+        if not switch:
+            migration.drop("model.quantize")
+        return
+    targets = settings.get("lora.targets")
+    if isinstance(targets, str) and "," in targets:
+        settings["lora.targets"] = [each.strip() for each in targets.split(",")]
+    if targets is None:
+        note = "peft chooses by the model's family, for Llama and Qwen q_proj and v_proj"
+        migration.notes["lora.targets"] = note
+        migration.set("lora.targets", ["q_proj", "v_proj"], "default of peft")
+
+
+def _losses(migration: Migration, keys: Mapping[str, Any]) -> None:
+    """Translate the settings of a loss that are composed of several keys."""
+    if migration.trainer == "kd":
+        _distillation(migration, keys)
+    if migration.trainer != "dpo":
+        return
+    names = _listed(migration.settings["dpo.loss"])
+    theirs = _listed(keys.get("loss_type", keys.get("dpo_loss_type", names)))
+    weights = keys.get("loss_weights", keys.get("dpo_loss_weights", [1.0] * len(theirs)))
+    weight_of = dict(zip(theirs, weights, strict=False))
+    losses = {name: weight_of.get(name, 1.0) for name in names}
+    sft = migration.drop("dpo.sft")
+    if sft or (sft == 0 and "cpo" in losses):
+        losses["sft"] = sft
+    if "simpo" not in losses:
+        migration.drop("dpo.gamma")
+    entries = [
+        name if each == 1 else {"name": name, "weight": each} for name, each in losses.items()
+    ]
+    migration.settings["dpo.loss"] = entries[0] if len(entries) == 1 else entries
+    if keys.get("sync_ref_model"):
+        every, mix = keys.get("ref_model_sync_steps", 512), keys.get("ref_model_mixup_alpha", 0.6)
+        migration.set("dpo.reference_every", every, "ref_model_sync_steps")
+        migration.set("dpo.reference_mix", mix, "ref_model_mixup_alpha")
+
+
+def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
+    """Translate GKD's divergence and OpenRLHF's share of it."""
+    settings = migration.settings
+    if "kd_coef" in keys:
+        migration.set("kd.sft", round(1 - keys["kd_coef"], 6), "1 - kd_coef")
+    if settings.get("kd.beta") in (0, 1):
+        settings["kd.loss"] = "reverse_kl" if migration.drop("kd.beta") else "forward_kl"
+    if not settings.get("kd.on_policy") and not settings.get("kd.teacher_answers"):
+        migration.drop("kd.max_new_tokens")
+        migration.drop("kd.sampling_temperature")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None:
+    """Take the ZeRO stage and offload from DeepSpeed's JSON."""
+    chosen = keys.get("deepspeed")
+    if not chosen:
+        return
+    if not isinstance(chosen, Mapping):
+        file = next((p for p in (Path(str(chosen)), folder / str(chosen)) if p.is_file()), None)
+        if file is None:
+            migration.notes[f"deepspeed {chosen}"] = (
+                "this file was not found; deepspeed.stage stays auto, which the curve does not "
+                "depend on"
+            )
+            return
+        try:
+            chosen = json.loads(file.read_text())
+        except ValueError as error:
+            raise RLHFError(f"{file} is not valid JSON: {error}") from error
+    zero = chosen.get("zero_optimization", {})
+    if "stage" in zero:
+        migration.set("deepspeed.stage", zero["stage"], "deepspeed")
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device") == "cpu":
+            migration.set(f"deepspeed.{name}", True, "deepspeed")
+
+
+def _data(
+    migration: Migration, arguments: Arguments, keys: Mapping[str, Any], folder: Path
+) -> None:
+    """Translate the data sets, and drop the settings of evaluation if no row is held out."""
+    train, held_out, notes = rows_of(arguments.project, arguments.variant, keys, folder)
+    migration.notes.update(notes)
+    rules = PROJECTS[arguments.project].keys
+    for name, entries in (("data.train", train), ("data.eval", held_out)):
+        if entries:
+            origin = [key for key in arguments.keys if key in rules and rules[key].ours == name]
+            migration.set(name, entries, ", ".join(origin))
+    if not held_out and {"train.eval_every", "train.eval_at_start"} & migration.settings.keys():
+        migration.drop("train.eval_every")
+        migration.drop("train.eval_at_start")
+        migration.notes["evaluation"] = "there are no held-out rows; set data.eval"
+    if "data.too_long" not in migration.settings:
+        migration.set("data.too_long", "cut", f"{migration.title} cuts longer rows")

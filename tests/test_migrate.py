@@ -1,0 +1,338 @@
+"""`rlhf migrate`: files of TRL, Axolotl, LLaMA-Factory and OpenRLHF as configurations of ours. The
+examples are written here in each project's format."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import yaml
+
+from rlhf.commands.main import main
+from rlhf.config.foreign import FOREIGN, PROJECTS
+from rlhf.config.structure import setting_name
+from rlhf.errors import RLHFError
+from rlhf.migration.arguments import read_arguments
+from rlhf.migration.translate import translate
+from rlhf.request.reader import read_config
+
+TRL_SCRIPT = """#!/bin/bash
+MODEL=org/model
+# trl sft is not called here
+accelerate launch --config_file=gpus.yaml --num_processes 4 trl/scripts/dpo.py \\
+    --model_name_or_path $MODEL --dataset_name org/pairs --learning_rate 5.0e-7 \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --gradient_checkpointing \\
+    --loss_type sigmoid bco_pair --loss_weights 0.8 0.2 --eval_strategy steps --eval_steps 50 \\
+    --no_remove_unused_columns --neftune_noise_alpha 5
+"""
+AXOLOTL = """
+base_model: org/model
+datasets:
+  - {path: org/chats, type: chat_template, split: 'train[:10%]', field_messages: dialogue}
+  - {path: json, type: alpaca, data_files: rows.jsonl}
+val_set_size: 0.05
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: paged_adamw_8bit
+learning_rate: 2e-4
+wandb_project:
+flash_attention: true
+"""
+LLAMA_FACTORY = """
+stage: dpo
+model_name_or_path: org/model
+finetuning_type: lora
+dataset: pairs, others
+template: llama3
+cutoff_len: 1024
+pref_ftx: 0.1
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr: 5.0e-7}
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+bf16: true
+deepspeed: ds.json
+"""
+OPENRLHF = """
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_sft \\
+   --pretrain org/model --dataset org/chats@data,rows.jsonl --input_key question \\
+   --output_key answer --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096 \\
+   --packing_samples --zero_stage 3 --adam_offload --lora_rank 64 --save_steps -1 \\
+   --input_template $'Question: {}'
+EOF
+deepspeed --module $training_commands
+"""
+
+
+def migrated(path: Path, text: str, *words: str) -> tuple[dict[str, Any], str]:
+    """The YAML that `rlhf migrate` writes for a file with this text: parsed, and its comments."""
+    path.write_text(text)
+    output = path.with_name("ours.yaml")
+    assert main(["migrate", str(path), "-o", str(output), *words]) == 0
+    written = output.read_text()
+    return yaml.safe_load(written), written
+
+
+def test_a_command_line_of_trl_becomes_our_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "dpo.sh"
+    ours, text = migrated(script, TRL_SCRIPT)
+    assert capsys.readouterr().err == (
+        f"{script} is TRL's dpo: `rlhf run dpo` accepts it; `rlhf inspect dpo` shows its rows\n"
+    )
+    assert ours["model"] == {"path": "org/model", "dtype": "bf16"}
+    assert ours["data"] == {
+        "train": ["org/pairs"],
+        "eval": [{"path": "org/pairs", "split": "test"}],
+        "max_tokens": 1024,
+        "too_long": "cut",
+    }
+    assert ours["batch"] == {"size": 64}
+    assert ours["optim"] == {
+        "lr": 5e-7, "schedule": "linear", "warmup": 0, "weight_decay": 0.0, "clip": 1.0,
+        "betas": [0.9, 0.999], "eps": 1e-8,
+    }  # fmt: skip
+    assert ours["train"] == {"epochs": 3, "seed": 42, "eval_every": 50}
+    assert ours["dpo"]["loss"] == [
+        {"name": "sigmoid", "weight": 0.8},
+        {"name": "bco_pair", "weight": 0.2},
+    ]
+    assert "size: 64  # per_device_train_batch_size 2 x gradient_accumulation_steps 8 x 4" in text
+    assert "# Changes what is learned, and is left out:\n# - neftune_noise_alpha 5" in text
+    assert "# Not needed here: gradient_checkpointing, remove_unused_columns\n" in text
+    assert "  seed: 42        # default of TRL\n" in text
+    assert "lora" not in ours
+
+
+def test_a_yaml_of_axolotl_becomes_our_configuration(tmp_path: Path) -> None:
+    ours, text = migrated(tmp_path / "qlora.yaml", AXOLOTL, "--gpus", "2")
+    assert text.startswith("# Axolotl's sft, from qlora.yaml, for `rlhf run sft`.\n")
+    assert ours["data"]["train"] == [
+        {"path": "org/chats", "split": "train[:10%]", "columns": {"messages": "dialogue"}},
+        "rows.jsonl",
+    ]
+    assert ours["data"]["too_long"] == "drop"
+    assert ours["model"]["quantize"] == "nf4"
+    assert ours["lora"] == {"rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear"}
+    assert (ours["batch"]["size"], ours["optim"]["lr"]) == (16, 2e-4)
+    assert (ours["optim"]["schedule"], ours["optim"]["warmup"]) == ("cosine", 0.03)
+    assert "- optimizer paged_adamw_8bit: AdamW with 32-bit states is used here" in text
+    assert "- val_set_size 0.05: rows are not split here; put held-out rows into a file" in text
+    assert "- sample_packing true: packing is always on here. There, a batch counts" in text
+
+
+def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    about = {"pairs": {"file_name": "p.json", "ranking": True, "columns": {"prompt": "question"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
+    stages = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "ds.json").write_text(json.dumps(stages))
+    ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["data"]["train"] == [
+        {"path": str(tmp_path / "data" / "p.json"), "columns": {"instruction": "question"}},
+        "others",
+    ]
+    assert ours["lora"] == {"rank": 8, "dropout": 0.0, "targets": "all-linear"}
+    assert ours["dpo"] == {"loss": ["sigmoid", {"name": "sft", "weight": 0.1}], "beta": 0.1}
+    assert ours["deepspeed"] == {"stage": 2, "offload_optimizer": True}
+    assert ours["optim"]["min_lr"] == pytest.approx(0.1)
+    assert ours["train"]["epochs"] == 3
+    assert "- batch.size: per_device_train_batch_size 1 x gradient_accumulation_steps 8" in text
+    assert "- dataset others: is not in a dataset_info.json that was found" in text
+    assert "- template llama3: the tokenizer's own chat template is used here" in text
+
+
+def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:
+    ours, text = migrated(tmp_path / "sft.sh", OPENRLHF)
+    columns = {"prompt": "question", "completion": "answer"}
+    assert ours["data"]["train"] == [
+        {"path": "org/chats", "columns": columns},
+        {"path": "rows.jsonl", "columns": columns},
+    ]
+    assert ours["batch"] == {"size": 256}
+    assert ours["optim"]["betas"] == [0.9, 0.95]
+    assert ours["optim"]["min_lr"] == 0.1
+    assert ours["train"]["epochs"] == 2
+    assert ours["checkpoint"] == {"every": None}
+    assert ours["lora"]["rank"] == 64
+    assert ours["deepspeed"] == {"stage": 3, "offload_optimizer": True}
+    assert "- input_template 'Question: {}': prompts are used as they are" in text
+
+
+@pytest.mark.parametrize(
+    ("project", "variant"),
+    [(name, each) for name, project in PROJECTS.items() for each in project.variants],
+)
+def test_each_trainer_of_each_project_has_settings_that_our_reader_accepts(
+    project: str, variant: str, tmp_path: Path
+) -> None:
+    rules = {**PROJECTS[project].keys, **PROJECTS[project].variants[variant].keys}
+    model = next(key for key, rule in rules.items() if rule.ours == "model.path")
+    file = tmp_path / "theirs.yaml"
+    rows = {"datasets": [{"path": "a.jsonl"}], "dataset_name": "a.jsonl", "dataset": "a.jsonl"}
+    keys = {key: value for key, value in rows.items() if key in rules} | {model: "org/model"}
+    for teacher in ("teacher_model_name_or_path", "teacher_model"):
+        keys |= {teacher: "org/teacher"} if teacher in rules else {}
+    file.write_text(yaml.safe_dump(keys))
+    ours, text = migrated(file, file.read_text(), "--from", f"{project}/{variant}")
+    trainer = PROJECTS[project].variants[variant].trainer
+    config = read_config(trainer, overrides=[str(tmp_path / "ours.yaml")]).config
+    assert config.optim.lr == float(ours["optim"]["lr"])
+    assert {"lr", "schedule", "warmup", "weight_decay", "clip", "betas"} <= ours["optim"].keys()
+    assert ours["batch"]["size"]
+    assert "default of" in text
+
+
+def test_every_setting_in_the_tables_exists() -> None:
+    composed = {"dpo.sft"}
+    for project in PROJECTS.values():
+        for variant in project.variants.values():
+            config = read_config(variant.trainer, inputs=False).config
+            for key, rule in {**project.keys, **variant.keys}.items():
+                several = [v for v in (rule.values or {}).values() if isinstance(v, dict)]
+                names = {name for each in several for name in each}
+                names |= {rule.ours} if rule.kind == "set" and rule.ours else set()
+                for name in names - composed:
+                    section, _, field = name.partition(".")
+                    cls = type(getattr(config, section))
+                    if section == "lora":
+                        continue
+                    known = [setting_name(item) for item in attrs.fields(cls)] if field else [""]
+                    assert field in known, (project.title, key, name)
+            assert set(project.defaults) <= set(project.keys), project.title
+            assert set(variant.defaults) <= {*project.keys, *variant.keys}, project.title
+
+
+def test_error_messages_read_the_same_table() -> None:
+    assert FOREIGN["learning_rate"] == "optim.lr"
+    assert FOREIGN["max_len"] == FOREIGN["cutoff_len"] == "data.max_tokens"
+    assert FOREIGN["sample_packing"] == "always on"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "message"),
+    [
+        (
+            "a.yaml",
+            "model_name_or_path: m\nlearning_rate: 1e-5\nuse_peft: true",
+            [],
+            "{} does not say which trainer of TRL it is for; pass --from trl/sft or "
+            "--from trl/dpo or --from trl/kto or --from trl/reward or --from trl/gkd or "
+            "--from trl/cpo or --from trl/orpo",
+        ),
+        (
+            "a.yaml",
+            "learning_rate: 1e-5",
+            [],
+            "{} could be of trl or axolotl or llamafactory or openrlhf; pass --from trl or "
+            "another one",
+        ),
+        ("a.yaml", "stage: ppo\ncutoff_len: 3", [], "LLaMA-Factory's ppo has no counterpart here; "
+         "those of sft, pt, dpo, kto, rm have one"),
+        ("a.yaml", "rl: grpo\nbase_model: m", [], "Axolotl's grpo has no counterpart here; those "
+         "of sft, dpo, ipo, orpo, simpo, kto, reward_model, process_reward_model have one"),
+        ("a.py", "import trl", [], "{} is a Python script; write its arguments into a YAML file"),
+        ("a.sh", "echo", [], "{} starts no training that is known; it must have one command line "
+         "of TRL, Axolotl, LLaMA-Factory, OpenRLHF"),
+        ("a.sh", "trl sft --a 1\ntrl dpo --b 2", [], "{} starts 2 trainings; it must have one "
+         "command line of TRL, Axolotl, LLaMA-Factory, OpenRLHF"),
+        ("a.sh", "trl sft --a 'b", [], "{}: the command line cannot be parsed (No closing "
+         "quotation)"),
+        ("a.yaml", "a: 1", ["--from", "verl"], "--from verl is not known; available: trl, axolotl, "
+         "llamafactory, openrlhf"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_one_clear_line(
+    name: str, text: str, words: list[str], message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(["migrate", str(path), *words]) == 2
+    assert capsys.readouterr().err == f"error: {message.format(path)}\n"
+
+
+def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lf.yaml"
+    file.write_text(LLAMA_FACTORY)
+    assert main(["migrate", str(file), "-o", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file} exists; choose another file\n"
+
+
+def test_what_is_missing_is_told_beside_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rm.sh"
+    file.write_text("python -m openrlhf.cli.train_rm --pretrain m --strange 3")
+    assert main(["migrate", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert "# Not known to `rlhf migrate`: strange\n" in out
+    assert err == (
+        f"{file} is OpenRLHF's rm: to be completed, because data.train is missing; pass "
+        "--data FILE_OR_HUB_NAME\n"
+    )
+
+
+def test_a_command_line_with_a_yaml_file_has_precedence_over_it(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model_name_or_path: m\nlearning_rate: 1e-3\nseed: 7\n")
+    script = tmp_path / "run.sh"
+    script.write_text("trl sft --config base.yaml --learning_rate 2e-4 --packing")
+    arguments = read_arguments(script)
+    assert (arguments.project, arguments.variant) == ("trl", "sft")
+    settings = translate(arguments, folder=tmp_path).settings
+    assert (settings["optim.lr"], settings["train.seed"]) == (2e-4, 7)
+    script.write_text("llamafactory-cli train base.yaml learning_rate=2e-4 stage=rm")
+    arguments = read_arguments(script)
+    assert (arguments.project, arguments.variant) == ("llamafactory", "rm")
+    assert translate(arguments, folder=tmp_path).settings["optim.lr"] == 2e-4
+
+
+def test_an_epoch_in_parts_and_shares_of_the_run_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("num_train_epochs: 0.5\nsave_steps: 0.1\nlr_scheduler_type: constant\n")
+    migration = translate(read_arguments(file, "trl/sft"), folder=tmp_path)
+    assert migration.settings["train.epochs"] == 1
+    assert migration.notes["0.5 epochs"] == "here epochs are whole; set train.steps instead"
+    assert migration.notes["save_steps 0.1"] == (
+        "a share of the run; set checkpoint.every to steps"
+    )
+    assert migration.settings["optim.warmup"] == 0.0
+    file.write_text("max_steps: 10\n")
+    settings = translate(read_arguments(file, "trl/sft"), folder=tmp_path).settings
+    assert settings["train.steps"] == 10
+    assert "train.epochs" not in settings
+
+
+def test_migrate_needs_no_torch(tmp_path: Path) -> None:
+    file = tmp_path / "lf.yaml"
+    file.write_text(LLAMA_FACTORY)
+    program = "import sys; from rlhf.commands.main import main; main(sys.argv[1:]); "
+    program += "sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "migrate", str(file)], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bad_dataset_info_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text("{")
+    file = tmp_path / "lf.yaml"
+    file.write_text(LLAMA_FACTORY)
+    with pytest.raises(RLHFError, match=r"^cannot read .*/dataset_info.json: Expecting"):
+        translate(read_arguments(file), folder=tmp_path)

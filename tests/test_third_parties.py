@@ -1,0 +1,80 @@
+"""Methods of third parties, in `third_parties/`: each is written over what `rlhf new` makes,
+in less than 100 lines, is installed beside the wheels of ours and passes the kit of trainers."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.commands.main import main
+from wheel_sites import ROOT, build, make_site, python
+
+METHODS = ROOT / "tests" / "third_parties"
+NAMES = sorted(path.name for path in METHODS.iterdir() if (path / "trainer.py").exists())
+QUICK = ("calibrated", "packed or least")
+"""A method, and which of its tests `make test` runs."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels of the core and the backend beside third-party packages."""
+    wheels = build(
+        tmp_path_factory.mktemp("wheels"), [ROOT / "core", ROOT / "plugins" / "deepspeed"]
+    )
+    return make_site(tmp_path_factory.mktemp("site"), wheels.values())
+
+
+def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the distribution of a method and return its folder."""
+    monkeypatch.chdir(folder)
+    assert main(["new", "trainer", name]) == 0
+    project = folder / f"rlhf-trainer-{name.replace('_', '-')}"
+    (source,) = (project / "src").iterdir()
+    (source / "demo.yaml").unlink()
+    for file in ("__init__.py", "trainer.py"):
+        shutil.copy(METHODS / name / file, source / file)
+    shutil.copy(METHODS / name / "checks.py", project / "tests" / f"test_{name}.py")
+    return project
+
+
+def num_lines(source: str) -> int:
+    """Return the number of lines that have code, without comments and docstrings."""
+    tree = ast.parse(source)
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in texts
+        for number, line in lines
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_takes_less_than_a_hundred_lines(name: str) -> None:
+    files = (METHODS / name).glob("*.py")
+    assert sum(num_lines(path.read_text()) for path in files) < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [QUICK, *(pytest.param(name, "", marks=pytest.mark.matrix) for name in NAMES)],
+)
+def test_a_method_passes_its_tests_beside_the_wheels(
+    name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = write(name, tmp_path, monkeypatch)
+    (wheel,) = build(tmp_path / "wheel", [project]).values()
+    own = tmp_path / "own"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(own), str(wheel)], check=True)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    words += ["--rootdir", str(project), str(project / "tests"), "-k", tests]
+    done = python(*words, sites=[site, own], folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from attrs import Factory, field, frozen
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config
+from rlhf.errors import RLHFError, SameOnAllRanks
 
+T = TypeVar("T")
 GIB = 2**30
 
 Readout = Callable[..., Mapping[str, Tensor]]
@@ -188,6 +190,24 @@ class Mesh:
         if self.world > 1:
             own = None if self.device.type == "cpu" else [self.device.index]
             torch.distributed.barrier(device_ids=own)
+
+    def on_rank_zero(self, act: Callable[[], T], *, share: bool = True) -> T:
+        """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only,
+        and None elsewhere. An RLHFError is raised on every rank, so that none waits for one that
+        has ended. Collective."""
+        value: Any = None
+        error: RLHFError | None = None
+        if self.rank == 0:
+            try:
+                value = act()
+            except RLHFError as problem:
+                error = problem
+        shared, message = self.gather((value if share else None, error and str(error)))[0]
+        if error is not None:
+            raise error
+        if message is not None:
+            raise SameOnAllRanks(message)
+        return shared if share else value
 
     @property
     def _everyone(self) -> Axis:

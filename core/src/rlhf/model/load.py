@@ -83,29 +83,15 @@ def load_sharded(
     with hooks.model_context(plan=plan, role=role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
-    source = read_on_rank_zero(architecture, config, task, dtype, mesh)
+    host = torch.device("cpu")
+    source = mesh.on_rank_zero(
+        lambda: load_whole(architecture, config, task, dtype, device=host), share=False
+    )
     weights = source.state_dict() if source is not None else None
     missing = hooks.load_weights(module=causal, weights=weights, plan=plan, mesh=mesh)
     assert not missing, f"transformers' loader returned no {missing}"
     copy_buffers(causal, source, mesh)
     return causal
-
-
-def read_on_rank_zero(
-    architecture: Any, config: Config, task: Task, dtype: torch.dtype, mesh: Mesh
-) -> Any:
-    """Return the whole model on the host of rank 0, and None on other ranks. Collective: an
-    RLHFError of rank 0 is raised on all ranks, which would else wait for it."""
-    source, problem = None, None
-    if mesh.rank == 0:
-        try:
-            source = load_whole(architecture, config, task, dtype, device=torch.device("cpu"))
-        except RLHFError as error:
-            problem = str(error)
-    problem = mesh.gather(problem)[0]
-    if problem is not None:
-        raise RLHFError(problem)
-    return source
 
 
 def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> None:

@@ -55,8 +55,8 @@ class Phases:
             reason = "as configured" if mode == "always" else ""
             if mode == "auto":
                 # Ranks may see different amounts of device memory: rank 0 decides.
-                fit = self._fit if self._mesh.rank == 0 else None
-                reason = self._mesh.gather(shortage(fit, phase) if fit is not None else "")[0]
+                fit = self._fit
+                reason = self._mesh.on_rank_zero(lambda: shortage(fit, phase) if fit else "")
             self._reasons[phase] = reason
         return self._reasons[phase]
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 
-from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks, first_line
+from rlhf.errors import first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
@@ -27,8 +26,6 @@ from rlhf.rank.set_up import out_of_memory, set_up
 from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
-
-T = TypeVar("T")
 
 STOPPED = 143
 """Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
@@ -54,15 +51,15 @@ def run_rank(
     mesh = hooks.setup_mesh(config=config)
     record = None
     try:
-        path = on_rank_zero(mesh, lambda: run_folder.choose(request))
-        resumed = on_rank_zero(
-            mesh, lambda: run_folder.check_resumable(request, path, verified=verified)
+        path = mesh.on_rank_zero(lambda: run_folder.choose(request))
+        resumed = mesh.on_rank_zero(
+            lambda: run_folder.check_resumable(request, path, verified=verified)
         )
         if resumed is not None:
             check_data(resumed, data.train)
         with writing(path), ExitStack() as stack:
-            folder = on_rank_zero(
-                mesh, lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
+            folder = mesh.on_rank_zero(
+                lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
             )
             if folder is not None:
                 stack.enter_context(folder)
@@ -131,7 +128,7 @@ def tell_room(session: Session, tell: Callable[..., None]) -> None:
     Collective."""
     folder, size = session.record.folder, session.checkpoint_bytes
     limits = session.config.checkpoint
-    warning = on_rank_zero(session.mesh, lambda: retention.check_room(folder, size, limits))
+    warning = session.mesh.on_rank_zero(lambda: retention.check_room(folder, size, limits))
     if warning:
         tell(warning, flush=True)
 
@@ -149,15 +146,15 @@ def is_exported(session: Session, step: int) -> bool:
         written = best.step is not None or summary.get("exported") == step
         return written and (folder / "model").is_dir()
 
-    return on_rank_zero(session.mesh, exported)
+    return session.mesh.on_rank_zero(exported)
 
 
 def resume(session: Session, checkpoint: Path) -> tuple[int, str]:
     """Restore `checkpoint`; later checkpoints are set aside. Returns its step and a line that says
     so. Collective."""
     step, layout = restore(session, checkpoint)
-    later = on_rank_zero(
-        session.mesh, lambda: checkpoints.set_aside(session.checkpoints, after=step)
+    later = session.mesh.on_rank_zero(
+        lambda: checkpoints.set_aside(session.checkpoints, after=step)
     )
     lost = restore_best(session, step=step) if later else ""
     aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
@@ -175,30 +172,11 @@ def restore_best(session: Session, *, step: int) -> str:
         export_model(session)
         return ""
     folder = checkpoints.step_folder(session.checkpoints, best.step)
-    if on_rank_zero(session.mesh, lambda: checkpoints.damage(folder)):
+    if session.mesh.on_rank_zero(lambda: checkpoints.damage(folder)):
         best.forget()
         return f"; the best, {folder.name}, was deleted, so best-model tracking restarts"
-    on_rank_zero(session.mesh, lambda: export_checkpoint(folder, session.record.folder))
+    session.mesh.on_rank_zero(lambda: export_checkpoint(folder, session.record.folder))
     return ""
-
-
-def on_rank_zero(mesh: Mesh, act: Callable[[], T], *, share: bool = True) -> T:
-    """Return the result of `act` on rank 0, on every rank; with `share` False on rank 0 only, and
-    None elsewhere. An RLHFError is raised on every rank, so that none waits for one that has ended.
-    Collective."""
-    value: T | None = None
-    error: RLHFError | None = None
-    if mesh.rank == 0:
-        try:
-            value = act()
-        except RLHFError as problem:
-            error = problem
-    shared, message = mesh.gather((value if share else None, error and str(error)))[0]
-    if error is not None:
-        raise error
-    if message is not None:
-        raise SameOnAllRanks(message)
-    return shared if share else value  # type: ignore[return-value]
 
 
 def ran_out(error: BaseException) -> bool:

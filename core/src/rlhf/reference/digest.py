@@ -22,8 +22,7 @@ WEIGHT_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", 
 def cache_folder(kind: str, config: Config, mesh: Mesh) -> Path:
     """Return the folder under the cache root for what the model of `config` computes. Collective:
     rank 0 reads its files."""
-    digest = mesh.gather(weights_digest(config) if mesh.rank == 0 else "")[0]
-    return cache_root() / kind / digest
+    return cache_root() / kind / mesh.on_rank_zero(lambda: weights_digest(config))
 
 
 def weights_digest(config: Config) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-import rlhf.loop.learning_rate
+import rlhf.loop.defaults
 import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError, SameOnAllRanks

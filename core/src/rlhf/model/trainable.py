@@ -73,21 +73,18 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     kept: list[nn.Parameter] = []
     seen: set[int] = set()
     for owner in module.modules():
+        # Families name their own RMS norm classes `...Norm`.
+        is_norm = isinstance(owner, NORMS) or type(owner).__name__.endswith("Norm")
         for name, parameter in owner.named_parameters(recurse=False):
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             # At ZeRO-3 the parameter itself is flat.
             matrix = len(whole_shape(parameter)) >= 2
-            decays = matrix and not is_norm(owner) and not name.endswith("bias")
+            decays = matrix and not is_norm and not name.endswith("bias")
             (decayed if decays else kept).append(parameter)
     groups = [(decayed, weight_decay), (kept, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module normalises; families name their own RMS norm classes `...Norm`."""
-    return isinstance(module, NORMS) or type(module).__name__.endswith("Norm")
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

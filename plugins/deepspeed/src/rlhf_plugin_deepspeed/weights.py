@@ -56,10 +56,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     Raises RLHFError, the same on every rank, for a weight of another shape.
     """
     names = _names(module)
-    sources, problem = _compare(names, weights) if mesh.rank == 0 else ([], "")
-    sources, problem = mesh.gather((sources, problem))[0]
-    if problem:
-        raise RLHFError(problem)
+    sources = mesh.on_rank_zero(lambda: _sources(names, weights))
     for parameter, source in zip(names, sources, strict=True):
         if source is None:
             continue
@@ -124,10 +121,10 @@ def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def _compare(
+def _sources(
     names: Mapping[nn.Parameter, list[str]], weights: Mapping[str, Tensor] | None
-) -> tuple[list[str | None], str]:
-    """Return the key of `weights` that fills each parameter, and what is wrong with the shapes."""
+) -> list[str | None]:
+    """Return the key of `weights` that fills each parameter. Raises RLHFError for another shape."""
     assert weights is not None, "rank 0 loads the weights"
     sources: list[str | None] = []
     for parameter, aliases in names.items():
@@ -135,11 +132,11 @@ def _compare(
         sources.append(source)
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if source is not None and tuple(weights[source].shape) != shape:
-            return sources, (
+            raise RLHFError(
                 f"the weight {source} has the shape {list(weights[source].shape)} but the model "
                 f"expects {list(shape)}; the weights in model.path do not belong to its config.json"
             )
-    return sources, ""
+    return sources
 
 
 def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

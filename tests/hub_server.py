@@ -16,7 +16,7 @@ TOKEN = "a-token"
 
 @define
 class Hub:
-    """What the server was asked for, and what it holds."""
+    """The requests to the server, and what it holds."""
 
     url: str = ""
     refusal: tuple[int, str] | None = None

@@ -61,7 +61,7 @@ class HoardingTrainer(SurveyTrainer):
     """Holds many objects from its first step on, as a compiler does."""
 
     frozen: ClassVar[list[int]] = []
-    """Objects that Python's collector left alone at each loss."""
+    """Objects that Python's collector skips at each loss."""
     held = 50_000
 
     def setup(self, run: Any) -> None:

@@ -104,13 +104,13 @@ def test_an_error_of_the_writer_ends_the_run_as_one_of_a_save_does(
 
 def filling(words: list[str], cache: str) -> None:
     """Run on a disk that another program fills after the first checkpoint."""
-    usage, asked = shutil.disk_usage("."), 0
+    usage, calls = shutil.disk_usage("."), 0
 
     def disk_usage(path: Path) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal calls
+        calls += 1
         # At the start, at the first save and at the second.
-        return usage._replace(free=usage.free if asked < 3 else 1)
+        return usage._replace(free=usage.free if calls < 3 else 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retention.shutil, "disk_usage", disk_usage)

@@ -65,7 +65,7 @@ def test_the_values_under_the_pointer_are_shown_and_metrics_are_chosen(page: Pat
 
 
 @pytest.mark.parametrize("width", [500, 1300])
-def test_the_page_is_drawn_and_is_no_wider_than_its_window(page: Path, width: int) -> None:
+def test_the_page_is_drawn_and_is_not_wider_than_its_window(page: Path, width: int) -> None:
     pointed = page.with_name("pointed.html")
     pointed.write_text(page.read_text().replace("</body>", f"{POINT}</body>"))
     shown, _ = browse(pointed, "--dump-dom", f"--window-size={width},900")

@@ -1,4 +1,4 @@
-"""The first thing a newcomer sees: `rlhf run sft` alone."""
+"""The first thing a newcomer sees: `rlhf run sft` without arguments."""
 
 import random
 import re

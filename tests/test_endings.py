@@ -22,7 +22,7 @@ hookimpl = pluggy.HookimplMarker("rlhf")
 
 
 class Extension:
-    """Edits the plan; kills the process when the engine's state is asked for that often: once at
+    """Edits the plan; kills the process when the engine's state has been read that often: once at
     the start, then in every save."""
 
     saves = 0

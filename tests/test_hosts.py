@@ -111,12 +111,12 @@ def test_two_hosts_that_see_each_other_over_a_network_only(
     ]  # fmt: skip
     codes, output = finish(hosts)
     assert codes == [0, 0], output
-    alone = tmp_path / "alone"
+    single = tmp_path / "single"
     words = sft_runs.words(
-        inputs, alone, "--train.steps", "3", "--deepspeed.stage", "2", "--nproc", "2"
+        inputs, single, "--train.steps", "3", "--deepspeed.stage", "2", "--nproc", "2"
     )
     assert subprocess.run([sys.executable, "-m", "rlhf", "run", "sft", *words]).returncode == 0
     expected, losses = (
-        column(sft_runs.read_metrics(path), "loss") for path in (alone, tmp_path / "run")
+        column(sft_runs.read_metrics(path), "loss") for path in (single, tmp_path / "run")
     )
     assert losses == expected

@@ -103,7 +103,7 @@ def test_padding_is_reported_for_a_single_row_only(
 
 
 def frozen_objects(words: list[str], cache: str) -> list[int]:
-    """What the collector left alone at the loss of each step, and after all of them."""
+    """What the collector skips at the loss of each step, and after all of them."""
     run_odd("HoardingTrainer", words, cache)
     return [*HoardingTrainer.frozen, gc.get_freeze_count()]
 

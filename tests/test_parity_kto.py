@@ -63,8 +63,8 @@ def test_trl_has_no_divergence_with_one_row_per_micro_batch() -> None:
     one that is its own: the mean over these seven rows is 0.456389 there and 0.423260 with the
     divergence 0.24 of mismatched answers, which our survey gives whatever the micro-batch."""
     case = {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-    alone = [divergence(ratio[None]) for ratio in logratios()]
+    separate = [divergence(ratio[None]) for ratio in logratios()]
     theirs = TRL["kto"]["value_at_one_row_per_batch"]
     assert theirs == pytest.approx(0.456389, abs=1e-6)
-    assert loss(case, torch.stack(alone)) == pytest.approx(theirs, abs=1e-6)
+    assert loss(case, torch.stack(separate)) == pytest.approx(theirs, abs=1e-6)
     assert loss(case, divergence(mismatched())) == pytest.approx(0.423260, abs=1e-6)

@@ -122,8 +122,8 @@ def test_the_plan_counts_all_trained_models_in_a_checkpoint(
     data = prepare_data(attrs.evolve(request, plugin=plugin))
     fit = step_fit(request.config, data, Mesh(), load_hooks(request.config)[0])
     assert isinstance(fit.rehearsed, Rehearsed)
-    told = checkpoint_bytes(request.config, fit.rehearsed.trained)
-    assert sum(file.stat().st_size for file in files) == pytest.approx(told, rel=0.1)
+    estimated = checkpoint_bytes(request.config, fit.rehearsed.trained)
+    assert sum(file.stat().st_size for file in files) == pytest.approx(estimated, rel=0.1)
 
 
 def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:

@@ -149,10 +149,10 @@ def test_lost_gradients_of_zero_2_are_named_with_the_change_that_shows_them(chec
     code, lines = check("--nproc", "2", "--deepspeed.stage", "2", fault=dropped_gradient)
     assert code == 1, lines
     assert lines[3].startswith(f"           differs in step 1: the gradient of {PART} differs by ")
-    alone = {
+    single = {
         line.split()[1]: after for line, after in itertools.pairwise(lines) if "by " in line[:3]
     }
-    assert {name for name, after in alone.items() if "differs" in after} == {"stage"}
+    assert {name for name, after in single.items() if "differs" in after} == {"stage"}
     assert lines[-1] == "the curve differs, resume exact"
 
 
@@ -209,7 +209,7 @@ def test_ranks_of_a_launcher_are_refused(check: Any, monkeypatch: pytest.MonkeyP
     assert check() == (2, [error])
 
 
-def test_a_file_that_is_no_tensor_is_named_too(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tensor_is_named_too(tmp_path: Path) -> None:
     for name, digest in (("a", "1"), ("b", "2")):
         folder = tmp_path / name / "checkpoints/step-000002"
         folder.mkdir(parents=True)

@@ -34,7 +34,7 @@ def test_the_newest_is_the_highest_step_not_the_last_in_the_alphabet(tmp_path: P
     assert checkpoint.newest(tmp_path) == newest
 
 
-def test_a_half_written_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_not_a_checkpoint(tmp_path: Path) -> None:
     older = write(tmp_path, 10)
     part = checkpoint.begin(tmp_path, 20)
     (part / "state.bin").write_text("half")

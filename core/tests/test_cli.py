@@ -113,7 +113,7 @@ def test_an_error_names_its_rank_unless_rank_0_reports_it(
         assert capsys.readouterr().err == message
 
 
-def test_several_mistakes_stand_below_one_head(
+def test_several_mistakes_are_listed_below_one_head(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "toy", "--toy.bta", "1", "--batch", "0"]) == 2

@@ -34,7 +34,7 @@ LAYERS = 3
 
 def dense(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
     """In the place of flex attention, which has no backward on the CPU; like it, it knows a tree by
-    its tensors alone."""
+    only its tensors."""
     place = torch.arange(query.shape[2])
     seen = mask.visible(None, None, place[:, None], place[None, :])
     row = (query, attention.repeat_heads(key, query), attention.repeat_heads(value, query))
@@ -96,7 +96,7 @@ def test_other_rows_run_the_models_layers(graphs: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_in_fp8_are_near_and_leave_names_alone(recipe: str) -> None:
+def test_products_in_fp8_are_near_and_keep_names(recipe: str) -> None:
     pytest.importorskip("torchao")
     module = llama().to(torch.bfloat16)
     names = [name for name, _ in module.named_parameters()]

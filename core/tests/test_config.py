@@ -269,7 +269,7 @@ def test_words_without_a_place_are_refused(words: list[str], message: str) -> No
 FLAGS = ["--resume", "--nproc=2", "a.yaml", "--a-b.c-d", "-1", "--resume", "step-7"]
 
 
-def test_the_flags_of_a_run_are_no_settings() -> None:
+def test_the_flags_of_a_run_are_not_settings() -> None:
     words = parse_words(FLAGS)
     assert (words.nproc, words.resume, words.overwrite) == (2, "step-7", False)
     assert parse_words(["--overwrite"]).overwrite
@@ -329,7 +329,7 @@ def test_changed_keys_are_leaves() -> None:
     }
 
 
-def test_foreign_names_lead_to_settings_that_exist_and_are_none_themselves() -> None:
+def test_foreign_names_lead_to_settings_that_exist_and_are_not_settings_themselves() -> None:
     for name, ours in FOREIGN.items():
         section, _, field = ours.partition(".")
         if hasattr(Config, section) and field:

@@ -80,7 +80,7 @@ def test_exactly_the_last_answer_and_its_end_are_trained_on(name: str, kind: str
     (row,) = read(tokenizer, messages=TALK[:2])
     (text,) = trained_texts(tokenizer, row)
     assert text == expected.format(REPLY)
-    # The prompt has the same ids that it has when the model is asked to answer.
+    # The prompt has the same ids that it has when the model generates an answer.
     opened = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     if name not in ("r1",):
         opened += "<think>\n\n</think>\n\n" if name == "qwen 3" else ""

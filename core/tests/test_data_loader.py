@@ -47,7 +47,7 @@ class Section:
 
 
 class NoTokenizer:
-    """Raw rows need none; the cache asks it for its vocabulary."""
+    """Raw rows need none; the cache reads its vocabulary."""
 
     is_fast = False
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012

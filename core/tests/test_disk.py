@@ -52,7 +52,7 @@ def test_a_place_without_the_right_to_write_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "said", ["unable to write to file </torch_1_2_0>", "Error creating /dev/shm/nccl-x"]
 )
-def test_full_shared_memory_is_no_full_disk(said: str, tmp_path: Path) -> None:
+def test_full_shared_memory_is_not_a_full_disk(said: str, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise RuntimeError(f"{said}: No space left on device (28)")
     assert str(error.value) == (

@@ -258,7 +258,7 @@ def test_no_tensor_of_predictions_times_vocabulary_is_made(
 
 
 class Model:
-    """An engine with hidden states of its own, whose head exists within its forward alone."""
+    """An engine with hidden states of its own, whose head exists only within its forward."""
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self.hidden, self.head = hidden, head

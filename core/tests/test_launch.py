@@ -156,7 +156,7 @@ def test_slurm_tasks_become_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         os.environ.pop(name)  # Not monkeypatch, whose undo would bring it back for other tests.
 
 
-def test_a_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_script_of_slurm_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")

@@ -17,7 +17,7 @@ def test_neighbours_differ_in_tensor_then_in_sequence_then_in_data() -> None:
     assert list(places[0]) == ["data", "sequence", "tensor"]
 
 
-def test_all_ranks_are_data_ranks_unless_told_otherwise() -> None:
+def test_all_ranks_are_data_ranks_by_default() -> None:
     mesh = Mesh(rank=3, world=4)
     assert mesh.data == Axis(rank=3, size=4)
     assert mesh.sequence == mesh.tensor == Axis(rank=0, size=1)

@@ -163,8 +163,8 @@ def test_exported_scores_are_those_of_the_trees_for_any_padding(
         torch.testing.assert_close(rewards, own, atol=1e-5, rtol=1e-5)
     for path, reward in zip(PATHS, own, strict=True):
         with torch.no_grad():
-            alone = model(input_ids=torch.tensor([path])).logits.squeeze()
-        torch.testing.assert_close(alone, reward, atol=1e-5, rtol=1e-5)
+            single = model(input_ids=torch.tensor([path])).logits.squeeze()
+        torch.testing.assert_close(single, reward, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
@@ -310,7 +310,7 @@ def test_a_padding_token_ends_no_answer() -> None:
     full = padded_by_eos()
     full.unk_token = "a"
     assert with_padding(full, len(full)).pad_token == "a"
-    assert full.pad_token == full.eos_token, "the run's own tokenizer is left alone"
+    assert full.pad_token == full.eos_token, "the run's own tokenizer is not changed"
 
 
 def test_a_tokenizer_without_any_other_token_to_pad_with_is_reported() -> None:

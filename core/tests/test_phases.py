@@ -101,7 +101,7 @@ def test_auto_moves_states_only_where_a_phase_does_not_fit(
 
 
 @pytest.mark.parametrize(("mode", "moves"), [("never", False), ("always", True)])
-def test_a_mode_that_is_set_does_not_ask_for_the_memory(
+def test_a_mode_that_is_set_does_not_need_the_memory(
     tmp_path: Path, mode: str, moves: bool
 ) -> None:
     for memory in (2**10, 2**30):

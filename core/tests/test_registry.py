@@ -1,4 +1,4 @@
-"""Plugins by entry point: what metadata and records tell, and every error word for word."""
+"""Plugins by entry point: what metadata and records say, and every error word for word."""
 
 import sys
 import tomllib
@@ -131,7 +131,7 @@ def test_an_unsatisfied_version_of_core_is_reported_from_metadata(
         assert error_of(find, "trainer", "old") == f"trainer 'old' cannot be used: {problem}"
 
 
-def test_names_of_core_and_names_that_are_no_identifiers_are_refused(install: Install) -> None:
+def test_names_of_core_and_names_that_are_not_identifiers_are_refused(install: Install) -> None:
     names = {"optim": "a:b", "resume": "a:b", "my-toy": "a:b"}
     install("rlhf-names", {"trainers": names, "observers": names})
     problems = {row.name: row.problem for row in installed() if row.kind == "trainer"}
@@ -143,7 +143,7 @@ def test_names_of_core_and_names_that_are_no_identifiers_are_refused(install: In
     assert {row.problem for row in installed() if row.kind == "observer"} == {None}
 
 
-def test_the_only_backend_is_the_default_and_several_ask_for_a_choice(
+def test_the_only_backend_is_the_default_and_several_need_a_choice(
     toy: Path, install: Install
 ) -> None:
     assert find_backend(None).name == "plain"

@@ -50,7 +50,7 @@ def test_backward_frees_what_forward_kept() -> None:
         result.sum().backward()
         del result
     assert kept == 2 * 40_000
-    assert counter.live == 40_000, "the gradient alone is left"
+    assert counter.live == 40_000, "only the gradient is left"
 
 
 ESTIMATE = Estimate(
@@ -204,10 +204,10 @@ class TwoModels(Trainer):
 
 def test_every_trained_model_is_in_the_estimate(words: list[str]) -> None:
     fit = fit_of(words, GIB)
-    alone, random = fit.estimate, torch.get_rng_state()
+    one, random = fit.estimate, torch.get_rng_state()
     both = attrs.evolve(fit, trainer=TwoModels(None, fit.trainer.tokenizer)).estimate
     assert both.states["critic"] == {"weights": 512, "gradients": 512, "optimizer": 1024}
-    assert both.resident == alone.resident + 2048
+    assert both.resident == one.resident + 2048
     assert "critic 0.000" in str(both)
     assert torch.equal(torch.get_rng_state(), random), "only rank 0 rehearses"
 

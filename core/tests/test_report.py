@@ -92,7 +92,7 @@ def report(*folders: Path) -> Page:
     return Page(output.read_text())
 
 
-def test_the_page_tells_what_the_folder_holds(tmp_path: Path) -> None:
+def test_the_page_shows_what_the_folder_holds(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "a"))
     for text in (
         "sft of org/base, 2 x cuda", "4 of 4", "held-out loss 2.5", "1 min 08 s", "1,234",
@@ -126,7 +126,7 @@ def test_two_runs_share_charts_and_show_the_settings_that_differ(tmp_path: Path)
     assert {line["data-run"] for line in page.tags["polyline"]} == {"0", "1"}
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_shown_by_their_paths(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / parent / "a") for parent in ("x", "y")]
     assert f" {folders[0]} " in report(*folders).text
 
@@ -200,7 +200,7 @@ def test_the_runs_of_a_folder_are_listed(
     }  # fmt: skip
 
 
-def test_a_folder_that_is_none_costs_one_line(
+def test_a_path_that_is_not_a_run_folder_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing = tmp_path / "nothing"

@@ -97,9 +97,9 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
 def test_a_sample_depends_only_on_its_seed() -> None:
     scores = torch.zeros(3, 50)
     together = Noise([7, 8, 9], 1.0, torch.device("cpu"))
-    alone = Noise([9], 1.0, torch.device("cpu"))
+    single = Noise([9], 1.0, torch.device("cpu"))
     for _ in range(3):
-        assert torch.equal(together(scores, scores)[2:], alone(scores[:1], scores[:1]))
+        assert torch.equal(together(scores, scores)[2:], single(scores[:1], scores[:1]))
 
 
 def test_prompts_of_like_length_run_together_within_the_budget() -> None:

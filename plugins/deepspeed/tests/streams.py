@@ -1,4 +1,4 @@
-"""Streams that tell whom they wait for."""
+"""Streams that record what they wait for."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ class Stream:
 
 
 class Streams:
-    """An accelerator whose streams tell whom they wait for."""
+    """An accelerator whose streams record what they wait for."""
 
     def __init__(self):
         self.seen = []

@@ -458,7 +458,7 @@ def test_what_is_on_the_host_is_counted_there():
     assert parts["optimizer"] == parts["masters"] == 0
 
 
-def test_parameters_on_the_host_are_no_states_of_the_accelerator():
+def test_parameters_on_the_host_are_not_states_of_the_accelerator():
     run = config(preset="zero3_offload")
     resolved = resolve(run.backend_section)
     mesh = Mesh(world=2, device=torch.device("cpu"), memory=80 * GIB)

@@ -140,7 +140,7 @@ def test_the_scaler_of_fp16_skips_then_follows_the_curve(pair, settings):
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
 @pytest.mark.parametrize("settings", LAYOUTS, ids=str)
-def test_a_gradient_that_is_no_number_on_one_rank_moves_no_weight(pair, settings, dtype):
+def test_a_gradient_of_nan_on_one_rank_moves_no_weight(pair, settings, dtype):
     config = configure(DeepSpeedConfig(**settings), dtype=dtype)
     before = pair.run(run, Case(config=config, steps=1))[0][1]
     for outcome, after in pair.run(run, Case(config=config, steps=2, poison=(1, 1))):

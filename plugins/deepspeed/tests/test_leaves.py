@@ -50,17 +50,17 @@ def test_a_model_that_is_only_run_gathers_layers_with_their_experts() -> None:
     assert mark_layers(causal, PATCHES) == list(causal.model.layers)
 
 
-def test_layers_that_share_weights_are_no_leaves() -> None:
+def test_layers_that_share_weights_are_not_leaves() -> None:
     causal = decoder("LlamaConfig")
     causal.model.layers[2].mlp = causal.model.layers[0].mlp
     assert mark_layers(causal, PATCHES) == []
 
 
-def test_without_the_patch_layers_of_a_trained_model_are_no_leaves() -> None:
+def test_without_the_patch_layers_of_a_trained_model_are_not_leaves() -> None:
     assert mark_layers(decoder("LlamaConfig"), ()) == []
 
 
-def test_gradients_of_layers_are_reduced_as_those_of_no_leaf(
+def test_gradients_of_leaf_layers_are_reduced_as_without_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # That they are right is in test_curves.py.

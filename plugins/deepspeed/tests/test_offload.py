@@ -161,7 +161,7 @@ def test_each_kind_leaves_the_device_and_no_other(pair, settings, precision):
     ],
     ids=str,
 )
-def test_weights_that_the_optimizer_updates_itself_are_no_masters(pair, settings, precision, own):
+def test_weights_that_the_optimizer_updates_itself_are_not_masters(pair, settings, precision, own):
     for before, *_ in pair.run(bytes_by_kind, settings, precision):
         assert (before["masters"] > 0) == own
 

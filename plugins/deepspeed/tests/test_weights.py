@@ -124,7 +124,7 @@ def policy_and_reference(settings):
 @pytest.mark.parametrize(
     "settings", [{"stage": 2}, SHARDED, SHARDED | {"frozen": 3}, {"stage": 1, "frozen": 3}], ids=str
 )
-def test_a_reference_stands_still_beside_a_policy(pair, settings):
+def test_a_reference_does_not_move_beside_a_policy(pair, settings):
     for seen, facts in pair.run(policy_and_reference, settings):
         (first, frozen), (second, frozen_later) = seen
         assert first == pytest.approx(frozen, rel=1e-6)

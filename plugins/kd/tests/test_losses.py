@@ -114,7 +114,7 @@ def test_a_student_that_is_its_teacher_is_at_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_probability_of_zero_is_no_special_case(name: str) -> None:
+def test_a_probability_of_zero_is_not_a_special_case(name: str) -> None:
     certain = torch.tensor([[0.0, -200.0, -200.0]])
     other = torch.tensor([[-200.0, 0.0, -200.0]])
     value, slope = measure(name, beta=0.5, skew=0.1)(certain, other)

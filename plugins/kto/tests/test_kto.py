@@ -141,7 +141,7 @@ def test_the_survey_is_of_the_policy_against_the_reference() -> None:
     assert not trainer(loss="apo_zero_unpaired").needs_survey()
 
 
-def test_apo_zero_asks_for_no_survey_and_has_no_divergence() -> None:
+def test_apo_zero_needs_no_survey_and_has_no_divergence() -> None:
     loss = trainer(loss="apo_zero_unpaired").loss(pack(ROWS, [0]))
     assert loss.terms[0].sum.item() == pytest.approx(sigmoid(-0.1 * 2))
     assert loss.metrics["kl"][0].item() == 0

@@ -126,7 +126,7 @@ def test_training_continues_from_the_probabilities_of_an_exported_model(
 
 
 @pytest.mark.parametrize("formulation", ["head", "token"])
-def test_a_merged_adapter_still_says_how_to_ask_it(
+def test_a_merged_adapter_gives_the_scores_of_the_adapter(
     formulation: str, words: list[str], tmp_path: Path
 ) -> None:
     given = [*words, "--lora.rank", "4", "--prm.formulation", formulation]

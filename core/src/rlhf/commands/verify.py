@@ -149,9 +149,9 @@ class Verification:
             if value != getattr(self.layout, name)
         }
         for name, value in changes.items() if not same and len(changes) > 1 else ():
-            alone = self._run(f"by {name}", attrs.evolve(self.layout, **{name: value}))
-            self._same_curve(alone, straight)
-            shutil.rmtree(alone)
+            single = self._run(f"by {name}", attrs.evolve(self.layout, **{name: value}))
+            self._same_curve(single, straight)
+            shutil.rmtree(single)
         kept = [name for name in ("ranks", "stage") if name not in changes]
         note = f" ({' and '.join(kept)} not varied)" if kept else ""
         return f"same curve to {digits(apart)}{note}" if same else "the curve differs"

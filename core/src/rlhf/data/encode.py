@@ -218,10 +218,10 @@ class Encoder:
         if not self.tokenizer.is_fast:
             return False
         for anchor in ANCHORS:
-            (alone, _), (after, encoding) = self._tokenise(["Ab", anchor + "Ab"])
+            (single, _), (after, encoding) = self._tokenise(["Ab", anchor + "Ab"])
             start = self._boundary(encoding, len(anchor))
             if start is not None:
-                return bool(after[start:] != alone)
+                return bool(after[start:] != single)
         return False
 
 

@@ -200,7 +200,7 @@ def _other(right: int, draw: random.Random) -> int:
 
 
 def _far_from(number: int, draw: random.Random) -> int:
-    """A number from 1 to 99 that is no neighbour of the given one."""
+    """A number from 1 to 99 that is not a neighbour of another one."""
     return draw.choice([other for other in range(1, LARGEST + 1) if abs(other - number) > 10])
 
 

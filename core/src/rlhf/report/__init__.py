@@ -1,2 +1,2 @@
-"""What a run folder tells about its run: the report's page and the model card. Imported by commands
+"""What a run folder shows about its run: the report's page and the model card. Imported by commands
 and loop."""

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, whether it is running, finished, stopped or failed. Imports no
+"""A run as its folder records it, whether it is running, finished, stopped or failed. Imports no
 torch."""
 
 import math

@@ -90,8 +90,8 @@ class TrainingEngine(InferenceEngine):
             # Stage 0 divides by the loss scale in its step but does not multiply by it in backward.
             loss = loss * optimizer.loss_scale
         # One rank has nothing to add up; DeepSpeed would copy gradients into buckets and back.
-        alone = self.stage == 0 and self.mesh.data.size == 1
-        with self.deepspeed.no_sync() if alone else nullcontext():
+        is_single = self.stage == 0 and self.mesh.data.size == 1
+        with self.deepspeed.no_sync() if is_single else nullcontext():
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepOutcome | LaterOutcome:

@@ -27,11 +27,11 @@ OFFLOADS = ((False, False), (True, False), (True, True))
 def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
     """Return every layout that can be combined with the other settings."""
     section: DeepSpeedConfig = config.backend_section
-    asked = resolve(section)
+    resolved = resolve(section)
     found = []
-    for target in _targets(config, asked):
-        open_stage = asked.stage == "auto"
-        configured = target == (evolve(asked, stage=target.stage) if open_stage else asked)
+    for target in _targets(config, resolved):
+        open_stage = resolved.stage == "auto"
+        configured = target == (evolve(resolved, stage=target.stage) if open_stage else resolved)
         fixed = configured and not open_stage
         run = config if fixed else _with(config, target)
         found.append(
@@ -56,11 +56,13 @@ def _with(config: Config, target: Resolved) -> Config:
     return evolve(config, **sections)
 
 
-def _targets(config: Config, asked: Resolved) -> Iterator[Resolved]:
-    own = (asked.offload_optimizer, asked.offload_param)
+def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
+    own = (resolved.offload_optimizer, resolved.offload_param)
     for stage in STAGE_COSTS:
         for optimizer, weights in dict.fromkeys((*OFFLOADS, own)):
-            target = evolve(asked, stage=stage, offload_optimizer=optimizer, offload_param=weights)
+            target = evolve(
+                resolved, stage=stage, offload_optimizer=optimizer, offload_param=weights
+            )
             try:
                 check_capabilities(
                     settings_of(config, target), stage=stage, precision=config.model.dtype,

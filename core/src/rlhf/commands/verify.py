@@ -58,8 +58,8 @@ class RunFailed(Exception):
     """A run ended with an exit code other than 0."""
 
     def __init__(self, name: str, code: int, output: str) -> None:
-        found = re.search("^(error: |(?=Traceback))", output, re.MULTILINE)
-        super().__init__(f"the run '{name}' failed: {output[found.end() if found else 0 :]}")
+        match = re.search("^(error: |(?=Traceback))", output, re.MULTILINE)
+        super().__init__(f"the run '{name}' failed: {output[match.end() if match else 0 :]}")
         self.code = code
 
 
@@ -188,13 +188,13 @@ class Verification:
     def _same_curve(self, run: Path, straight: Path, steps: range = range(STEPS)) -> bool:
         """Return whether two runs differ by no more than rounding, and print where they do."""
         config = self.request.config
-        found = first_difference(
+        difference = first_difference(
             run, straight, BOUNDS[config.model.dtype],
             weights=config.optim.states == "fp32", steps=steps,
         )  # fmt: skip
-        if found:
-            show("", f"differs in {found}")
-        return not found
+        if difference:
+            show("", f"differs in {difference}")
+        return not difference
 
     def _compare_resumed(self, straight: Path) -> str:
         """Compare the run that was stopped and resumed with `straight`, in words."""
@@ -266,8 +266,8 @@ def stage_of(run: Path) -> int:
 
 def said(run: Path, label: str) -> str:
     """Return what a run printed after a label, or ""."""
-    found = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def digits(value: float) -> str:

@@ -45,7 +45,7 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
     the trainer's section and sources, core's version and sources, and `parts`."""
     section = trainer.config
-    own = {
+    content = {
         "parts": parts,
         "tokenizer": _tokenizer_digest(tokenizer),
         "section": attrs.asdict(section) if attrs.has(type(section)) else None,
@@ -53,7 +53,7 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
         "sources": _sources(trainer),
         "version": metadata.version("rlhf-core"),
     }
-    return _sha(json.dumps(own, sort_keys=True, default=repr))
+    return _sha(json.dumps(content, sort_keys=True, default=repr))
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

@@ -203,7 +203,7 @@ class Examples(Sequence[Example]):
             for part in (example.prompt, *(answer.tokens for answer in example.answers))
             for token in part
         )
-        number, token = next(found for found in tokens if found[1] >= vocabulary)
+        number, token = next(each for each in tokens if each[1] >= vocabulary)
         return self.name(number), token
 
     def value(self, name: str) -> NDArray[np.float32]:

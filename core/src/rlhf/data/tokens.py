@@ -90,7 +90,7 @@ def encode_all(rows: Sequence[tuple[str, Sequence[Unencoded]]], reader: Reader) 
     out = []
     for where, parts in rows:
         with errors_at(where):
-            out.append([make(list(itertools.islice(encoded, len(own)))) for own, make in parts])
+            out.append([make(list(itertools.islice(encoded, len(texts)))) for texts, make in parts])
     return out
 
 

@@ -120,8 +120,8 @@ class SavedEngine:
             file = safe_open(path, "pt")
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 name, kind, offset = key.rsplit("/", 2)
-                found = (int(offset), file.get_slice(key))
-                self._slices.setdefault((name, kind), []).append(found)
+                entry = (int(offset), file.get_slice(key))
+                self._slices.setdefault((name, kind), []).append(entry)
 
     def holds(self, name: str, kind: str) -> bool:
         """Return whether the checkpoint has this value."""

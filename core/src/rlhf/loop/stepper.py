@@ -115,12 +115,12 @@ def _not_finite(
 ) -> SameOnAllRanks:
     """Return the error of a step that was not finite. It names the rows of the micro-batches whose
     loss was not, or all rows of the step. Collective."""
-    own = [
+    losses = [
         (float(loss), rows)
         for loss, rows in zip(pending.losses, pending.plan.micro, strict=True)
         if not torch.isfinite(loss)
     ]
-    parts = [part for share in session.mesh.data.gather(own) for part in share]
+    parts = [part for share in session.mesh.data.gather(losses) for part in share]
     names = session.train_order.examples.names
     if parts:
         problem = f"the loss is {parts[0][0]} in {names(row for _, rows in parts for row in rows)}"

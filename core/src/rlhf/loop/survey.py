@@ -58,30 +58,30 @@ class Survey:
         seen = seen or batches
         with torch.no_grad():
             by_batch = [dict(self.trainer.survey(batch)) for batch in seen]
-        own = {name: torch.cat([values[name] for values in by_batch]) for name in by_batch[0]}
+        local = {name: torch.cat([values[name] for values in by_batch]) for name in by_batch[0]}
         index = StepIndex(plan)
         positions = index.positions(*seen)
-        kinds = self._agreed_kinds(own, index, positions)
+        kinds = self._agreed_kinds(local, index, positions)
         ranks = self.mesh.data
         whole = {
             name: ranks.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
-            for name, values in own.items()
+            for name, values in local.items()
         }
         return [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
 
     def _agreed_kinds(
-        self, own: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]
+        self, local: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]
     ) -> Mapping[str, str]:
         """Return what each value is per. With one answer per example both are the same. Otherwise
         the lengths tell, but a rank may have only examples with one answer: the ranks share what
         they know, once. Collective then."""
         if index.one_answer:
-            return dict.fromkeys(own, EXAMPLES)
-        if own.keys() - self._kinds.keys():
+            return dict.fromkeys(local, EXAMPLES)
+        if local.keys() - self._kinds.keys():
             num_examples, num_answers = (len(positions[kind]) for kind in (EXAMPLES, ANSWERS))
             known = {
                 name: EXAMPLES if len(values) == num_examples else ANSWERS
-                for name, values in own.items()
+                for name, values in local.items()
                 if num_examples != num_answers
             }
             for kinds in self.mesh.data.gather(known):
@@ -112,7 +112,7 @@ class StepIndex:
         ]
         device = batches[0].tokens.device
         numbers = {EXAMPLES: examples, ANSWERS: answers}
-        return {name: on_device(own, device).long() for name, own in numbers.items()}
+        return {name: on_device(local, device).long() for name, local in numbers.items()}
 
 
 def spread(values: Tensor, positions: Tensor, size: int) -> Tensor:

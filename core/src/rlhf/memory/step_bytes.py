@@ -141,6 +141,6 @@ class _Looks:
 def _survey(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:
     with torch.no_grad():
         values = dict(trainer.survey(batch))
-    own = {"examples": batch.num_examples, "answers": batch.num_answers}
+    sizes = {"examples": batch.num_examples, "answers": batch.num_answers}
     device = batch.tokens.device
-    return values | {n: torch.zeros(k, dtype=torch.long, device=device) for n, k in own.items()}
+    return values | {n: torch.zeros(k, dtype=torch.long, device=device) for n, k in sizes.items()}

@@ -100,8 +100,8 @@ def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> Non
     In a module created in shards, buffers that are computed rather than loaded (rotary frequencies)
     may have another dtype or no values.
     """
-    own = dict(source.named_buffers()) if source is not None else None
-    buffers: Mapping[str, Tensor] = mesh.gather(own)[0]
+    host = dict(source.named_buffers()) if source is not None else None
+    buffers: Mapping[str, Tensor] = mesh.gather(host)[0]
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
         old = module.get_buffer(name)

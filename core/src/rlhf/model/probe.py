@@ -142,13 +142,13 @@ def hidden_and_head_error(
     # The head comes first: at ZeRO-3 the model's own forward releases its weight when it ends.
     logits = head.logits(hidden[prompt])
     most = head.weight.float().norm() * hidden[prompt].float().norm(dim=-1)
-    own = module.causal(input_ids=tokens, use_cache=False).logits.float()
+    expected = module.causal(input_ids=tokens, use_cache=False).logits.float()
     if label_head(module.causal) is None:
-        error = (logits - own[0]).norm(dim=-1) / own[0].norm(dim=-1).clamp_min(SMALL)
+        error = (logits - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1).clamp_min(SMALL)
     else:
         # A sequence classifier returns only the scores [1, 1] of the last token but padding.
-        place = last_token(module.causal, tokens[0]) if own.dim() == 2 else slice(None)
-        error = (logits[place] - own[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
+        place = last_token(module.causal, tokens[0]) if expected.dim() == 2 else slice(None)
+        error = (logits[place] - expected[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
     return {"hidden": hidden, "head_error": error.max()}
 
 

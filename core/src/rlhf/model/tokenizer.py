@@ -78,8 +78,8 @@ def with_defaults(template: Any, values: Mapping[str, Any]) -> str:
             "data.chat_template_kwargs needs one chat template, and the tokenizer has "
             f"{'several' if template else 'none'}; set data.chat_template"
         )
-    own = {"messages", "tools", "add_generation_prompt"}
-    unused = [name for name in values if name in own or not re.search(rf"\b{name}\b", template)]
+    fixed = {"messages", "tools", "add_generation_prompt"}
+    unused = [name for name in values if name in fixed or not re.search(rf"\b{name}\b", template)]
     if unused:
         raise RLHFError(
             f"data.chat_template_kwargs: {unused[0]!r} is not an argument of the chat template; "

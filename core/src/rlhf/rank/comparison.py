@@ -64,19 +64,19 @@ def first_difference(
     differs most; "" if there is none. With `weights` the weights after a step are compared too."""
     for step in steps:
         here, there = logged(run, until=STEPS)[step], logged(reference, until=STEPS)[step]
-        found = [
+        differences = [
             f"{name} is {here[name]:.8g} instead of {there[name]:.8g}"
             for name, bound, least in (("loss", bounds.loss, 1.0), ("grad_norm", bounds.norm, 1e-8))
             if not _relative(here[name], there[name], least) <= bound
         ]
         # After the first step weights differ slightly: Adam makes noise of tiny gradients.
-        if found or step == steps[0]:
+        if differences or step == steps[0]:
             rate = here["learning_rate"] if weights else 0.0
             differing = _differing(run, reference, step + 1, bounds, rate=rate)
             # By clipping and by the loss a wrong gradient changes others, but less.
-            found[:0] = [text for _, text in sorted(differing, reverse=True)[:1]]
-        if found:
-            return f"step {step + 1}: {'; '.join(found)}"
+            differences[:0] = [text for _, text in sorted(differing, reverse=True)[:1]]
+        if differences:
+            return f"step {step + 1}: {'; '.join(differences)}"
     return ""
 
 

@@ -28,7 +28,7 @@ class Phases:
         self._mesh, self._hooks, self._fit = mesh, hooks, fit
         self._reasons: dict[Phase, str] = {}
         """Why states are moved in a phase; "" where they stay."""
-        self._told: set[Phase] = set()
+        self._reported: set[Phase] = set()
 
     @contextmanager
     def __call__(self, phase: Phase, running: Engine | None = None) -> Iterator[None]:
@@ -37,8 +37,8 @@ class Phases:
         reason = self._reason(phase)
         idle = self._idle(running) if reason else []
         size = sum(self._hooks.offload_states(engine=it, kinds=kinds) for it, kinds in idle)
-        if size and phase not in self._told and self._mesh.rank == 0:
-            self._told.add(phase)
+        if size and phase not in self._reported and self._mesh.rank == 0:
+            self._reported.add(phase)
             states = f"{gib(size)} GiB of states are on the host"
             print(f"offload    in {phase} {states}: {reason}", flush=True)
         yield

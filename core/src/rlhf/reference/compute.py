@@ -91,11 +91,11 @@ class Fill:
         numbers, ranks = table.examples_of(part), self.mesh.data
         lengths = table.file.column("length")[numbers.start : numbers.stop]
         budget = max(NO_GRADIENT_FACTOR * self.tokens, int(lengths.max()))
-        own: dict[int, NDArray[np.float32]] = {}
+        local: dict[int, NDArray[np.float32]] = {}
         for micro in layout(lengths, ranks.size, budget):
             chosen = [numbers[int(place)] for place in micro[ranks.rank]]
-            own |= zip(chosen, self._of_examples(table.file, chosen), strict=True)
-        whole = {n: values for share in ranks.gather(own) for n, values in share.items()}
+            local |= zip(chosen, self._of_examples(table.file, chosen), strict=True)
+        whole = {n: values for share in ranks.gather(local) for n, values in share.items()}
         return np.concatenate([whole[number] for number in numbers])
 
     def _of_examples(self, file: TreeFile, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:

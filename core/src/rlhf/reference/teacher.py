@@ -38,8 +38,8 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
             "choose a teacher with the policy's vocabulary"
         )
-    own, other = tokenizer.get_vocab(), read_tokenizer(teacher.model).get_vocab()
-    differ = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+    ours, other = tokenizer.get_vocab(), read_tokenizer(teacher.model).get_vocab()
+    differ = sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0]))
     if differ:
         token, number = differ[0]
         raise RLHFError(

@@ -21,7 +21,7 @@ SILENT_SECONDS = 5.0
 @cache
 def compiled(builder: str) -> str:
     """Compile or load an operator of DeepSpeed's; returns why that failed, or ""."""
-    with _own_architecture(), _announced_if_long(builder.removesuffix("Builder")):
+    with _local_architecture(), _announced_if_long(builder.removesuffix("Builder")):
         try:
             operator = get_accelerator().create_op_builder(builder)
             with _one_build(Path(_get_build_directory(operator.name, False))):
@@ -70,7 +70,7 @@ def _announced_if_long(operator: str) -> Iterator[None]:
 
 
 @contextmanager
-def _own_architecture() -> Iterator[None]:
+def _local_architecture() -> Iterator[None]:
     """Build for this machine's devices only: DeepSpeed cannot read entries such as "10.0a" in the
     variable."""
     before = os.environ.get(ARCHITECTURES)

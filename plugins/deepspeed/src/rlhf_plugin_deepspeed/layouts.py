@@ -28,13 +28,13 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
     """Return every layout that can be combined with the other settings."""
     section: DeepSpeedConfig = config.backend_section
     resolved = resolve(section)
-    found = []
+    ways = []
     for target in _targets(config, resolved):
         open_stage = resolved.stage == "auto"
         configured = target == (evolve(resolved, stage=target.stage) if open_stage else resolved)
         fixed = configured and not open_stage
         run = config if fixed else _with(config, target)
-        found.append(
+        ways.append(
             Layout(
                 name=f"ZeRO {target.stage}{offloads(target)}",
                 settings=_settings(section, target),
@@ -46,7 +46,7 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
                 configured=configured,
             )
         )
-    return sorted(found, key=lambda layout: layout.cost)
+    return sorted(ways, key=lambda layout: layout.cost)
 
 
 def _with(config: Config, target: Resolved) -> Config:
@@ -57,9 +57,9 @@ def _with(config: Config, target: Resolved) -> Config:
 
 
 def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
-    own = (resolved.offload_optimizer, resolved.offload_param)
+    configured_offload = (resolved.offload_optimizer, resolved.offload_param)
     for stage in STAGE_COSTS:
-        for optimizer, weights in dict.fromkeys((*OFFLOADS, own)):
+        for optimizer, weights in dict.fromkeys((*OFFLOADS, configured_offload)):
             target = evolve(
                 resolved, stage=stage, offload_optimizer=optimizer, offload_param=weights
             )
@@ -78,17 +78,17 @@ def _settings(section: DeepSpeedConfig, target: Resolved) -> str:
     flags = {name: getattr(target, name) for name in ("offload_optimizer", "offload_param")}
     if section.preset == "auto":
         words = [] if section.stage == target.stage else [f"deepspeed.stage {target.stage}"]
-        given = {name: bool(getattr(section, name)) for name in flags}
+        current = {name: bool(getattr(section, name)) for name in flags}
     else:
         offload = target.offload_optimizer and (target.offload_param or target.stage != 3)
         name = f"zero{target.stage}{'_offload' * offload}"
         words = [f"deepspeed.preset {name}"]
         words += [f"model.dtype {target.dtype}"] if target.dtype else []
         preset = PRESETS.get(name, PRESETS["ddp"])
-        given = {key: getattr(preset, key) or bool(getattr(section, key)) for key in flags}
+        current = {key: getattr(preset, key) or bool(getattr(section, key)) for key in flags}
     words += [
         f"deepspeed.{name} {str(value).lower()}"
         for name, value in flags.items()
-        if value != given[name]
+        if value != current[name]
     ]
     return " and ".join(words)

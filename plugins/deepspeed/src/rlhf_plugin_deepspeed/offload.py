@@ -86,15 +86,15 @@ def _split(storage: UntypedStorage) -> tuple[Tensor, ...]:
 
 def _storages(engine: InferenceEngine, kind: StateKind) -> list[UntypedStorage]:
     """Return the storages on the engine's device that hold states of one kind only."""
-    found = dict.fromkeys(item.untyped_storage() for item in _tensors(engine, kind))
+    storages = dict.fromkeys(item.untyped_storage() for item in _tensors(engine, kind))
     if kind != "weights":
         # In fp32 at stage 0, and with bf16 states, the optimizer updates the weights themselves.
         weights = {item.untyped_storage() for item in _tensors(engine, "weights")}
-        found = {storage: None for storage in found if storage not in weights}
+        storages = {storage: None for storage in storages if storage not in weights}
     # On the CPU, the memory may belong to a file or to NumPy.
     return [
         storage
-        for storage in found
+        for storage in storages
         if storage.device.type == engine.device.type and storage.nbytes() and storage.resizable()
     ]
 

@@ -176,9 +176,9 @@ def _zero(
 
 def _precision(precision: str, *, stage: int, rounded: bool) -> dict[str, Any]:
     # Without shards and masters DeepSpeed only has to add up gradients, as in fp32.
-    own = precision == "bf16" and not (rounded and stage == 0)
-    bf16: dict[str, Any] = {"enabled": own, "check_grad_overflow": True}
-    if rounded and own:
+    enabled = precision == "bf16" and not (rounded and stage == 0)
+    bf16: dict[str, Any] = {"enabled": enabled, "check_grad_overflow": True}
+    if rounded and enabled:
         bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {
         "bf16": bf16,

@@ -1,6 +1,7 @@
 """How DeepSpeed's operators come to be there."""
 
 import errno
+import fcntl
 import subprocess
 import sys
 import time
@@ -70,6 +71,6 @@ def test_a_file_system_without_locks_builds_all_the_same(monkeypatch, tmp_path):
     def refused(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(building.fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", refused)
     with building._one_build(tmp_path):
         assert FileBaton(str(tmp_path / "lock")).try_acquire()

@@ -94,14 +94,13 @@ def load_sharded(
     return causal
 
 
-def copy_buffers(module: nn.Module, source: nn.Module | None, mesh: Mesh) -> None:
+def copy_buffers(module: nn.Module, source: Any, mesh: Mesh) -> None:
     """Copy every buffer from rank 0's whole model. Collective.
 
     In a module created in shards, buffers that are computed rather than loaded (rotary frequencies)
     may have another dtype or no values.
     """
-    host = dict(source.named_buffers()) if source is not None else None
-    buffers: Mapping[str, Tensor] = mesh.gather(host)[0]
+    buffers: Mapping[str, Tensor] = mesh.on_rank_zero(lambda: dict(source.named_buffers()))
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
         old = module.get_buffer(name)

@@ -1,16 +1,16 @@
 """Operators that DeepSpeed compiles when they are first used."""
 
-import fcntl
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Timer
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from filelock import FileLock
 from torch.utils.cpp_extension import _get_build_directory
 
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
@@ -37,22 +37,18 @@ def _one_build(folder: Path) -> Iterator[None]:
     """Run one build at a time in `folder`, without waiting for one that was killed.
 
     torch's own lock is the file `lock`, which a killed build leaves behind for ever. Ours ends with
-    the process; its text says that torch's lock belongs to a build under ours.
+    the process; `rlhf.building` says that torch's lock belongs to a build under ours.
     """
-    with (folder / "rlhf.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # A file system without locks: torch's is all there is.
-            yield
-            return
-        file.seek(0)
-        if file.read():
-            (folder / "lock").unlink(missing_ok=True)
-        file.truncate(0)
-        file.write("building")
-        file.flush()
+    lock, building = FileLock(folder / "rlhf.lock"), folder / "rlhf.building"
+    with ExitStack() as stack:
+        # On a file system without locks, torch's is all there is.
+        with suppress(OSError, NotImplementedError):
+            stack.enter_context(lock)
+            if building.exists():
+                (folder / "lock").unlink(missing_ok=True)
+            building.touch()
         yield
-        file.truncate(0)
+        building.unlink(missing_ok=True)
 
 
 @contextmanager

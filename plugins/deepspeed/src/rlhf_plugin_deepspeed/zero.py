@@ -111,7 +111,7 @@ def restricted(config: Config) -> str:
 def _choose_stage(
     config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, occupied: int
 ) -> tuple[int, str]:
-    allowed = _allowed(config, resolved)
+    allowed = stages_for(settings_of(config, resolved))
     if not mesh.memory:
         return allowed[0], "the device's memory is unknown"
     room = SHARE * mesh.memory - occupied
@@ -127,11 +127,6 @@ def _choose_stage(
         least,
         f"no stage fits: {needed[least] / GIB:.1f} GiB of states, {budget}; offload or add ranks",
     )
-
-
-def _allowed(config: Config, resolved: Resolved) -> tuple[int, ...]:
-    """Return the stages that can be combined with the other settings."""
-    return stages_for(settings_of(config, resolved))
 
 
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:

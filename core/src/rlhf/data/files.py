@@ -51,12 +51,8 @@ class Source:
         return self.entry.path
 
     @functools.cached_property
-    def _has_lines(self) -> bool:
-        return not self.path.startswith(DEMO) and _suffix(Path(self.path)) in LINES
-
-    @functools.cached_property
-    def _is_csv(self) -> bool:
-        return TABLES.get(_suffix(Path(self.path))) == "csv"
+    def _suffix(self) -> str:
+        return "" if self.path.startswith(DEMO) else _suffix(Path(self.path))
 
     def digest(self) -> str:
         """Return a digest of the content, from the bytes of the files. Raises RLHFError if they are
@@ -101,11 +97,11 @@ class Source:
             if TEXT in columns:
                 return where, self._renamed(_parse(columns[TEXT]))
             row = self._renamed(without_nulls(columns))
-            return where, _scalars(row) if self._is_csv else row
+            return where, _scalars(row) if TABLES.get(self._suffix) == "csv" else row
 
     def line(self, columns: Columns) -> int:
         """Return the line of the file that a row of `read` is, from 1; 0 if files have no lines."""
-        return columns.get(LINE, 0) if self._has_lines else 0
+        return columns.get(LINE, 0) if self._suffix in LINES else 0
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         for target, source in self.entry.columns.items():

@@ -92,21 +92,9 @@ class Ranks:
                     return self._exit_code(codes)
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     return self._end(self._grace)
-                if self._deadline is not None and time.monotonic() > self._deadline:
-                    print(
-                        f"error: the stopped run did not save within {self._patience:g} s; "
-                        "raise checkpoint.stop_timeout",
-                        file=sys.stderr,
-                    )
-                    self._kill()
-                    return STOPPED
-                waiting = self._waiting() if self._deadline is not None else None
-                if waiting is not None:
-                    print(
-                        f"error: {waiting}: the ranks wait for one another, so the run was stopped "
-                        "without saving; continue from the last checkpoint with --resume",
-                        file=sys.stderr,
-                    )
+                late = self._late()
+                if late is not None:
+                    print(f"error: {late}", file=sys.stderr)
                     self._kill()
                     return STOPPED
                 time.sleep(0.05)
@@ -124,9 +112,18 @@ class Ranks:
             if process.poll() is None:
                 process.send_signal(self._stop)
 
-    def _waiting(self) -> str | None:
-        """Return which rank the others wait for, if they will never stop by themselves."""
-        return places.explain_wait(self._places(), silent_for=self._silence)
+    def _late(self) -> str | None:
+        """Return why a run that was stopped will not save any more, if so."""
+        if self._deadline is None:
+            return None
+        if time.monotonic() > self._deadline:
+            within = f"within {self._patience:g} s; raise checkpoint.stop_timeout"
+            return f"the stopped run did not save {within}"
+        waiting = places.explain_wait(self._places(), silent_for=self._silence)
+        return waiting and (
+            f"{waiting}: the ranks wait for one another, so the run was stopped without saving; "
+            "continue from the last checkpoint with --resume"
+        )
 
     def _places(self) -> dict[int, places.Place]:
         folder = self._places_in

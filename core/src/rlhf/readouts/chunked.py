@@ -34,8 +34,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         values = hidden.new_empty(4, len(hidden), dtype=torch.float32)
 
         def read(rows: slice, logits: Tensor) -> None:
-            parts = chunks.read(logits, targets[rows], scale=scale, softcap=softcap)
-            values[:, rows] = torch.stack(parts)
+            values[:, rows] = chunks.read(logits, targets[rows], scale=scale, softcap=softcap)
 
         chunks.each_chunk(read, hidden, weight, bias, chunk)
         normaliser, logprobs, entropy, correct = values

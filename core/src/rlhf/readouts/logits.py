@@ -6,7 +6,6 @@ most likely token.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +20,6 @@ FUSED_BYTES = 5 << 27
 vocabulary of 152k."""
 ROW_BLOCK = 256
 """Rows of logits come in multiples of this with fused kernels."""
-
-
-class Read(NamedTuple):
-    """What is read of n rows, each [n] in float32."""
-
-    normaliser: Tensor
-    """Log of the softmax's denominator."""
-    logprobs: Tensor
-    """Log-probability of the target."""
-    entropy: Tensor
-    """Entropy in nats."""
-    correct: Tensor
-    """1 where the most likely token is the target."""
 
 
 def rows_at_once(weight: Tensor) -> int:
@@ -72,14 +58,16 @@ def each_chunk(
         act(rows, torch.nn.functional.linear(hidden[rows], weight, bias))
 
 
-def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None) -> Read:
-    """Read raw logits [n, V], with x = cap(scale * logits). May overwrite them."""
+def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    """Return what is read of raw logits [n, V], with x = cap(scale * logits): the log of the
+    softmax's denominator, the log-probability of the target, the entropy in nats, and 1 where the
+    most likely token is the target [4, n], float32. May overwrite the logits."""
     if fused_on(logits.device.type):
         if logits.is_meta:
-            return Read(*logits.new_empty(4, len(logits), dtype=torch.float32))
+            return logits.new_empty(4, len(logits), dtype=torch.float32)
         from rlhf.readouts.logits_triton import read_rows
 
-        return Read(*read_rows(logits, targets, scale, softcap))
+        return read_rows(logits, targets, scale, softcap)
     values = capped(scaled(logits, scale), softcap)
     largest, most_likely = values.max(-1)
     target = values.gather(-1, targets[:, None]).squeeze(-1)
@@ -90,7 +78,8 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
     # With p = exp(x - normaliser), -sum(p * log p) = log(total) - sum(exp(s) * s) / total, where
     # s = x - largest.
     entropy = total.log() - exponentials.mul_(shifted).sum(-1) / total
-    return Read(normaliser, target - normaliser, entropy, (most_likely == targets).float())
+    correct = (most_likely == targets).float()
+    return torch.stack((normaliser, target - normaliser, entropy, correct))
 
 
 def overwrites(logits: Tensor) -> bool:

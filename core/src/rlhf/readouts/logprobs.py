@@ -58,12 +58,11 @@ def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str,
         rows: slice, logits: Tensor, targets: Tensor, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         needs_copy = with_gradient and chunks.overwrites(logits)
-        parts = chunks.read(logits.clone() if needs_copy else logits, targets, **transform)
-        normaliser, *values = parts
+        values = chunks.read(logits.clone() if needs_copy else logits, targets, **transform)
         if with_gradient:
-            ones = torch.ones_like(normaliser)
-            logits = chunks.logit_gradient(logits, targets, normaliser, ones, **transform)
-        return torch.stack(values), logits
+            ones = torch.ones_like(values[0])
+            logits = chunks.logit_gradient(logits, targets, values[0], ones, **transform)
+        return values[1:], logits
 
     total, values = chunked_sum(
         read, lambda values: values[0].sum(), hidden, head, batch, names=READ

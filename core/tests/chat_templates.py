@@ -1,10 +1,13 @@
-"""Chat templates of many styles, and small tokenizers that have them."""
+"""Chat templates of many styles, small tokenizers that have them, and rows read with them."""
 
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+
+from rlhf.data.formats import read_rows
+from rlhf.data.tokens import Reader, Row
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
@@ -139,3 +142,22 @@ def adding_bos(template: str) -> Any:
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     return tokenizer
+
+
+QUESTION, REPLY, SECOND, LAST = (
+    "What is two?",
+    "Assistant: one and one",
+    "user: and four?",
+    "two. two",
+)
+TALK = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": REPLY},
+    {"role": "user", "content": SECOND},
+    {"role": "assistant", "content": LAST},
+]
+
+
+def read(tokenizer: Any, **columns: Any) -> list[Row]:
+    (rows,) = read_rows("demonstration", [("rows.jsonl line 1", columns)], Reader(tokenizer))
+    return rows

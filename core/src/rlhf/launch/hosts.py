@@ -35,33 +35,25 @@ def place_of_host() -> Place:
     """Return the place that the environment describes. Raises RLHFError if part of it is
     missing."""
     env = os.environ
-    hosts, nproc = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "")
-    ranks = int(nproc) if nproc.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
-    if hosts == "1":
-        return Place(nproc=ranks)
-    values = {"PET_NNODES": hosts, "PET_MASTER_PORT": env.get("PET_MASTER_PORT", str(PORT))}
+    text = env.get("PET_NPROC_PER_NODE", "")
+    nproc = int(text) if text.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
+    if env.get("PET_NNODES", "1") == "1":
+        return Place(nproc=nproc)
     missing = [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]
     if missing:
         raise RLHFError(
-            f"PET_NNODES is {hosts}, but {' and '.join(missing)} "
+            f"PET_NNODES is {env['PET_NNODES']}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; set the rank of this host and the "
             "address of the first, or unset PET_NNODES"
         )
-    values["PET_NODE_RANK"] = env["PET_NODE_RANK"]
-    for name, value in values.items():
+    values = [env["PET_NNODES"], env.get("PET_MASTER_PORT", str(PORT)), env["PET_NODE_RANK"]]
+    for name, value in zip(("PET_NNODES", "PET_MASTER_PORT", "PET_NODE_RANK"), values, strict=True):
         if not value.isdecimal():
             raise RLHFError(f"{name} is {value!r}, which is not a number")
-    if int(env["PET_NODE_RANK"]) >= int(hosts):
-        raise RLHFError(
-            f"PET_NODE_RANK is {env['PET_NODE_RANK']}, but the {hosts} hosts are counted from 0"
-        )
-    return Place(
-        hosts=int(hosts),
-        host=int(env["PET_NODE_RANK"]),
-        address=env["PET_MASTER_ADDR"],
-        port=int(values["PET_MASTER_PORT"]),
-        nproc=ranks,
-    )
+    hosts, port, host = map(int, values)
+    if host >= hosts:
+        raise RLHFError(f"PET_NODE_RANK is {host}, but the {hosts} hosts are counted from 0")
+    return Place(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
 
 
 def check_world(nproc: int | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
 from rlhf.engine import Engine, Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 from rlhf.model.head import Head
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
@@ -91,8 +91,7 @@ def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: in
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
             # A model's own code may fail in any way on a mask it does not expect. Then this path
             # is not for it.
-            lines = str(error).splitlines() or [""]
-            reason = f"{path} failed with {type(error).__name__}: {lines[0]}"
+            reason = f"{path} failed with {type(error).__name__}: {first_line(error)}"
             continue
         exact = engine.precision == "fp32"
         distance = largest_error(hidden, truth, batch.spans, exact=exact)

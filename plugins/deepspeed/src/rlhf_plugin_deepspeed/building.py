@@ -13,6 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 from torch.utils.cpp_extension import _get_build_directory
 
+from rlhf.errors import first_line
+
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 SILENT_SECONDS = 5.0
 """How long an operator may take to load before a line says why."""
@@ -27,8 +29,7 @@ def compiled(builder: str) -> str:
             with _one_build(Path(_get_build_directory(operator.name, False))):
                 operator.load(verbose=False)
         except Exception as error:  # The compilers' failures have no type in common.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return f"DeepSpeed's cannot be built here: {lines[0][:120]}"
+            return f"DeepSpeed's cannot be built here: {first_line(error)}"
     return ""
 
 

@@ -95,7 +95,7 @@ def test_an_error_of_the_writer_ends_the_run_as_one_of_a_save_does(
     words = sft_runs.words(inputs, tmp_path / "run", *more)
     with pytest.raises(RankFailure, match="cannot write to file: the disk is full"):
         one.run(failing, words, str(inputs.cache))
-    checkpoint = checkpoints.newest(tmp_path / "run" / "checkpoints")
+    checkpoint = checkpoints.find(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.name == "step-000002"
     metrics = sft_runs.read_metrics(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_as_large_as_was_known_before_the_first_step(
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", *ASYNC, *STAGE_3, "--train.stop_at", "1")
     sizes = two.run(announced, words, str(inputs.cache))
-    folder = checkpoints.newest(tmp_path / "run" / "checkpoints")
+    folder = checkpoints.find(tmp_path / "run" / "checkpoints")
     assert folder is not None
     files = json.loads((folder / "manifest.json").read_text())["files"]
     large = sum(file["size"] for name, file in files.items() if "rank-" in name)

@@ -31,18 +31,18 @@ def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
 def test_the_newest_is_the_highest_step_not_the_last_in_the_alphabet(tmp_path: Path) -> None:
     write(tmp_path, 999_999)
     newest = write(tmp_path, 1_000_000)
-    assert checkpoint.newest(tmp_path) == newest
+    assert checkpoint.find(tmp_path) == newest
 
 
 def test_a_half_written_checkpoint_is_not_a_checkpoint(tmp_path: Path) -> None:
     older = write(tmp_path, 10)
     part = checkpoint.begin(tmp_path, 20)
     (part / "state.bin").write_text("half")
-    assert checkpoint.newest(tmp_path) == older
+    assert checkpoint.find(tmp_path) == older
 
 
 def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path / "nowhere") is None
+    assert checkpoint.find(tmp_path / "nowhere") is None
 
 
 def test_the_manifest_has_the_files_of_every_rank(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_checkpoint_in_another_format_is_refused(tmp_path: Path) -> None:
     content = json.loads(manifest.read_text())
     del content["format"]
     manifest.write_text(json.dumps(content))
-    for find in (checkpoint.newest, lambda path: checkpoint.named(path, "step-10")):
+    for find in (checkpoint.find, lambda path: checkpoint.find(path, "step-10")):
         with pytest.raises(RLHFError) as error:
             find(tmp_path)
         assert str(error.value) == (
@@ -101,7 +101,7 @@ def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, mes
     file = newest / "policy" / "state.bin"
     harm(file)
     with pytest.raises(RLHFError) as error:
-        checkpoint.newest(tmp_path)
+        checkpoint.find(tmp_path)
     assert str(error.value) == (
         f"the newest checkpoint is damaged: {file} {message}; "
         "continue from the previous one with --resume step-000010"
@@ -111,14 +111,14 @@ def test_a_damaged_newest_is_named_with_the_one_before(tmp_path: Path, harm, mes
 def test_the_previous_checkpoint_is_used_if_it_is_named(tmp_path: Path) -> None:
     older = write(tmp_path, 10)
     (write(tmp_path, 20) / "manifest.json").unlink()
-    assert checkpoint.named(tmp_path, "step-000010") == older
+    assert checkpoint.find(tmp_path, "step-000010") == older
 
 
 def test_a_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
     folder = write(tmp_path, 10)
     (folder / "manifest.json").unlink()
     with pytest.raises(RLHFError) as error:
-        checkpoint.newest(tmp_path)
+        checkpoint.find(tmp_path)
     assert str(error.value) == (
         f"the newest checkpoint is damaged: {folder} has no manifest.json; "
         "no older one is intact; start again with --overwrite"
@@ -128,7 +128,7 @@ def test_a_damaged_only_checkpoint_says_to_start_again(tmp_path: Path) -> None:
 def test_an_unknown_name_lists_the_available_ones(tmp_path: Path) -> None:
     write(tmp_path, 10)
     with pytest.raises(RLHFError) as error:
-        checkpoint.named(tmp_path, "step-000030")
+        checkpoint.find(tmp_path, "step-000030")
     assert str(error.value) == (
         f"no checkpoint 'step-000030' in {tmp_path}; available: step-000010"
     )
@@ -136,8 +136,8 @@ def test_an_unknown_name_lists_the_available_ones(tmp_path: Path) -> None:
 
 def test_a_name_is_a_number_with_or_without_its_zeros(tmp_path: Path) -> None:
     folder = write(tmp_path, 10)
-    assert checkpoint.named(tmp_path, "step-10") == folder
-    assert checkpoint.named(tmp_path, "step-000010") == folder
+    assert checkpoint.find(tmp_path, "step-10") == folder
+    assert checkpoint.find(tmp_path, "step-000010") == folder
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "3", '{"files": 3}', '{"fil'])
@@ -162,13 +162,13 @@ def test_a_replaced_checkpoint_exists_at_every_moment(
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path, 10, "second")
-    for found in (checkpoint.newest(tmp_path), checkpoint.named(tmp_path, "step-10")):
+    for found in (checkpoint.find(tmp_path), checkpoint.find(tmp_path, "step-10")):
         assert found is not None
         assert checkpoint.damage(found) is None
         assert (found / "policy" / "state.bin").read_text() == "first"
         assert checkpoint.name_of(found) == "step-000010"
     third = write(tmp_path, 10, "third")
-    assert checkpoint.newest(tmp_path) == third
+    assert checkpoint.find(tmp_path) == third
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
 
 
@@ -192,7 +192,7 @@ def test_checkpoints_after_the_resumed_one_are_hidden_and_then_deleted(
     for step in (10, 20, 30):
         write(tmp_path, step)
     assert checkpoint.set_aside(tmp_path, after=10) == ["step-000020", "step-000030"]
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-000010"
+    assert checkpoint.find(tmp_path) == tmp_path / "step-000010"
     assert (tmp_path / ".step-000030.aside" / "policy" / "state.bin").read_text() == "weights"
     assert checkpoint.set_aside(tmp_path, after=10) == []
     write(tmp_path, 12)
@@ -214,7 +214,7 @@ def test_a_half_removed_folder_is_not_a_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             retention.rotate(tmp_path, keep=1)
     assert checkpoint.damage(tmp_path / "step-000010") is not None
-    assert checkpoint.newest(tmp_path) == newest
+    assert checkpoint.find(tmp_path) == newest
 
 
 def test_what_killed_saves_left_goes_with_the_next_one(tmp_path: Path) -> None:

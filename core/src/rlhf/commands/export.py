@@ -26,14 +26,13 @@ def _checkpoint_folder(source: Path) -> Path:
     """Return the checkpoint that `source` names. Raises RLHFError if it is damaged."""
     inside = source / "checkpoints"
     folder = inside if inside.is_dir() else source.parent
-    remedy = f"export the previous one with rlhf export {folder}/{{}} OUT"
-    if folder == inside:
-        newest = checkpoints.newest(folder, remedy=remedy)
-        if newest is None:
-            raise RLHFError(f"{source} has no checkpoint yet; choose another run folder")
-        return newest
-    if not (source.parent.parent / "config.yaml").is_file():
+    if folder != inside and not (source.parent.parent / "config.yaml").is_file():
         raise RLHFError(
             f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )
-    return checkpoints.named(folder, source.name, remedy=remedy)
+    remedy = f"export the previous one with rlhf export {folder}/{{}} OUT"
+    name = "" if folder == inside else source.name
+    checkpoint = checkpoints.find(folder, name, remedy=remedy)
+    if checkpoint is None:
+        raise RLHFError(f"{source} has no checkpoint yet; choose another run folder")
+    return checkpoint

@@ -137,35 +137,34 @@ def name_of(folder: Path) -> str:
     return step_folder(folder.parent, step_of(folder)).name
 
 
-def newest(checkpoints: Path, *, remedy: str = RESUME, contents: bool = True) -> Path | None:
-    """Return the newest checkpoint, or None without one. Raises RLHFError if the newest is damaged:
-    the user decides which older one to take, and `remedy` says how. `contents` is as in `damage`.
+def find(
+    checkpoints: Path, name: str = "", *, remedy: str = RESUME, contents: bool = True
+) -> Path | None:
+    """Return the checkpoint of that name; without a name the newest, or None if there is none.
+
+    Raises RLHFError if it is missing or damaged: the user decides which older one to take, and
+    `remedy` says how. `contents` is as in `damage`.
     """
     folders = all_checkpoints(checkpoints)
-    if not folders:
+    if not folders and not name:
         return None
-    problem = damage(folders[-1], contents=contents)
-    if problem is None:
-        return _of_this_format(folders[-1])
-    raise RLHFError(f"the newest checkpoint is damaged: {problem}; {_remedy(folders[:-1], remedy)}")
-
-
-def named(checkpoints: Path, name: str, *, remedy: str = RESUME, contents: bool = True) -> Path:
-    """Return the checkpoint of that name. Raises RLHFError if it is missing or damaged; `contents`
-    is as in `damage`."""
     number = re.fullmatch(r"step-(\d+)", name)
-    folders = all_checkpoints(checkpoints)
-    folder = next((path for path in folders if number and step_of(path) == int(number[1])), None)
+    matching = (path for path in folders if number and step_of(path) == int(number[1]))
+    folder = next(matching, None) if name else folders[-1]
     if folder is None:
         available = ", ".join(map(name_of, folders)) or "none"
         raise RLHFError(f"no checkpoint {name!r} in {checkpoints}; available: {available}")
     problem = damage(folder, contents=contents)
     if problem is not None:
+        what = f"checkpoint {name_of(folder)}" if name else "the newest checkpoint"
         older = folders[: folders.index(folder)]
+        raise RLHFError(f"{what} is damaged: {problem}; {_remedy(older, remedy)}")
+    if json.loads((folder / MANIFEST).read_text()).get("format") != FORMAT:
         raise RLHFError(
-            f"checkpoint {name_of(folder)} is damaged: {problem}; {_remedy(older, remedy)}"
+            f"{folder} has the format of another version of rlhf; export its weights with the "
+            "version that wrote it (rlhf export) and start from them"
         )
-    return _of_this_format(folder)
+    return folder
 
 
 def damage(folder: Path, *, contents: bool = True) -> str | None:
@@ -193,15 +192,6 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
             if current != files[name]["sha256"]
         ]
     return f"{folder / changed[0]} has changed since it was written" if changed else None
-
-
-def _of_this_format(folder: Path) -> Path:
-    if json.loads((folder / MANIFEST).read_text()).get("format") != FORMAT:
-        raise RLHFError(
-            f"{folder} has the format of another version of rlhf; export its weights with the "
-            "version that wrote it (rlhf export) and start from them"
-        )
-    return folder
 
 
 def _remedy(older: Sequence[Path], remedy: str) -> str:

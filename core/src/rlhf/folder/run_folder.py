@@ -87,10 +87,8 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
     checkpoints = folder / "checkpoints"
     if holds_run(folder):
         _check_settings(request, folder)
-    if request.resume:
-        return checkpoint.named(checkpoints, request.resume, contents=not verified)
     # A requeued job may start in a folder without a run, but not one that names a checkpoint.
-    return checkpoint.newest(checkpoints, contents=not verified)
+    return checkpoint.find(checkpoints, request.resume, contents=not verified)
 
 
 def _check_settings(request: Request, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 from attrs import frozen
 
@@ -54,16 +55,27 @@ def chart(name: str, runs: Sequence[Mapping[str, Curve]]) -> Chart:
     curves += [(run, "eval", curves.get(f"eval/{name}", [])) for run, curves in enumerate(runs)]
     every = [point for *_, curve in curves for point in curve]
     first, last = min(every)[0], max(every)[0]
-    low, high = min(map(_value, every)), max(map(_value, every))
+    low, high = min(value for _, value in every), max(value for _, value in every)
     margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     domain = (first, max(last, first + 1), low - margin, high + margin)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - domain[0]) / (domain[1] - domain[0])
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (domain[3] - value) / (domain[3] - domain[2])
+
     lines = []
     for run, kind, curve in curves:
         smooth = kind == "train" and is_noisy(curve)
         parts = {"raw": curve, "train": smoothed(curve)} if smooth else {kind: curve}
-        lines += [Line(run, k, _placed(thinned(c), domain)) for k, c in parts.items() if c]
-    x_ticks = [(_x(tick, domain), _tick(tick)) for tick in ticks(*domain[:2], most=6)]
-    y_ticks = [(_y(tick, domain), _tick(tick)) for tick in ticks(*domain[2:], most=5)]
+        lines += [
+            Line(run, part, [(x(step), y(value)) for step, value in thinned(points)])
+            for part, points in parts.items()
+            if points
+        ]
+    x_ticks = [(x(tick), _tick(tick)) for tick in ticks(*domain[:2], most=6)]
+    y_ticks = [(y(tick), _tick(tick)) for tick in ticks(*domain[2:], most=5)]
     return Chart(name=name, lines=lines, domain=domain, x_ticks=x_ticks, y_ticks=y_ticks)
 
 
@@ -75,7 +87,7 @@ def thinned(curve: Curve) -> Curve:
     kept: Curve = []
     for start in range(0, len(curve), size):
         part = curve[start : start + size]
-        ends = {min(part, key=_value), max(part, key=_value)}
+        ends = {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
         kept += sorted(ends)
     return kept
 
@@ -126,21 +138,5 @@ def number(value: object) -> str:
     return f"{value:.2e}" if size < 1e-4 else f"{value:.4g}"
 
 
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
-
-
 def _tick(value: float) -> str:
     return number(value) if abs(value) >= 1000 else f"{value:.6g}"
-
-
-def _placed(curve: Curve, domain: tuple[float, float, float, float]) -> Curve:
-    return [(_x(step, domain), _y(value, domain)) for step, value in curve]  # type: ignore[misc]
-
-
-def _x(step: float, domain: tuple[float, float, float, float]) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * (step - domain[0]) / (domain[1] - domain[0])
-
-
-def _y(value: float, domain: tuple[float, float, float, float]) -> float:
-    return TOP + (HEIGHT - TOP - BOTTOM) * (domain[3] - value) / (domain[3] - domain[2])

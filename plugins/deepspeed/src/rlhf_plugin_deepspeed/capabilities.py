@@ -202,9 +202,11 @@ def check_capabilities(
                     f"{row.setting} cannot be combined with {other}; remove one of the two"
                 )
         if not row.works_at(stage):
+            first, last = row.stages[0], row.stages[-1]
+            where = f"stage {first}" if first == last else f"stages {first} to {last}"
             raise RLHFError(
-                f"{row.setting} has no effect at ZeRO stage {stage}, only at "
-                f"{_listed(row.stages)}; {row.alternative or 'remove it'}"
+                f"{row.setting} has no effect at ZeRO stage {stage}, only at {where}; "
+                f"{row.alternative or 'remove it'}"
             )
 
 
@@ -224,9 +226,3 @@ def stages_for(settings: Collection[str]) -> tuple[int, ...]:
     """Return the stages at which all of `settings` work: those that `stage: auto` chooses from."""
     rows = [row for row in CAPABILITIES if row.setting in settings]
     return tuple(stage for stage in range(4) if all(stage in row.stages for row in rows))
-
-
-def _listed(stages: tuple[int, ...]) -> str:
-    if len(stages) == 1:
-        return f"stage {stages[0]}"
-    return f"stages {stages[0]} to {stages[-1]}"

@@ -23,29 +23,24 @@ class Resolved:
     offload_param: bool = False
     dtype: str | None = None
     """The `model.dtype` that the preset stands for."""
-
-
-@frozen(kw_only=True)
-class Preset(Resolved):
-    """A preset and the reason to choose it."""
-
-    reason: str
+    reason: str = ""
+    """Of a preset: why to choose it."""
 
 
 PRESETS = {
-    "ddp": Preset(stage=0, reason="everything fits on each device"),
-    "zero1": Preset(stage=1, reason="the optimizer's states do not fit on each device"),
-    "zero2": Preset(stage=2, reason="the gradients do not fit either"),
-    "zero2_bf16": Preset(stage=2, dtype="bf16", reason="as `zero2`, with the dtype in its name"),
-    "zero2_fp16": Preset(stage=2, dtype="fp16", reason="as `zero2`, on devices without bf16"),
-    "zero3": Preset(stage=3, reason="the weights do not fit either; slower"),
-    "zero1_offload": Preset(
+    "ddp": Resolved(stage=0, reason="everything fits on each device"),
+    "zero1": Resolved(stage=1, reason="the optimizer's states do not fit on each device"),
+    "zero2": Resolved(stage=2, reason="the gradients do not fit either"),
+    "zero2_bf16": Resolved(stage=2, dtype="bf16", reason="as `zero2`, with the dtype in its name"),
+    "zero2_fp16": Resolved(stage=2, dtype="fp16", reason="as `zero2`, on devices without bf16"),
+    "zero3": Resolved(stage=3, reason="the weights do not fit either; slower"),
+    "zero1_offload": Resolved(
         stage=1, offload_optimizer=True, reason="the states do not fit on all devices together"
     ),
-    "zero2_offload": Preset(
+    "zero2_offload": Resolved(
         stage=2, offload_optimizer=True, reason="as `zero1_offload`; gradients are on the CPU too"
     ),
-    "zero3_offload": Preset(
+    "zero3_offload": Resolved(
         stage=3,
         offload_optimizer=True,
         offload_param=True,
@@ -175,7 +170,7 @@ class DeepSpeedConfig:
 def resolve(section: DeepSpeedConfig) -> Resolved:
     """Return the section with the preset's values where it sets none. Raises RLHFError where it
     contradicts the preset."""
-    preset: Resolved | None = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
+    preset = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
     if preset is None:
         preset = Resolved(
             stage=3 if section.offload_param and section.stage == "auto" else section.stage

@@ -21,9 +21,9 @@ from rlhf_plugin_deepspeed.capabilities import (
     BEFORE,
     CAPABILITIES,
     LEAST,
-    PRECISIONS,
     check_version,
 )
+from rlhf_plugin_deepspeed.mesh import precisions
 from rlhf_plugin_deepspeed.patches.table import NEWEST
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
@@ -74,9 +74,7 @@ def _too_new_for(version: str) -> Iterator[Finding]:
 
 
 def _precisions() -> Finding:
-    accelerator = get_accelerator()
-    supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
-    here = [name for name in PRECISIONS if name not in supports or supports[name]()]
+    here = precisions()
     if "bf16" in here:
         return Finding(subject="model.dtype", here=", ".join(here))
     return Finding(

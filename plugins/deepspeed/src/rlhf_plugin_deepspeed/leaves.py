@@ -102,12 +102,7 @@ def _is_block(module: nn.Module) -> bool:
         "expert" in name and isinstance(child, nn.ModuleList) and len(child) > 1
         for name, child in children.items()
     )
-    return lists or _has_stacked_weight(module)
-
-
-def _has_stacked_weight(module: nn.Module) -> bool:
-    # Convolutions have 3-D weights too.
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return False
     shapes = [getattr(item, "ds_shape", item.shape) for item in module.parameters(recurse=False)]
-    return any(len(shape) == 3 for shape in shapes)
+    # Convolutions have 3-D weights too.
+    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    return lists or (not is_convolution and any(len(shape) == 3 for shape in shapes))

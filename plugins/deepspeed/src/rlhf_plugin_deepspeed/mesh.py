@@ -16,6 +16,7 @@ from torch import distributed
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
+from rlhf_plugin_deepspeed.capabilities import PRECISIONS
 from rlhf_plugin_deepspeed.patches.install import check_target, path_of, replace
 from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
 from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
@@ -94,14 +95,20 @@ def forget(patch: str) -> None:
         setattr(module, check_target(patch, module, name), None)
 
 
-def _check_precision(precision: str) -> None:
+def precisions() -> list[str]:
+    """Return the values of `model.dtype` that the accelerator here supports."""
     accelerator = get_accelerator()
-    supported = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
-    if not supported.get(precision, True):
-        others = [name for name, is_supported in supported.items() if is_supported]
+    supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
+    return [name for name in PRECISIONS if name not in supports or supports[name]()]
+
+
+def _check_precision(precision: str) -> None:
+    fp32, *others = precisions()
+    if precision not in (fp32, *others):
         raise RLHFError(
-            f"model.dtype is {precision}, which the accelerator here ({accelerator.device_name()}) "
-            f"does not support; set model.dtype to {' or '.join([*others, 'fp32'])}"
+            f"model.dtype is {precision}, which the accelerator here "
+            f"({get_accelerator().device_name()}) does not support; set model.dtype to "
+            f"{' or '.join([*others, fp32])}"
         )
 
 

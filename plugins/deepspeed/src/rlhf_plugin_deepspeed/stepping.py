@@ -3,10 +3,11 @@
 import math
 
 import torch
+from torch import Tensor, nn
 
 from rlhf.engine import Deferred, LaterOutcome, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
-from rlhf_plugin_deepspeed.gradient_norms import gradients, sharded_norm, whole_norm
+from rlhf_plugin_deepspeed.patches.checks import sharded_norm
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 CHECKS_BY_NORM = "0.19.8"
@@ -92,3 +93,20 @@ def _deepspeeds_norm(engine: TrainingEngine, *, moved: bool) -> float:
     norm = float(engine.deepspeed.get_global_grad_norm())
     # Before 0.19.8 a skipped step keeps the norm of the step before it.
     return norm if moved or not math.isfinite(norm) else math.inf
+
+
+def whole_norm(module: nn.Module) -> Tensor:
+    """Return the norm of the gradient at stage 0, where every rank holds all of it. DeepSpeed has
+    none without masters, and with torch's optimizer in fp16 a scaled one."""
+    norms = torch._foreach_norm(gradients(module), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Return the gradients of all trained parameters; where a step gave none, zeros, which
+    DeepSpeed uses too when it adds gradients up over ranks."""
+    trained = [item for item in module.parameters() if item.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [item.grad for item in trained if item.grad is not None]

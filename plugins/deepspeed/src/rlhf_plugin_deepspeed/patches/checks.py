@@ -1,12 +1,13 @@
 """How DeepSpeed's optimizers find a gradient that is not finite: once, and in every precision."""
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, distributed
 
-from rlhf_plugin_deepspeed.gradient_norms import sharded_norm
 from rlhf_plugin_deepspeed.patches.install import replace
 
 
@@ -38,3 +39,18 @@ def _host_norm(optimizer: Any) -> Tensor:
     reads a norm on the device after the update, which makes the host wait twice."""
     norm = sharded_norm(optimizer)
     return torch.where(norm.isfinite(), norm, -1.0).cpu()
+
+
+def sharded_norm(optimizer: Any) -> Tensor:
+    """Return the norm of the gradient over the shards of all ranks, stages 1 to 3. Collective.
+
+    DeepSpeed's own copies each parameter's gradient to float64, in three launches.
+    """
+    every = chain.from_iterable(optimizer.averaged_gradients.values())
+    shards = [item for item in every if not getattr(item, "_zero_padding", False)]
+    total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())
+    if shards:
+        norms = torch._foreach_norm(shards, 2, dtype=torch.float32)
+        total += torch.stack(list(norms)).square().sum()
+    distributed.all_reduce(total, group=optimizer.dp_process_group)
+    return total.sqrt()

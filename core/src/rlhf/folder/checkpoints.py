@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from rlhf.errors import RLHFError
@@ -34,7 +35,7 @@ NAME = re.compile(r"step-(\d{6,})$|\.step-(\d{6,})\.replaced$")
 VISIBLE = 60.0
 """Seconds until a network file system shows what other hosts have written."""
 THREADS = 8
-"""Files that are read at once to verify a checkpoint."""
+"""Files that are read at once, to save or to verify a checkpoint."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -60,7 +61,10 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 def digest(part: Path, paths: Iterable[Path], *, rank: int = 0) -> None:
     """Sync the files of a rank to disk, and note their sizes and SHA-256 for `commit`."""
-    files = {str(path.relative_to(part)): _describe(path) for path in paths}
+    names = {str(path.relative_to(part)): path for path in paths}
+    # Daemon threads: those of an executor would hold up a second Ctrl-C.
+    with ThreadPool(THREADS) as pool:
+        files = dict(zip(names, pool.map(_describe, names.values()), strict=True))
     write_whole(part / DIGESTS.format(f"{rank:05d}"), json.dumps(files))
 
 

@@ -72,6 +72,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "completion": "two",
         },
     ),
+    "ms-swift pair": (
+        "preference",
+        {"messages": [SYSTEM, *TALK], "rejected_response": "yes, no"},
+        {"prompt": [SYSTEM, TALK[0]], "chosen": TALK[1:], "rejected": [WORSE]},
+    ),
     "alpaca pair": (
         "preference",
         {"instruction": "What is two?", "chosen": "one and one", "rejected": "yes, no"},

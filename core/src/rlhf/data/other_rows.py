@@ -1,5 +1,5 @@
 """Rows as other projects write them: conversations of ShareGPT and instructions of Alpaca, with the
-columns that Axolotl and LLaMA-Factory add."""
+columns that Axolotl, LLaMA-Factory and ms-swift add."""
 
 import json
 from collections.abc import Mapping
@@ -27,6 +27,10 @@ def with_our_columns(row: Columns) -> Columns:
         ours["prompt"] = _instruction(row)
         if has(row, "output"):
             ours["completion"] = ours.pop("output")
+    if has(row, "messages", "rejected_response") and row["messages"]:
+        *ours["prompt"], chosen = ours.pop("messages")
+        rejected = {"role": "assistant", "content": ours.pop("rejected_response")}
+        ours |= {"chosen": [chosen], "rejected": [rejected]}
     if has(row, "kto_tag"):
         ours["label"] = ours.pop("kto_tag")
     for name in {"messages", "prompt", "completion", "chosen", "rejected"} & ours.keys():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.readouts import answer_logprobs, scores, token_logprobs
+from rlhf.readouts import Head, answer_logprobs, scores, token_logprobs
 from rlhf.trainer import Loss, Run, Term, Trainer
 
 
@@ -70,6 +70,33 @@ class ForgetfulTrainer(CriticTrainer):
 
     def loss(self, batch: PackedBatch) -> Loss:
         return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))
+
+
+class OrdinalTrainer(CriticTrainer):
+    """Scores of three labels against thresholds of its own: a vector, a matrix and a scalar."""
+
+    def setup(self, run: Run) -> None:
+        extra = {
+            "thresholds": torch.tensor([-1.0, 0.0, 1.0]),
+            "mixing": torch.eye(3),
+            "scale": torch.ones(1),
+        }
+        self.policy = run.load("policy", task="sequence", labels=3, extra=extra)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        odds = self.policy(batch, against_thresholds)["odds"]
+        ones = torch.ones_like(batch.answer, dtype=torch.float32)
+        lengths = odds.new_zeros(len(odds)).index_add(0, batch.answer, ones)
+        right = (lengths[:, None] % 3 > torch.arange(3)).float()
+        losses = nn.functional.binary_cross_entropy_with_logits(odds, right, reduction="none")
+        return Loss((Term(losses.sum(), "answers"),))
+
+
+def against_thresholds(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
+    """Read the distance of each answer's scores [A, 3] from the thresholds."""
+    own = {name: value.float() for name, value in head.extra.items()}
+    found = scores(hidden, head, batch)["scores"] @ own["mixing"]
+    return {"odds": own["scale"] * found - own["thresholds"]}
 
 
 class Bigrams(nn.Module):

@@ -39,6 +39,7 @@ STAGES = {
 CASES = {
     "CriticTrainer": ("loss", "grad_norm", "critic/grad_norm", "error", "learning_rate"),
     "BigramTrainer": ("loss", "grad_norm", "learning_rate"),
+    "OrdinalTrainer": ("loss", "grad_norm", "learning_rate"),
 }
 """What is compared, by trainer."""
 
@@ -55,7 +56,8 @@ def run(trainer: str, words: list[str], cache: str, plain: bool = False) -> list
 
 def files(folder: Path) -> dict[str, bytes]:
     """The exported weights of every trained model."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.glob("model*/*.safetensors")}
+    paths = (path for name in folder.glob("model*") for path in name.rglob("*.safetensors"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("trainer", CASES)

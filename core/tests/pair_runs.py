@@ -67,7 +67,9 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
-def make_run(folder: Path, *, steps: int = 9, **sections: Any) -> RunContext:
+def make_run(
+    folder: Path, *, steps: int = 9, extra: dict[str, torch.Tensor] | None = None, **sections: Any
+) -> RunContext:
     """Return a run over the twelve pairs whose policy is loaded and in training mode."""
     sections.setdefault("model", ModelConfig(path=str(folder / "model"), dtype="fp32"))
     config = PairConfig(
@@ -83,7 +85,7 @@ def make_run(folder: Path, *, steps: int = 9, **sections: Any) -> RunContext:
     run = RunContext(
         config, tokenizer, Mesh(), hooks, steps=steps, longest=longest, examples=[examples]
     )
-    run.load("policy", dropout=False).train()
+    run.load("policy", extra=extra, dropout=False).train()
     return run
 
 

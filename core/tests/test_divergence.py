@@ -79,21 +79,32 @@ def teacher(num: int = NUM) -> WholeTeacher:
 
 
 def plain_loss(
-    logits: Tensor, target: Tensor, batch: PackedBatch, mixture: Mixture, formula: Any
+    logits: Tensor,
+    target: Tensor,
+    batch: PackedBatch,
+    mixture: Mixture,
+    formula: Any,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The sum over all predictions from whole [N, V] tensors."""
     heat = mixture.temperature
     soft = (logits / heat).log_softmax(-1)
     values = formula(soft, target) * heat**2
     logprobs = logits.log_softmax(-1).gather(-1, batch.predict[:, None])
-    return (1 - mixture.nll) * values.sum() - mixture.nll * logprobs.sum()
+    losses = (1 - mixture.nll) * values - mixture.nll * logprobs.squeeze(-1)
+    return losses.sum() if weights is None else losses @ weights
 
 
+@pytest.mark.parametrize("weights", [None, drawn(NUM, seed=5)], ids=["plain", "weighted"])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.25}, {"scale": 3.0, "softcap": 2.0}])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize(("temperature", "nll"), [(1.0, 0.0), (2.0, 0.3), (1.0, 1.0)])
 def test_the_loss_and_its_gradients_are_those_of_the_plain_formula(
-    options: dict[str, float], chunk: int, temperature: float, nll: float
+    options: dict[str, float],
+    chunk: int,
+    temperature: float,
+    nll: float,
+    weights: Tensor | None,
 ) -> None:
     batch, whole = packed(), teacher()
     mixture = Mixture(by_autograd(lopsided), temperature=temperature, nll=nll, chunk=chunk)
@@ -102,11 +113,13 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_formula(
         hidden, weight, bias = student()
         head = Head(weight=weight, bias=bias, **options)
         if chunked:
-            loss = divergence(hidden, head, batch, teacher=whole, mixture=mixture)["loss"]
+            loss = divergence(hidden, head, batch, teacher=whole, mixture=mixture, weights=weights)[
+                "loss"
+            ]
         else:
             logits = head.logits(hidden[batch.predict_from])
             target = (whole.head.logits(whole.hidden) / temperature).log_softmax(-1)
-            loss = plain_loss(logits, target, batch, mixture, lopsided)
+            loss = plain_loss(logits, target, batch, mixture, lopsided, weights)
         (3 * loss).backward()
         results += [loss.detach(), hidden.grad, weight.grad, bias.grad]
     for one, other in zip(found, wanted, strict=True):
@@ -218,7 +231,10 @@ def test_a_16_bit_head_sums_its_gradient_in_float32() -> None:
     for dtype, known, chunk in ((torch.bfloat16, half, 1), (torch.float32, whole, 100)):
         hidden, weight, _ = student(dtype)
         mixture = Mixture(by_autograd(forward_kl), chunk=chunk)
-        read = divergence(hidden, Head(weight=weight), batch, teacher=known, mixture=mixture)
+        read = divergence(
+            hidden, Head(weight=weight), batch, teacher=known, mixture=mixture,
+            weights=drawn(NUM, seed=5),
+        )  # fmt: skip
         assert read["loss"].dtype == torch.float32
         read["loss"].backward()
         assert weight.grad is not None
@@ -252,7 +268,10 @@ def test_no_tensor_of_predictions_times_vocabulary_is_made(
     hidden, weight, _ = student()
     mixture = Mixture(by_autograd(lopsided), temperature=2.0, nll=0.5, chunk=2)
     with Largest() as largest:
-        read = divergence(hidden, Head(weight=weight), batch, teacher=known, mixture=mixture)
+        read = divergence(
+            hidden, Head(weight=weight), batch, teacher=known, mixture=mixture,
+            weights=drawn(NUM, seed=5),
+        )  # fmt: skip
         read["loss"].backward()
     assert largest.size == max(HIDDEN * VOCABULARY, 2 * VOCABULARY) < NUM * VOCABULARY
 

@@ -129,7 +129,8 @@ def test_a_fused_divergence_is_the_divergence() -> None:
             "against": teacher.against, "measure": measure, "temperature": 2.0, "nll": 0.1,
             "scale": 1.0, "softcap": None, "with_gradient": True,
         }  # fmt: skip
-        tensors = (torch.randint(0, 501, (num,), device=CUDA), *teacher.chunk(slice(0, num)))
+        targets = torch.randint(0, 501, (num,), device=CUDA)
+        tensors = (targets, torch.randn(num, device=CUDA), *teacher.chunk(slice(0, num)))
         expected = compare(raw.clone(), *tensors, **options)
         found = fused_compare(raw.clone(), *tensors, **options)
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)

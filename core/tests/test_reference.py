@@ -12,11 +12,13 @@ from rlhf.config.sections import (
     LoraConfig,
     ModelConfig,
 )
+from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
 from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
 from rlhf.rank.context import RunContext
 from rlhf.rank.introduction import curve_line
-from rlhf.readouts import answer_logprobs, hidden_at
+from rlhf.readouts import Head, Mixture, answer_logprobs, distil, hidden_at
+from rlhf.readouts.teachers import forward_kl
 from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
 
@@ -66,6 +68,62 @@ def test_any_readout_runs_on_an_engine(folder: Path) -> None:
     assert reference(packed(run), hidden_at(places))["hidden"].shape == (2, 32)
 
 
+@pytest.mark.parametrize("mode", ["adapter", "engine"])
+def test_the_reference_is_the_teacher_of_a_divergence(folder: Path, mode: Any) -> None:
+    run = make_run(folder, lora=LoraConfig(rank=2) if mode == "adapter" else None)
+    policy, reference = run.roles["policy"].engine, run.reference(mode, live=True)
+    batch = packed(run)
+    take_a_step(run, batch)
+    weights = torch.linspace(-1.0, 2.0, len(batch.predict))
+    mixture = Mixture(lambda student, teacher: (forward_kl(student, teacher), -teacher.exp()))
+    read = distil(policy, reference, batch, mixture, weights=weights)
+    known = reference(batch, all_logprobs)["logprobs"]
+    expected = forward_kl(policy(batch, all_logprobs)["logprobs"], known)
+    assert float(read["kl"].max()) > 1e-4
+    torch.testing.assert_close(read["kl"], expected.detach(), rtol=1e-4, atol=1e-6)
+    for found, wanted in zip(
+        gradients(policy, read["loss"]), gradients(policy, expected @ weights), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)
+    assert policy.module.training
+
+
+def all_logprobs(hidden: torch.Tensor, head: Head, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """The log-probabilities of the whole vocabulary at every prediction [N, V]."""
+    return {"logprobs": head.logits(hidden[batch.predict_from]).log_softmax(-1)}
+
+
+def gradients(engine: Any, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    trained = [item for item in engine.module.parameters() if item.requires_grad]
+    return torch.autograd.grad(loss, trained)
+
+
+def test_a_cache_is_no_teacher(folder: Path) -> None:
+    run = make_run(folder)
+    reference = run.reference("cache")
+    mixture = Mixture(lambda student, teacher: (forward_kl(student, teacher), -teacher.exp()))
+    with pytest.raises(RLHFError) as error:
+        distil(run.roles["policy"].engine, reference, packed(run), mixture)
+    assert str(error.value) == (
+        "the reference's mode is cache, which only has log-probabilities of the data's own answers;"
+        " call run.reference(live=True)"
+    )
+
+
+def test_the_reference_has_the_first_values_of_the_trainers_own_parameters(folder: Path) -> None:
+    for mode, lora in (("adapter", LoraConfig(rank=2)), ("engine", None)):
+        run = make_run(folder, lora=lora, extra={"offset": torch.ones(2)})
+        policy, reference = run.roles["policy"].engine, run.reference(mode)  # type: ignore[arg-type]
+        with torch.no_grad():
+            policy.module.extra["offset"] += 1
+        assert reference(packed(run), offset)["offset"].tolist() == [1.0, 1.0]
+        assert policy(packed(run), offset)["offset"].tolist() == [2.0, 2.0]
+
+
+def offset(hidden: torch.Tensor, head: Head, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    return {"offset": head.extra["offset"]}
+
+
 def test_auto_chooses_the_cheapest_mode_and_prints_the_reason(folder: Path) -> None:
     def note(run: RunContext, **options: Any) -> str:
         run.reference(**options)
@@ -107,7 +165,7 @@ def test_auto_chooses_the_cheapest_mode_and_prints_the_reason(folder: Path) -> N
             {},
             {"mode": "cache", "live": True},
             "pairs.reference cache has log-probabilities of the rows' own answers only, and pairs "
-            "needs those of other answers; choose adapter or engine",
+            "needs more; choose adapter or engine",
         ),
         (
             {"lora": LoraConfig(rank=2)},
@@ -213,7 +271,7 @@ def test_dropout_is_removed_except_that_of_the_adapter(folder: Path) -> None:
         (
             "kto --kto.reference cache",
             "kto.reference cache has log-probabilities of the rows' own answers only, and kto "
-            "needs those of other answers; choose adapter or engine",
+            "needs more; choose adapter or engine",
         ),
     ],
 )

@@ -208,6 +208,8 @@ class Run(Protocol):
         model: ModelConfig | None = None,
         trained: bool = True,
         task: Literal["causal", "sequence", "token"] = "causal",
+        labels: int | None = None,
+        extra: Mapping[str, Tensor] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
     ) -> Engine:
@@ -220,8 +222,13 @@ class Run(Protocol):
         policy, `model-ROLE/` another.
 
         By default the model is the one of the configuration, with its adapters; pass `model` for
-        another, such as a teacher. `task` is what its head predicts: the vocabulary, one score per
-        answer, or two labels per token. With `dropout=False` the model's own dropout is removed.
+        another, such as a teacher. `task` is what its head predicts: the vocabulary, scores per
+        answer, or scores per token; by default it has one of them per answer, or two per token, and
+        with `labels` so many. With `dropout=False` the model's own dropout is removed.
+
+        `extra` are parameters of the trainer by name, with their first values. A readout gets them
+        as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also
+        beside an adapter; of those, matrices have weight decay.
         """
 
     def prepare(
@@ -254,7 +261,8 @@ class Run(Protocol):
         log-probabilities that are computed once and kept on disk; `auto` takes the cheapest. With
         `every` the reference moves to the share `mix` of the policy after so many steps (TR-DPO,
         arXiv 2404.09656). `live` means that it is called with other tokens than those of the data,
-        which no cache holds.
+        or with a readout, which a cache cannot answer; it can then be the teacher of
+        `rlhf.readouts.distil`.
         """
 
     def teacher(

@@ -10,6 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.exported import exported_model, task_of
+from rlhf.model.extra import exported_extra, save_extra
 from rlhf.report.card import write_card
 from rlhf.report.recorded import is_run
 
@@ -27,6 +28,7 @@ def merge_command(adapter: str, output: str) -> int:
         merged.save_pretrained(target)
         if (source / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        save_extra(exported_extra(source), target)
         if (source / "generation_config.json").is_file():
             shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
         if is_run(source.parent):

@@ -9,6 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
 from rlhf.errors import RLHFError, first_line
+from rlhf.model.extra import EXTRA_FILE
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Base of the errors of the HTTP library, which is not the same in all releases of huggingface_hub.
@@ -34,7 +35,7 @@ def push_command(run: str, name: str, *, private: bool) -> int:
         repository = api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(repository.repo_id).private:
             raise RLHFError(f"{name} exists and is public; choose another name or omit --private")
-        added = [CommitOperationAdd(path.name, path) for path in files]
+        added = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in files]
         message = f"Upload {folder.name} with rlhf"
         api.create_commit(repository.repo_id, added, commit_message=message)
     except HFValidationError as error:
@@ -61,5 +62,6 @@ def model_folder(path: Path) -> Path:
 
 def uploaded_files(folder: Path) -> list[Path]:
     """Return the files of a model folder that are uploaded, by name."""
-    files = (path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink())
+    places = [*sorted(folder.iterdir()), folder / EXTRA_FILE]
+    files = (path for path in places if path.is_file() and not path.is_symlink())
     return [path for path in files if any(fnmatch(path.name, pattern) for pattern in UPLOADED)]

@@ -16,8 +16,8 @@ def check_reference(
     """Raise RLHFError if this configuration cannot have this mode of a reference.
 
     `auto` chooses a possible mode, so it fails only for a reference that moves `every` so many
-    steps, which has to be an engine. `live` says that the trainer needs log-probabilities of other
-    answers than those in the rows.
+    steps, which has to be an engine. `live` says that the trainer needs more than log-probabilities
+    of the answers in the rows.
     """
     if mode == "auto" and every is None:
         return
@@ -38,7 +38,7 @@ def check_reference(
     if mode == "cache" and live:
         raise RLHFError(
             f"{setting} has log-probabilities of the rows' own answers only, and {name} needs "
-            "those of other answers; choose adapter or engine"
+            "more; choose adapter or engine"
         )
     if every is not None and has_adapter:
         raise RLHFError(

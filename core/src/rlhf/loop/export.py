@@ -21,6 +21,7 @@ from rlhf.folder.run_folder import logged
 from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
 from rlhf.model.architecture import DTYPES
+from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.save import save_tokenizer_and_config, verify_export
@@ -49,7 +50,7 @@ def _export(session: Session, role: str) -> None:
             more = session.trainer.model_config(session.journal.last) if role == "policy" else {}
             model = engine.module.model
             save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
-            verify_export(part, model)
+            verify_export(part, model, engine.module.own_parameters)
             write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
 
@@ -94,13 +95,21 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
     config = attrs.evolve(config, model=plain)
     whole = Plan(stage=0, precision=config.model.dtype)
-    module = load_model(config, plan=whole, mesh=Mesh(), hooks=backend, task=task)
+    extra = {
+        name.removeprefix(EXTRA_PREFIX): value
+        for name, value in weights.items()
+        if name.startswith(EXTRA_PREFIX)
+    }
+    module = load_model(
+        config, plan=whole, mesh=Mesh(), hooks=backend, task=task, labels=plan.get("labels"),
+        extra=extra,
+    )  # fmt: skip
     module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
     more = trainer.model_config(newest) if role == "policy" else {}
     save_tokenizer_and_config(module.model, tokenizer, target, more)
-    verify_export(target, module.model)
+    verify_export(target, module.model, module.own_parameters)
     write_card(target, run, role=role, until=step_of(folder))
 
 

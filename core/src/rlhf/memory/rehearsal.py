@@ -175,19 +175,25 @@ class Rehearsal:
         model: ModelConfig | None = None,
         trained: bool = True,
         task: Task = "causal",
+        labels: int | None = None,
+        extra: Mapping[str, Tensor] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`. Only the model's configuration is read."""
         config = config_with(self.config, model, optim)
-        module = empty_model(config, task)
+        module = empty_model(config, task, labels=labels, extra=extra)
         shape = shape_of(module)
         paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
         if not dropout:
             without_dropout(module)
-        return self._add(role, module, shape, trained=trained, model=model, optim=optim)
+        engine = self._add(role, module, shape, trained=trained, model=model, optim=optim)
+        self.roles[role] = attrs.evolve(
+            self.roles[role], task=task, labels=labels, extra=extra or {}
+        )
+        return engine
 
     def prepare(
         self,
@@ -263,9 +269,13 @@ class Rehearsal:
         if chosen == "cache":
             self._attached[REFERENCE] = None
             return CachedReference()
+        loaded = self.roles[POLICY]
         if chosen == "adapter":
-            return EngineReference(self.roles[POLICY].engine, mode="adapter")
-        engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
+            return EngineReference(loaded.engine, mode="adapter", extra=loaded.extra)
+        engine = self.load(
+            "reference", model=self.config.model, trained=False, task=loaded.task or "causal",
+            labels=loaded.labels, extra=loaded.extra, dropout=False,
+        )  # fmt: skip
         return EngineReference(engine, mode="engine")
 
     def teacher(

@@ -12,8 +12,8 @@ from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def read_architecture(config: Config, task: Task = "causal") -> Any:
-    """Return transformers' config of `model.path` with the labels of `task`.
+def read_architecture(config: Config, task: Task = "causal", labels: int | None = None) -> Any:
+    """Return transformers' config of `model.path` with the labels of `task`, or so many `labels`.
 
     Raises RLHFError for a folder without a readable config, a model that is not a causal language
     model, and a family without a class for the task.
@@ -32,7 +32,7 @@ def read_architecture(config: Config, task: Task = "causal") -> Any:
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"
         )
-    prepare_architecture(architecture, task, path)
+    prepare_architecture(architecture, task, labels, path)
     return architecture
 
 

@@ -1,10 +1,11 @@
 """The step from hidden states to logits: weight, bias, scale and soft cap, as each family has
 them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
@@ -35,6 +36,8 @@ class Head:
     """Factor on the logits."""
     softcap: float | None = None
     """Bound of the logits, which are squashed by tanh; None if there is none."""
+    extra: Mapping[str, Tensor] = field(factory=dict)
+    """The trainer's own parameters (`extra` of `Run.load`)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of `hidden` [N, H] in float32. Only for a few rows: all logits

@@ -28,14 +28,17 @@ def load_model(
     hooks: BackendGateway,
     role: str = "policy",
     task: Task = "causal",
+    labels: int | None = None,
+    extra: Mapping[str, Tensor] | None = None,
 ) -> PackedModel:
     """Return the model of `config`, ready for the backend's `prepare`: its weights loaded or drawn
-    at random, with adapters, frozen parameters and recomputation as configured.
+    at random, with adapters, frozen parameters and recomputation as configured, and with the
+    trainer's own parameters `extra`.
 
     Below stage 3 every rank loads the model onto its device. At stage 3 the module is created in
     shards and only rank 0 reads the weights. Collective at stage 3.
     """
-    architecture = read_architecture(config, task)
+    architecture = read_architecture(config, task, labels)
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
@@ -43,7 +46,8 @@ def load_model(
     else:
         causal = load_whole(architecture, config, task, dtype, device=mesh.device)
     layers = change_layers(decoder(causal), config.model, mesh.device)
-    return PackedModel(prepare_trainable(causal, config, task), layers=layers)
+    own = {name: value.to(mesh.device, dtype, copy=True) for name, value in (extra or {}).items()}
+    return PackedModel(prepare_trainable(causal, config, task), layers=layers, extra=own)
 
 
 def load_whole(

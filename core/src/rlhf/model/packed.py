@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.engine import Readout, is_sharded
 from rlhf.errors import RLHFError
 from rlhf.model import attention
+from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import read_head
 from rlhf.model.masks import Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
@@ -41,13 +43,22 @@ class PackedModel(nn.Module):
     path computed them. Nothing else reads the weights: outside a forward ZeRO-3 has none.
     """
 
-    def __init__(self, model: nn.Module, *, path: PathName = "tree", layers: str = "") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        path: PathName = "tree",
+        layers: str = "",
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         attention.register()
         self.model = model
         """The transformers model, or peft's wrapper of it."""
         self.layers = layers
         """One line on fused or compiled layers for the start of the run; empty without them."""
+        self.extra = nn.ParameterDict(extra or {})
+        """The trainer's own parameters, which a readout gets with the head."""
         self.own_attention = own_attention(self.causal)
         self.path = path
 
@@ -73,10 +84,16 @@ class PackedModel(nn.Module):
         if self.causal.config._attn_implementation != implementation:
             self.causal.set_attn_implementation(implementation)
 
+    @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainer's own parameters by name; sharded ones as they are."""
+        return dict(self.extra.named_parameters())
+
     def forward(self, batch: PackedBatch, readout: Readout) -> dict[str, Tensor]:
         """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""
         hidden = self.hidden(batch)
-        return dict(readout(hidden, read_head(self.causal), batch))
+        head = attrs.evolve(read_head(self.causal), extra=dict(self.extra.items()))
+        return dict(readout(hidden, head, batch))
 
     def save_weights(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         """Write a model folder that plain transformers or peft opens.
@@ -84,6 +101,9 @@ class PackedModel(nn.Module):
         `weights` is the full state dict on the host, of this module or of the model in it. For a
         model with an adapter only the adapter is written, and its weights suffice.
         """
+        own = self.own_parameters
+        save_extra({n: weights[EXTRA_PREFIX + n].to(own[n].dtype) for n in own}, directory)
+        weights = {n: value for n, value in weights.items() if not n.startswith(EXTRA_PREFIX)}
         if weights.keys() <= {PREFIX + name for name in self.model.state_dict()}:
             weights = {name.removeprefix(PREFIX): value for name, value in weights.items()}
         save_weights(self.model, weights, directory)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
@@ -35,6 +36,10 @@ class Role:
     """Its optimizer's configuration; None for that of the run."""
     task: Task | None = None
     """What its head predicts; None for a module of the trainer's own."""
+    labels: int | None = None
+    """Number of its labels; None for that of its task."""
+    extra: Mapping[str, Tensor] = field(factory=dict)
+    """First values of the trainer's own parameters at its head."""
     attention: AttentionPath | None = None
     """How it runs packed batches; None in a rehearsal and for a module of the trainer's own."""
     schedule: LRScheduler | None = None

@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.engine import whole_shape
 from rlhf.errors import RLHFError
+from rlhf.model.extra import EXTRA_FILE
 from rlhf.model.parts import unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding
@@ -92,15 +93,21 @@ def save_generation(causal: Any, tokenizer: Any, directory: Path) -> None:
     generation.save_pretrained(directory)
 
 
-def verify_export(directory: Path, model: nn.Module) -> None:
-    """Open the safetensors files in `directory` again and compare names and shapes with the
-    model's; at ZeRO-3 these are the shapes before sharding.
+def verify_export(
+    directory: Path, model: nn.Module, extra: Mapping[str, Tensor] | None = None
+) -> None:
+    """Open the safetensors files in `directory` again and compare names and shapes with those of
+    the model and of the trainer's own parameters `extra`; at ZeRO-3 these are the shapes before
+    sharding.
 
     Raises RLHFError for a file that does not open, and for a weight that is missing, unexpected or
     of another shape.
     """
     written = written_shapes(directory)
     expected = exported_shapes(model)
+    if extra:
+        written |= written_shapes((directory / EXTRA_FILE).parent)
+        expected |= {name: tuple(whole_shape(value)) for name, value in extra.items()}
     for name in sorted(expected.keys() | written.keys()):
         if name not in written:
             problem = f"{name} is missing (expected shape {list(expected[name])})"

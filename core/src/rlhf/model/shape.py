@@ -1,9 +1,10 @@
 """What is known of a configured model before any weight is read: its shape and its positions."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.config.sections import Config
 from rlhf.engine import ModelShape
@@ -18,15 +19,23 @@ from rlhf.model.task import Task
 from rlhf.model.trainable import prepare_trainable
 
 
-def empty_model(config: Config, task: Task = "causal") -> PackedModel:
+def empty_model(
+    config: Config,
+    task: Task = "causal",
+    *,
+    labels: int | None = None,
+    extra: Mapping[str, Tensor] | None = None,
+) -> PackedModel:
     """Return the model of `config` on the meta device, with adapters, frozen parameters and
     recomputation: its parameters have shapes and no values."""
-    architecture = read_architecture(config, task)
+    architecture = read_architecture(config, task, labels)
+    dtype = DTYPES[config.model.dtype]
     with torch.device("meta"):
-        causal = from_config(architecture, config, task, dtype=DTYPES[config.model.dtype])
+        causal = from_config(architecture, config, task, dtype=dtype)
     check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
-    return PackedModel(prepare_trainable(causal, config, task, shape_only=True))
+    own = {name: value.to("meta", dtype) for name, value in (extra or {}).items()}
+    return PackedModel(prepare_trainable(causal, config, task, shape_only=True), extra=own)
 
 
 def shape_of(module: PackedModel) -> ModelShape:

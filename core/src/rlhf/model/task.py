@@ -28,7 +28,7 @@ class Form:
     auto: Any
     """The auto class that opens such a model."""
     labels: tuple[str, ...] = ()
-    """Names of the head's outputs; empty for the vocabulary."""
+    """Names of the head's outputs by default; empty for the vocabulary."""
     peft: str = "CAUSAL_LM"
     """peft's name of the task; for a classifier peft trains and saves the head."""
 
@@ -52,9 +52,28 @@ FORMS: dict[Task, Form] = {
 }
 
 
-def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
+def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:
+    """Return the names of a head's outputs: so many `labels`, by default those of the task.
+
+    Raises RLHFError for an unknown task, and for labels of a language model.
+    """
+    if task not in FORMS:
+        raise RLHFError(f"run.load(): task {task!r} is unknown; available: {', '.join(FORMS)}")
+    names = FORMS[task].labels
+    if labels is None or labels == len(names) > 0:
+        return names
+    if task == "causal" or labels < 1:
+        raise RLHFError(
+            f"run.load(): task {task!r} cannot have {labels} labels; "
+            "use sequence or token with at least one"
+        )
+    return tuple(f"LABEL_{number}" for number in range(labels))
+
+
+def prepare_architecture(architecture: Any, task: Task, labels: int | None, path: str) -> None:
     """Set the labels of `task` in a causal family's config, in place. Raises RLHFError if the
     family has no class for the task, or `path` holds another kind of classifier."""
+    names = names_of_labels(task, labels)
     form = FORMS[task]
     if task == "causal":
         return
@@ -71,14 +90,14 @@ def prepare_architecture(architecture: Any, task: Task, path: str) -> None:
             f"model.path {path} is {written}, whose head is not for "
             f"{form.suffix.removeprefix('For')}; choose the language model it was trained from"
         )
-    if written.endswith(form.suffix) and architecture.num_labels != len(form.labels):
+    if written.endswith(form.suffix) and architecture.num_labels != len(names):
         raise RLHFError(
             f"model.path {path} is {written} with {architecture.num_labels} labels, but this "
-            f"trainer's head has {len(form.labels)} ({', '.join(form.labels)}); choose the "
+            f"trainer's head has {len(names)} ({', '.join(names)}); choose the "
             "language model it was trained from"
         )
-    architecture.id2label = dict(enumerate(form.labels))
-    architecture.label2id = {name: number for number, name in enumerate(form.labels)}
+    architecture.id2label = dict(enumerate(names))
+    architecture.label2id = {name: number for number, name in enumerate(names)}
 
 
 def written_class(architecture: Any) -> str:

@@ -1,6 +1,6 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from rlhf.errors import RLHFError
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.dropout import without_dropout
+from rlhf.model.extra import first_values
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.parts import decoder
@@ -86,12 +87,15 @@ class RunContext:
         model: ModelConfig | None = None,
         trained: bool = True,
         task: Task = "causal",
+        labels: int | None = None,
+        extra: Mapping[str, Tensor] | None = None,
         dropout: bool = True,
         optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
-        empty = empty_model(config, task)
+        extra = first_values(config, extra or {})
+        empty = empty_model(config, task, labels=labels, extra=extra)
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
@@ -99,8 +103,9 @@ class RunContext:
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
-                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, task=task
-            )
+                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, task=task,
+                labels=labels, extra=extra,
+            )  # fmt: skip
             if not dropout:
                 without_dropout(module)
             return module
@@ -113,8 +118,9 @@ class RunContext:
         if engine.module.layers and trained:
             self.notes.append(engine.module.layers)
         self.roles[role] = attrs.evolve(
-            self.roles[role], model=model, task=task, attention=attention
-        )
+            self.roles[role], model=model, task=task, labels=labels, extra=extra,
+            attention=attention,
+        )  # fmt: skip
         return engine
 
     def prepare(
@@ -186,19 +192,23 @@ class RunContext:
             self.config, mode, num_rows=self._num_rows, steps=self.steps, every=every, live=live
         )
         note = f"reference  {chosen}: {reason}"
-        if self.roles["policy"].task is None:
+        loaded = self.roles["policy"]
+        policy = loaded.engine
+        if loaded.task is None:
             raise RLHFError(
                 "run.reference() is of a policy from run.load(); prepare a second module as the "
                 "reference with run.prepare(module, 'reference', trained=False)"
             )
-        policy = self.roles["policy"].engine
         if chosen == "cache":
             self.notes.append(f"{note}; {self._cache_reference(policy)}")
             return CachedReference()
         self.notes.append(note)
         if chosen == "adapter":
-            return EngineReference(policy, mode="adapter")
-        engine = self.load("reference", model=self.config.model, trained=False, dropout=False)
+            return EngineReference(policy, mode="adapter", extra=loaded.extra)
+        engine = self.load(
+            "reference", model=self.config.model, trained=False, task=loaded.task,
+            labels=loaded.labels, extra=loaded.extra, dropout=False,
+        )  # fmt: skip
         if every is not None:
             self.followers.append(
                 Follower(engine=engine, source=policy, every=every, mix=mix, hooks=self.hooks)

@@ -97,6 +97,7 @@ def plans_of(run: RunContext) -> dict[str, Any]:
             "trained": role.trained,
             "model": role.model and to_tree(role.model),
             "task": role.task,
+            "labels": role.labels,
             "attention": role.attention and str(role.attention),
         }
         for name, role in run.roles.items()

@@ -5,9 +5,10 @@ is a function `readout(hidden [T, H], head, batch) -> {name: tensor}`.
 """
 
 from rlhf.model.exported import exported_model
+from rlhf.model.extra import exported_extra
 from rlhf.model.head import Head
 from rlhf.readouts.chunked import chunked_sum, predictions
-from rlhf.readouts.distillation import Mixture, distil, divergence
+from rlhf.readouts.distillation import Mixture, beside, distil, divergence
 from rlhf.readouts.logprobs import (
     answer_logprobs,
     hidden_at,
@@ -26,9 +27,11 @@ __all__ = [
     "TopTeacher",
     "WholeTeacher",
     "answer_logprobs",
+    "beside",
     "chunked_sum",
     "distil",
     "divergence",
+    "exported_extra",
     "exported_model",
     "hidden_at",
     "predictions",

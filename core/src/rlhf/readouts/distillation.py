@@ -3,7 +3,7 @@ model ever has a tensor of tokens times vocabulary.
 
 The gradient is computed together with the value, chunk by chunk, and only scaled in backward. By
 then ZeRO-3 has released the teacher's head, and the logits of both models need not be computed
-twice. The price: only the sum over predictions has a gradient.
+twice. The price: only a sum over predictions has a gradient, with weights that are known before.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine, fused_on
+from rlhf.engine import Engine, Readout, fused_on
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum
 from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
+from rlhf.trainer import Reference
 
 COMPARED_ROWS = 1024
 """Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
@@ -44,52 +45,85 @@ class Mixture:
 
 
 def distil(
-    student: Engine, teacher: Engine, batch: PackedBatch, mixture: Mixture
+    student: Engine,
+    teacher: Engine | Reference,
+    batch: PackedBatch,
+    mixture: Mixture,
+    *,
+    weights: Tensor | None = None,
 ) -> Mapping[str, Tensor]:
     """Return the `divergence` of the student from a teacher that runs beside it. Collective at
-    ZeRO-3.
+    ZeRO-3."""
+    read = partial(divergence, mixture=mixture, weights=weights)
+    return beside(student, teacher, batch, read)
+
+
+def beside(
+    student: Engine, teacher: Engine | Reference, batch: PackedBatch, readout: Readout
+) -> Mapping[str, Tensor]:
+    """Return the student's `readout(hidden, head, batch, teacher=...)`, which gets the teacher's
+    distribution as a `WholeTeacher`. Collective at ZeRO-3.
 
     The student's forward runs inside the teacher's, so that both heads exist at the same time at
     any stage. Only the student gets a gradient.
 
         teacher(batch, ...)                     no gradient; its layers, then its readout:
             student(batch, ...)                     with gradient; its layers, then its readout:
-                divergence(...)                         both heads are gathered here
+                readout(...)                            both heads are gathered here
+
+    A reference that is the student itself with its adapter off runs before it; they share a head.
     """
-    with_gradient = torch.is_grad_enabled()
+    with_gradient, shared = torch.is_grad_enabled(), getattr(teacher, "engine", None) is student
     result: dict[str, Tensor] = {}
+    states: list[Tensor] = []
 
     def run_student(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
-        known = WholeTeacher(hidden.index_select(0, batch.predict_from), head)
-        with torch.set_grad_enabled(with_gradient):
-            result.update(student(batch, partial(divergence, teacher=known, mixture=mixture)))
+        states.append(hidden.index_select(0, batch.predict_from))
+        if not shared:
+            known = WholeTeacher(states[0], head)
+            with torch.set_grad_enabled(with_gradient):
+                result.update(student(batch, partial(readout, teacher=known)))
         # An engine may put hooks on what its readout returns. The student's graph must not get the
         # teacher's, so its result leaves by `result`.
         return {}
 
+    def read(hidden: Tensor, head: Head, batch: PackedBatch) -> Mapping[str, Tensor]:
+        return readout(hidden, head, batch, teacher=WholeTeacher(states[0], head))
+
     with torch.no_grad():
         teacher(batch, run_student)
-    return result
+    return student(batch, read) if shared else result
 
 
 def divergence(
-    hidden: Tensor, head: Head, batch: PackedBatch, *, teacher: Teacher, mixture: Mixture
+    hidden: Tensor,
+    head: Head,
+    batch: PackedBatch,
+    *,
+    teacher: Teacher,
+    mixture: Mixture,
+    weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Read the student's divergence from a teacher over the batch's N predictions.
 
-    `loss` is the scalar sum of `mixture`'s loss, differentiable in hidden states, weight and bias.
+    `loss` is the scalar sum of `mixture`'s loss, differentiable in hidden states, weight and bias;
+    with `weights` [N], which get no gradient, each prediction's loss is multiplied by its own.
     Without gradient, in float32 [N]: `divergence` and `kl` (nats, at the temperature), `logprobs`,
     `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
-    likely token is the same).
+    likely token is the same). `kl` is KL(teacher || student).
     """
     fused = fused_on(hidden.device.type)
     compare_chunk = fused_compare if fused else compare
+    factors = torch.ones_like(batch.predict, dtype=torch.float32) if weights is None else weights
+    factors = factors.detach().float()
 
     def read(
         rows: slice, raw: Tensor, targets: Tensor, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
+        size = rows.stop - rows.start
         return compare_chunk(
-            raw, targets, *teacher.chunk(rows), against=teacher.against,
+            raw, targets, chunks.pad_rows(factors[rows], size), *teacher.chunk(rows),
+            against=teacher.against,
             measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
             scale=head.scale, softcap=head.softcap, with_gradient=with_gradient,
         )  # fmt: skip
@@ -97,6 +131,7 @@ def divergence(
     def total(values: Tensor) -> Tensor:
         divergence, _, logprobs, *_ = values
         square = mixture.temperature**2
+        divergence, logprobs = factors * divergence, factors * logprobs
         return (1 - mixture.nll) * square * divergence.sum() - mixture.nll * logprobs.sum()
 
     loss, values = chunked_sum(
@@ -113,6 +148,7 @@ COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 def compare(
     raw: Tensor,
     targets: Tensor,
+    weights: Tensor,
     *chunk: Tensor,
     against: Against,
     measure: Measure,
@@ -149,11 +185,11 @@ def compare(
     # against the division of the logits by the temperature.
     soft_probabilities = probabilities if temperature == 1.0 else soft.exp()
     gradient = (by_logprob - soft_probabilities * by_logprob.sum(-1, keepdim=True)) * (
-        (1 - nll) * temperature
+        weights[:, None] * ((1 - nll) * temperature)
     )
     if nll:
         target = torch.arange(plain.shape[-1], device=raw.device) == places
-        gradient = gradient + nll * (probabilities - target.float())
+        gradient = gradient + weights[:, None] * nll * (probabilities - target.float())
     if scale != 1.0:
         gradient = gradient * scale
     if softcap is not None:

@@ -83,7 +83,7 @@ def answer_logprobs(
 
 def scores(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
     """Read `scores` [A] in float32: a head of one label at each answer's last token, as
-    transformers' sequence classifiers do.
+    transformers' sequence classifiers do; of a head of L labels [A, L].
 
     The product is in float32 too: in 16 bits rewards above 1 would be rounded to steps of 0.008.
     """

@@ -6,10 +6,11 @@ when they run the same batch; the cache gives them up to the rounding of another
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from peft import PeftModel
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
+from rlhf.model.head import Head
 from rlhf.readouts import answer_logprobs, token_logprobs
 from rlhf.registry.gateway import BackendGateway
 
@@ -30,9 +32,17 @@ REFERENCE = "reference_logprobs"
 class EngineReference:
     """A frozen engine, or the policy's with its adapter off: an `rlhf.trainer.Reference`."""
 
-    def __init__(self, engine: Engine, *, mode: Literal["adapter", "engine"]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        mode: Literal["adapter", "engine"],
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`extra` are the first values of the trainer's own parameters at the policy's head."""
         self.engine = engine
         self.mode = mode
+        self._extra = {name: value.to(engine.device) for name, value in (extra or {}).items()}
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
         return self(batch, token_logprobs)["logprobs"]
@@ -45,7 +55,12 @@ class EngineReference:
             if self.mode == "engine":
                 return self.engine(batch, readout)
             with adapter_off(self.engine.module.model):
-                return self.engine(batch, readout)
+                return self.engine(batch, partial(self._read, readout))
+
+    def _read(
+        self, readout: Readout, hidden: Tensor, head: Head, batch: PackedBatch
+    ) -> Mapping[str, Tensor]:
+        return readout(hidden, evolve(head, extra=self._extra), batch)
 
 
 class CachedReference:
@@ -66,7 +81,7 @@ class CachedReference:
     def _not_cached(self) -> RLHFError:
         return RLHFError(
             "the reference's mode is cache, which only has log-probabilities of the data's own "
-            "answers; choose adapter or engine"
+            "answers; call run.reference(live=True)"
         )
 
 

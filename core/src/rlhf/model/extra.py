@@ -1,0 +1,70 @@
+"""A trainer's own parameters at the head of a model: `extra` of `Run.load`.
+
+They are parameters of the wrapper around the model, so a backend trains, shards and saves them like
+any other. An exported model has them in a file of its own, which transformers does not read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from rlhf.config.sections import Config
+from rlhf.errors import RLHFError
+from rlhf.model.architecture import resolved
+
+EXTRA_PREFIX = "extra."
+"""Prefix of their names in the state dict of a PackedModel."""
+EXTRA_FILE = "extra/parameters.safetensors"
+"""Their file in a model folder. It is in a folder of its own, since servers such as vLLM load every
+safetensors file beside the model's."""
+
+
+def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values with which `extra` begins: those of the model or adapter that is trained
+    further, if it has them. Raises RLHFError for a parameter that has another shape there, for a
+    scalar, and for a name that torch does not allow."""
+    for name, value in extra.items():
+        if "." in name or hasattr(nn.ParameterDict, name):
+            raise RLHFError(
+                f"run.load(): an extra parameter cannot have the name {name!r}; rename it"
+            )
+        if not value.dim():
+            # DeepSpeed cannot broadcast a scalar.
+            raise RLHFError(
+                f"run.load(): the extra parameter {name!r} is a scalar; give it the shape [1]"
+            )
+    if not extra:
+        return {}
+    source = config.model.adapter or resolved(config.model.path)
+    saved = exported_extra(source, revision=config.model.revision)
+    for name in sorted(saved.keys() & extra.keys()):
+        if saved[name].shape != extra[name].shape:
+            raise RLHFError(
+                f"{source} has the parameter {name!r} of shape {list(saved[name].shape)}, but this "
+                f"trainer's has {list(extra[name].shape)}; choose the model it was trained from"
+            )
+    return {name: saved.get(name, value).detach() for name, value in extra.items()}
+
+
+def exported_extra(folder: Path | str, *, revision: str | None = None) -> dict[str, Tensor]:
+    """Return the trainer's own parameters in a model folder or a model on the hub, by name; none if
+    it has none."""
+    file = cached_file(
+        str(folder),
+        EXTRA_FILE,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return {} if file is None else load_file(file)
+
+
+def save_extra(weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Write whole parameters to their file in a model folder."""
+    if weights:
+        (directory / EXTRA_FILE).parent.mkdir(exist_ok=True)
+        values = {name: value.detach().contiguous() for name, value in weights.items()}
+        save_file(values, directory / EXTRA_FILE)

@@ -173,20 +173,49 @@ def test_blocks_of_experts_are_recognised_by_structure():
     assert expert_blocks(model) == ["layers.0", "layers.1"]
 
 
-def generation(settings):
-    """The modes inside the context and after it."""
+def generation(settings, memory=None):
+    """The modes inside the context and after it; the elements of weights before it, inside it,
+    after a forward inside it, and after it; whether a forward after it gives the same."""
     backend = DeepSpeedBackend()
     mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(**settings))))
+    if memory is not None:
+        engine.mesh = attrs.evolve(engine.mesh, memory=memory)
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weight": torch.ones(2)}
+
+    def elements():
+        return sum(parameter.numel() for parameter in engine.module.parameters())
+
     engine.train()
+    sizes = [elements()]
     with backend.generation_context(engine):
         inside = engine.module.training
-    after = engine.module.training
+        sizes.append(elements())
+        first = float(engine.module(batch, losses)["loss"].sum())
+        sizes.append(elements())
+    modes = inside, engine.module.training
+    sizes.append(elements())
+    with torch.no_grad():
+        same = float(engine(batch, losses)["loss"].sum()) == first
     backend.close_mesh(mesh)
-    return inside, after
+    return modes, sizes, same
 
 
 def test_generation_runs_in_evaluation_mode_and_restores_the_mode(pair):
-    assert pair.run(generation, SHARDED) == [(False, True)] * 2
+    for modes, _, same in pair.run(generation, SHARDED):
+        assert modes == (False, True)
+        assert same
+
+
+def test_generation_keeps_whole_weights_where_there_is_room(pair):
+    whole = sum(parameter.numel() for parameter in Packed().parameters())
+    assert [sizes for _, sizes, _ in pair.run(generation, SHARDED)] == [[0, whole, whole, 0]] * 2
+    # Norms and biases are whole anyway with a threshold.
+    found = pair.run(generation, SHARDED | {"persistence_threshold": 100})
+    assert [sizes[1:3] for _, sizes, _ in found] == [[whole, whole]] * 2
+    assert all(same for *_, same in found)
+    found = pair.run(generation, SHARDED, 1)
+    assert [sizes for _, sizes, _ in found] == [[0, 0, 0, 0]] * 2
 
 
 def refused_precision():

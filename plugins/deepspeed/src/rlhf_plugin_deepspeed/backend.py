@@ -37,7 +37,7 @@ from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.versions import installed_version
-from rlhf_plugin_deepspeed.weights import gathered, load, mix, sharded_creation
+from rlhf_plugin_deepspeed.weights import gathered, kept_whole, load, mix, sharded_creation
 
 
 class DeepSpeedBackend:
@@ -167,11 +167,12 @@ class DeepSpeedBackend:
 
 @contextmanager
 def _generation(engine: InferenceEngine) -> Iterator[None]:
-    """Switch to evaluation mode without gradient, and back to the mode before."""
+    """Switch to evaluation mode without gradient, and back to the mode before. Weights are whole
+    meanwhile, if there is room."""
     was_training = engine.module.training
     engine.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), kept_whole(engine):
             yield
     finally:
         engine.module.train(was_training)

@@ -2,19 +2,26 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, distributed, nn
 
 from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
+
+GENERATION = -1
+"""Stands for a module among those that use a weight, whose numbers begin at 0."""
+SHARE = 0.5
+"""Share of the free memory that whole weights may take in generation; the rest is for keys and
+values."""
 
 
 @frozen
@@ -88,6 +95,35 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
         return
     for name, buffer in buffers(engine.module):
         yield name, buffer.detach().cpu()
+
+
+@contextmanager
+def kept_whole(engine: InferenceEngine) -> Iterator[None]:
+    """Gather all sharded weights once and keep them while the context lasts, if every rank has room
+    for them; otherwise each forward gathers them again. Collective."""
+    sharded = [item for item in engine.module.parameters() if hasattr(item, "ds_id")]
+    # Others are kept anyway, and DeepSpeed counts them.
+    missing = [item for item in sharded if item.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if not missing or not _has_room(missing, engine.mesh):
+        yield
+        return
+    with deepspeed.zero.GatheredParameters(missing):
+        for item in sharded:
+            # DeepSpeed releases a weight after a module's forward unless another one is using it.
+            item.ds_active_sub_modules.add(GENERATION)
+        try:
+            yield
+        finally:
+            for item in sharded:
+                item.ds_active_sub_modules.discard(GENERATION)
+
+
+def _has_room(parameters: list[Any], mesh: Mesh) -> bool:
+    """Return whether every rank has room for the whole parameters. Collective."""
+    size = sum(item.ds_numel * item.element_size() for item in parameters)
+    room = mesh.memory - get_accelerator().memory_allocated()
+    lacks = torch.tensor(float(size > SHARE * room), device=mesh.device)
+    return not mesh.data.max(lacks).item()
 
 
 def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> None:

@@ -2,14 +2,15 @@
 
 import gc
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Example
+from rlhf.data.example import Answer, Example
 from rlhf.readouts import answer_logprobs, token_logprobs
-from rlhf.trainer import Loss, Term, Trainer
+from rlhf.trainer import Loss, Sample, Term, Trainer
 
 
 class SurveyTrainer(Trainer):
@@ -133,3 +134,56 @@ class UnevenEvaluationTrainer(UnevenTrainer):
     """Gives a metric on the second rank only, in an evaluation."""
 
     in_training = False
+
+
+class RewardTrainer(Trainer):
+    """Three answers of the policy per prompt, with a reward for tokens below 100, in two passes
+    over the rows of two steps (PPO)."""
+
+    row_format = "demonstration"
+    rollout_batches = 2
+    rollout_passes = 2
+    num_draws = 3
+
+    def example(self, row: Any) -> Example:
+        (answer,) = row.answers
+        return self.rewarded(row.prompt, [Sample(answer.tokens, [0.0] * len(answer.tokens))])
+
+    def rewarded(self, prompt: Any, samples: Sequence[Sample]) -> Example:
+        rewards = [sum(token < 100 for token in it.tokens) / len(it.tokens) for it in samples]
+        mean = sum(rewards) / len(rewards)
+        values = {
+            "reward": rewards,
+            "advantage": [reward - mean for reward in rewards],
+            "logprob": [sample.logprobs for sample in samples],
+        }
+        return Example(prompt, [Answer(sample.tokens) for sample in samples], values)
+
+    def setup(self, run: Any) -> None:
+        self.policy, self.run = run.load("policy", dropout=False), run
+
+    def rollout(
+        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
+        count = self.num_draws
+        drawn = self.run.sample(
+            self.policy,
+            [example.prompt for example in examples for _ in range(count)],
+            seeds=[seed + number for seed in seeds for number in range(count)],
+            max_new_tokens=6,
+        )
+        return [
+            self.rewarded(example.prompt, drawn[count * place : count * (place + 1)])
+            for place, example in enumerate(examples)
+        ]
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        ratios = (logprobs - batch.values["logprob"][batch.predict_at]).exp()
+        advantages = batch.values["advantage"][batch.answer]
+        gains = torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
+        metrics = {
+            "reward": (batch.values["reward"].sum(), "answers"),
+            "ratio": (ratios.detach().sum(), "tokens"),
+        }
+        return Loss((Term(-gains.sum(), per="tokens"),), metrics)

@@ -1,5 +1,6 @@
 """Sampled answers: they end where trained ones do, on ranks that end at different lengths too."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.testing import layouts
 from rlhf.testing.ranks import Ranks
+from rlhf.trainer import Sample
 from sft_runs import Inputs
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>{{ '\n' }}{% endfor %}"
@@ -54,8 +56,10 @@ def chained(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[st
     )
 
 
-def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Draws at a temperature that leaves nothing to chance, from an engine of the run."""
+def draws(
+    words: list[str], cache: str, prompts: list[list[int]], tokens: int, temperature: float = 0.0
+) -> list[Sample]:
+    """Answers of an engine of the run."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=words)
     hooks, observers = load_hooks(request.config)
@@ -65,10 +69,28 @@ def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int)
     session = set_up(request, data, mesh, hooks, observers, output, None, Marker(None, 0))
     drawn = sample(
         session.engine, prompts, hooks, mesh, session.trainer.tokenizer,
-        seeds=range(len(prompts)), max_new_tokens=9, temperature=1e-4, tokens=tokens,
+        seeds=range(len(prompts)), max_new_tokens=9, temperature=temperature, tokens=tokens,
     )  # fmt: skip
     hooks.close_mesh(mesh=mesh)
     return drawn
+
+
+def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """The most likely answers."""
+    return [drawn.tokens for drawn in draws(words, cache, prompts, tokens)]
+
+
+def forward_logprobs(folder: str, rows: list[tuple[list[int], Sample]]) -> list[list[float]]:
+    """Log-probabilities of the answers at temperature 2, from a forward in plain transformers."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    logprobs = []
+    for prompt, answer in rows:
+        ids = torch.tensor([[*prompt, *answer.tokens]])
+        with torch.no_grad():
+            every = (model(input_ids=ids).logits[0] / 2.0).log_softmax(-1)
+        at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+        logprobs.append(every[at, torch.tensor(answer.tokens)].tolist())
+    return logprobs
 
 
 @pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
@@ -87,3 +109,40 @@ def test_an_answer_ends_with_the_trained_turn_though_it_is_not_eos(
 ) -> None:
     (found,) = one.run(answers, chained, str(inputs.cache), [[9, 24], [25]], 512)
     assert found == [[25, END], [END]]
+
+
+def lengths_seen(words: list[str], cache: str, prompts: list[list[int]]) -> list[int]:
+    """How many tokens of each row the model's forwards see in a generation."""
+    seen: list[int] = []
+    forward = LlamaForCausalLM.forward
+
+    def seeing(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        seen.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", functools.wraps(forward)(seeing))
+        draws(words, cache, prompts, 512)
+    return seen
+
+
+def test_keys_and_values_are_kept_though_the_model_says_not_to(
+    inputs: Inputs, chained: list[str], one: Ranks
+) -> None:
+    (seen,) = one.run(lengths_seen, chained, str(inputs.cache), [[9, 9, 9, 22]])
+    # The probe of the start runs before.
+    assert seen[-4:] == [4, 1, 1, 1]
+
+
+def test_an_answer_has_the_log_probabilities_of_its_tokens_at_the_temperature_of_the_draw(
+    inputs: Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    prompts = [[9, 9, 9, 20], [9, 24], [25]]
+    words = sft_runs.words(inputs, tmp_path, *layouts()["stage 3"])
+    found, other = two.run(draws, words, str(inputs.cache), prompts, 26, 2.0)
+    assert found == other
+    assert [len(answer.logprobs) for answer in found] == [len(answer.tokens) for answer in found]
+    expected = forward_logprobs(str(inputs.model), list(zip(prompts, found, strict=True)))
+    assert [answer.logprobs for answer in found] == [
+        pytest.approx(row, abs=1e-5) for row in expected
+    ]

@@ -27,7 +27,8 @@ class Section:
 
 plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
-NAMES = ("MyTrainer", "OwnRows", "Imitation", "ActorCritic", "AboveAverage", "Draws")
+NAMES = ("MyTrainer", "OwnRows", "Imitation", "ActorCritic", "AboveAverage", "Draws", "Clipped")
+CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [
     {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"], "share": 1}
     for row in demo.rows("arithmetic", "train", "demonstration")[:29]
@@ -38,7 +39,7 @@ QUESTIONS = [
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A distribution with every trainer on the page."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    trainers = [block for block in blocks if "(Trainer)" in block]
+    trainers = [block for block in blocks if re.search(CLASS, block, re.MULTILINE)]
     site = tmp_path / "site"
     info = site / "page-1.0.dist-info"
     info.mkdir(parents=True)
@@ -70,4 +71,4 @@ def test_a_trainer_of_the_page_trains_and_packs(name: str, tmp_path: Path) -> No
 
 
 def test_every_trainer_of_the_page_is_tested() -> None:
-    assert tuple(re.findall(r"^class (\w+)\(Trainer\)", PAGE.read_text(), re.MULTILINE)) == NAMES
+    assert tuple(re.findall(CLASS, PAGE.read_text(), re.MULTILINE)) == NAMES

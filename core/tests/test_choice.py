@@ -198,7 +198,7 @@ def test_tokens_at_once_hold_the_largest_example(words: list[str], tmp_path: Any
 def test_auto_tokens_hold_the_answers_of_a_rollout(words: list[str]) -> None:
     def rolling(data: Dataset) -> Any:
         class Rolling(type(data.trainer)):  # type: ignore[misc]
-            def rollout(self, examples: Any, step: int) -> Any:
+            def rollout(self, examples: Any, step: int, seeds: Any) -> Any:
                 return examples
 
         return Rolling(data.trainer.config, data.trainer.tokenizer)

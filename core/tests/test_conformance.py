@@ -69,14 +69,14 @@ class Sampling(Sound):
         super().setup(run)
         self.run = run
 
-    def rollout(self, examples, step):
+    def rollout(self, examples, step, seeds):
         draws = self.run.sample(
             self.policy, [example.prompt for example in examples for _ in range(3)],
-            seeds=range(100 * step, 100 * step + 3 * len(examples)), max_new_tokens=40,
+            seeds=[seed + number for seed in seeds for number in range(3)], max_new_tokens=40,
         )
-        lengths.update(map(len, draws))
+        lengths.update(len(draw.tokens) for draw in draws)
         return [
-            Example(example.prompt, [Answer(draw) for draw in draws[3 * n : 3 * n + 3]])
+            Example(example.prompt, [Answer(draw.tokens) for draw in draws[3 * n : 3 * n + 3]])
             for n, example in enumerate(examples)
         ]
 

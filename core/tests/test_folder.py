@@ -169,10 +169,10 @@ def test_overwriting_removes_only_the_files_of_the_run(tmp_path: Path) -> None:
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, fresh=True)
     for step in (1, 2, 3):
-        folder.append_metrics({"step": step, "loss": 1.0})
+        folder.append("metrics.jsonl", {"step": step, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "lo')
-    folder.cut_metrics(2, evaluated=True)
+    folder.cut(2, evaluated=True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     folder.close()

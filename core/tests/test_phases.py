@@ -100,6 +100,30 @@ def test_auto_moves_states_only_where_a_phase_does_not_fit(
     assert line.startswith("offload    in evaluation 2.0 GiB of states are on the host: it would ")
 
 
+def test_a_phase_within_a_phase_moves_what_is_left(tmp_path: Path) -> None:
+    fit, backend = on_accelerator(small_run(tmp_path), 2**30), Recording()
+    hooks, _ = build_gateways(backend)
+    assert isinstance(fit.rehearsed, Rehearsed)
+    policy = fit.rehearsed.policy
+    plan: Any = attrs.evolve(policy.plan, offload_states="always")
+    roles: Any = {
+        name: attrs.evolve(policy, engine=name, plan=plan) for name in ("policy", "teacher")
+    }
+    phases = Phases(roles, Mesh(), hooks, fit)
+    engine: Any = "policy"
+    with phases("evaluation"):
+        del backend.calls[:]
+        with phases("generation", running=engine):
+            pass
+        moved = [call for call in backend.calls if call[2]]
+        assert moved == [
+            ("offload", "teacher", ("weights",)), ("reload", "teacher", ("weights",)),
+        ]  # fmt: skip
+        del backend.calls[:]
+    back = [("reload", "policy", TRAINING), ("reload", "teacher", TRAINING)]
+    assert backend.calls == back
+
+
 @pytest.mark.parametrize(("mode", "moves"), [("never", False), ("always", True)])
 def test_a_mode_that_is_set_does_not_need_the_memory(
     tmp_path: Path, mode: str, moves: bool

@@ -47,6 +47,7 @@ def write_run(
     config: Mapping[str, Any] = CONFIG,
     summary: Mapping[str, Any] = SUMMARY,
     metrics: Iterable[Mapping[str, Any]] = METRICS,
+    samples: Iterable[Mapping[str, Any]] = (),
     more: Mapping[str, Any] = {},
 ) -> Path:
     """Write what a run leaves in its folder."""
@@ -55,6 +56,9 @@ def write_run(
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "versions.json").write_text(json.dumps({"torch": "2.13.0", "trainer": "sft"}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in metrics))
+    if samples:
+        lines = [json.dumps(sample) + "\n" for sample in samples]
+        (folder / "samples.jsonl").write_text("".join(lines))
     return folder
 
 
@@ -116,6 +120,26 @@ def test_the_page_needs_no_network_and_runs_no_code_of_a_row(tmp_path: Path) -> 
     text = (tmp_path / "report.html").read_text()
     assert "default-src 'none'" in text
     assert not re.search(r"url\(|@import|https?:|fetch\(", text)
+
+
+def test_samples_are_shown_before_and_after_and_run_no_code(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "row": f"eval row {row}", "prompt": HOSTILE, "answers": [f"{step}-{row}"]}
+        for step in (0, 50, 100)
+        for row in range(2)
+    ]
+    page = report(write_run(tmp_path / "writes", samples=rows))
+    for shown in ("eval row 0", "step 0", "0-0", "step 100", "100-1", HOSTILE):
+        assert shown in page.text
+    assert "50-0" not in page.text
+    scored = {"step": 3, "row": "eval row 0", "prompt": "a", "answers": ["b", "c"]}
+    pair = {**scored, "scores": [1.25, -0.5]}
+    steps = {**scored, "row": "eval row 1", "scores": [[0.75, 0.875], []]}
+    page = report(write_run(tmp_path / "scores", samples=[pair, steps]))
+    words = page.text.split()
+    assert [*words[words.index("1.25") :][:4]] == ["1.25", "b", "-0.5", "c"]
+    assert [*words[words.index("0.75") :][:4]] == ["0.75", "0.875", "b", "c"]
+    assert "Samples" not in report(write_run(tmp_path / "none")).text
 
 
 def test_two_runs_share_charts_and_show_the_settings_that_differ(tmp_path: Path) -> None:

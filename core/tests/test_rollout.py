@@ -2,17 +2,19 @@
 and sampling draws from the model's own distribution."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from attrs import asdict
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.order import RunOrder, StepPlan
+from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.loop.rollout import roll_out
+from rlhf.launch.places import Marker
+from rlhf.loop.rollout import FILE, Rollouts, evaluated
 from rlhf.rank.generate import Noise, grouped
 
 
@@ -26,63 +28,116 @@ class Rows(list[Example]):
 class Doubling:
     """Answers twice as long, whose second half is not trained on, with a value per token."""
 
-    def rollout(self, examples: Sequence[Example], step: int) -> list[Example]:
-        assert step == 5
+    def __init__(self, batches: int = 1, passes: int = 1) -> None:
+        self.rollout_batches, self.rollout_passes = batches, passes
+        self.calls: list[tuple[int, list[int]]] = []
+        """Step and seeds of each rollout."""
+
+    def rollout(self, examples: Sequence[Example], step: int, seeds: list[int]) -> list[Example]:
+        self.calls.append((step, seeds))
         return [self.made(example) for example in examples]
 
     def made(self, example: Example) -> Example:
         tokens = list(example.answers[0].tokens)
         trained = [True] * len(tokens) + [False] * len(tokens)
-        values = [[float("nan")] * len(tokens) + [1.0] * len(tokens)]
+        values = [[float("nan")] * len(tokens) + [0.1] * len(tokens)]
         return Example(example.prompt, [Answer(tokens * 2, trained)], {"mark": values})
 
 
-def order(rank: int, *, tokens: int = 16) -> RunOrder:
-    rows = Rows(Example([9], [Answer([number + 1] * (number + 1))]) for number in range(4))
+def order(rank: int = 0, *, tokens: int = 16, num_rows: int = 4, ranks: int = 2) -> RunOrder:
+    rows = Rows(Example([9], [Answer([n + 1] * (n + 1))]) for n in range(num_rows))
     given: Any = rows
-    return RunOrder(examples=given, size=3, tokens=tokens, rank=rank, ranks=2)
+    return RunOrder(examples=given, size=3, tokens=tokens, seed=1, rank=rank, ranks=ranks)
 
 
-def plan() -> StepPlan:
-    nothing = np.zeros(0, np.int64)
-    return StepPlan(
-        step=5, epoch=0, epoch_done=0.5, rows=np.array([3, 0, 2]), lengths=nothing, paths=nothing,
-        answers=nothing,
-        totals={}, layout=[], micro=[],
-    )  # fmt: skip
-
-
-def rolled(rank: int, **options: int) -> Any:
-    trainer: Any = Doubling()
-    return roll_out(trainer, order(rank, **options), plan(), Mesh())
+def rollouts(trainer: Any, rank: int = 0, **options: int) -> Rollouts:
+    return Rollouts(trainer, order(rank, **options), Mesh(), Marker(None, 0))
 
 
 def test_new_examples_are_laid_out_and_packed() -> None:
-    shares = [rolled(rank) for rank in range(2)]
-    for replaced, batches in shares:
-        assert replaced.lengths.tolist() == [9, 3, 7]
-        assert replaced.rows.tolist() == [3, 0, 2]
-        assert [batch.rows for batch in batches] == [tuple(rows) for rows in replaced.micro]
+    rows = order().rows(0)
+    shares = [rollouts(Doubling(), rank).step(0) for rank in range(2)]
+    for plan, batches in shares:
+        assert plan.rows.tolist() == rows.tolist()
+        assert plan.lengths.tolist() == [1 + 2 * (row + 1) for row in rows]
+        assert [batch.rows for batch in batches] == [tuple(rows) for rows in plan.micro]
         assert all(len(batch.tokens) <= 16 for batch in batches)
     seen = sorted(row for _, batches in shares for batch in batches for row in batch.rows)
-    assert seen == [0, 2, 3]
-    first = next(batch for batch in shares[0][1] + shares[1][1] if 2 in batch.rows)
-    assert 3 in first.tokens
+    assert seen == sorted(rows)
+    largest = max(seen)
+    first = next(batch for batch in shares[0][1] + shares[1][1] if largest in batch.rows)
+    assert largest + 1 in first.tokens
 
 
 def test_totals_are_counted_from_the_new_examples() -> None:
-    counts = [rolled(rank)[0].totals for rank in range(2)]
+    counts = [rollouts(Doubling(), rank).step(0)[0].totals for rank in range(2)]
     both = {name: counts[0][name] + counts[1][name] for name in counts[0]}
-    assert both == {"examples": 3.0, "answers": 3.0, "tokens": 8.0, "labels": 8.0}
+    answers = float(sum(order().rows(0) + 1))
+    assert both == {"examples": 3.0, "answers": 3.0, "tokens": answers, "labels": answers}
 
 
 def test_an_answer_beyond_the_budget_is_an_error_with_its_row() -> None:
     with pytest.raises(RLHFError) as error:
-        rolled(0, tokens=8)
+        rollouts(Doubling(), tokens=8, num_rows=6, ranks=1).step(0)
+    row = next(row for row in order(num_rows=6).rows(0) if row > 2)
     assert str(error.value) == (
-        "step 6: with its new answer rows.jsonl line 4 has 9 tokens but batch.tokens is 8; set "
-        "batch.tokens to at least 9, or generate fewer tokens"
+        f"with its new answer rows.jsonl line {row + 1} has {3 + 2 * row} tokens but batch.tokens "
+        f"is 8; set batch.tokens to at least {3 + 2 * row}, or generate fewer tokens"
     )
+
+
+def test_the_examples_of_a_rollout_serve_several_steps_in_several_passes() -> None:
+    trainer = Doubling(batches=2, passes=3)
+    course = rollouts(trainer, tokens=64, num_rows=8, ranks=1)
+    # An epoch has the batches of 3, 3 and 2 rows: a block of two, and one of the last alone.
+    plans = [course.step(number)[0] for number in range(18)]
+    assert [step for step, _ in trainer.calls] == [0, 6, 9, 15]
+    assert [plan.epoch for plan in plans] == [0] * 9 + [1] * 9
+    assert plans[8].epoch_done == 1.0
+    rows = [plan.rows.tolist() for plan in plans]
+    assert rows[:2] == [course.order.rows(number).tolist() for number in range(2)]
+    assert rows[6:9] == [rows[6], rows[7], rows[8]]
+    for first in (0, 2, 4):
+        assert sorted(rows[first] + rows[first + 1]) == sorted(rows[0] + rows[1])
+    assert rows[2] != rows[0] != rows[4]
+    assert rows[9:11] == [course.order.rows(number).tolist() for number in (3, 4)]
+
+
+def test_each_row_has_another_seed_in_each_epoch_and_the_same_in_each_evaluation() -> None:
+    trainer = Doubling()
+    course = rollouts(trainer, tokens=64, num_rows=6, ranks=1)
+    for number in range(4):
+        course.step(number)
+    given: Any = trainer
+    for step in (5, 9):
+        evaluated(given, course.order, Mesh(), 1, step=step)
+    drawn, held_out = trainer.calls[:4], trainer.calls[4:]
+    assert len({seed for _, seeds in drawn for seed in seeds}) == 12
+    assert [step for step, _ in held_out] == [5, 9]
+    assert held_out[0][1] == held_out[1][1]
+    assert not {*held_out[0][1]} & {seed for _, seeds in drawn for seed in seeds}
+
+
+def test_a_rollout_that_steps_still_need_is_saved_to_the_last_bit(tmp_path: Path) -> None:
+    def course() -> Rollouts:
+        return rollouts(Doubling(batches=2, passes=2), tokens=64, num_rows=6, ranks=1)
+
+    straight, stopped = course(), course()
+    expected = [straight.step(number) for number in range(4)]
+    for number in range(3):
+        stopped.step(number)
+    assert stopped.save(tmp_path, 3) == [tmp_path / FILE]
+    continued = course()
+    continued.load(tmp_path, 3)
+    plan, batches = continued.step(3)
+    other: Any = continued.trainer
+    assert not other.calls
+    assert plan.rows.tolist() == expected[3][0].rows.tolist()
+    for batch, known in zip(batches, expected[3][1], strict=True):
+        for name, value in asdict(known).items():
+            torch.testing.assert_close(asdict(batch)[name], value, rtol=0, atol=0, equal_nan=True)
+    stopped.step(3)
+    assert stopped.save(tmp_path, 4) == []
 
 
 def test_draws_follow_the_softmax_at_the_temperature() -> None:

@@ -220,9 +220,9 @@ class BackendHooks:
 class ObserverHooks:
     """What an observer may implement; each hook is optional.
 
-    Every observer is called separately and gets its own copy of the metrics. If one raises, the run
-    continues without it: a warning names it, and `errors/observer-NAME.txt` in the run folder has
-    the traceback. KeyboardInterrupt and SystemExit end the run as always.
+    Every observer is called separately and gets its own copy of metrics and samples. If one raises,
+    the run continues without it: a warning names it, and `errors/observer-NAME.txt` in the run
+    folder has the traceback. KeyboardInterrupt and SystemExit end the run as always.
     """
 
     @hookspec
@@ -237,6 +237,15 @@ class ObserverHooks:
     @hookspec
     def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation; the names of its metrics begin with `eval/`."""
+
+    @hookspec
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Called after `on_eval` with the samples of the evaluation (`train.samples`), which are
+        also in `samples.jsonl`.
+
+        Each has `row` (file and line), `prompt` (text) and `answers` (list of texts that the model
+        wrote). A trainer that scores answers gives those of the row, and `scores`: for each answer
+        a number, or a list of numbers, such as one per step."""
 
     @hookspec
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

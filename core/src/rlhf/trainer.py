@@ -30,6 +30,7 @@ __all__ = [
     "Reference",
     "Row",
     "Run",
+    "Sample",
     "Term",
     "Trainer",
     "encode",
@@ -72,6 +73,18 @@ class Loss:
     reports the extreme of the step."""
 
 
+@documented
+@frozen
+class Sample:
+    """One answer that a model has written."""
+
+    tokens: list[int]
+    """Token ids, with the token that ends the answer if it was reached."""
+    logprobs: list[float]
+    """The log-probability of each token when it was drawn, at the temperature of the draw (at 1
+    for temperature 0)."""
+
+
 class Trainer(abc.ABC):
     """Base class of a training workflow. Subclasses implement `example`, `setup` and `loss`."""
 
@@ -81,6 +94,13 @@ class Trainer(abc.ABC):
     renders_whole: ClassVar[bool] = False
     """Whether a conversation keeps what the chat template writes after its last turn, such as a
     line break. True for models that are read at the end of a rendered conversation."""
+
+    rollout_batches: int = 1
+    """How many steps' rows `rollout` gets at once."""
+    rollout_passes: int = 1
+    """How often the loss sees the examples of a rollout: they serve `rollout_batches` times
+    `rollout_passes` optimizer steps, each on `batch.size` of them. The first pass keeps their
+    order, later ones shuffle them."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self.config = config
@@ -141,18 +161,31 @@ class Trainer(abc.ABC):
         """Return lines about the training rows that the run prints before its first step."""
         return ()
 
-    def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
-        """Return the examples on which optimizer step `step` (from 0) trains: one for each of
-        `examples`, the rows of the step, in the same order. This is the hook of on-policy methods.
+    def rollout(
+        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
+        """Return the examples that the loss sees in place of `examples`, one for each, in the same
+        order. This is the hook of on-policy methods.
 
-        Called in training only, before the step is laid out over ranks. Every rank gets all
-        examples and must return the same ones. Collective.
+        Called in training with the rows of `rollout_batches` steps, before optimizer step `step`
+        (from 0), and in evaluations after `step` steps with the held-out rows, where
+        `engine.module.training` is False. `seeds` has a number for each example that decides what
+        is drawn: new in every epoch, the same in every evaluation, on any number of ranks. Every
+        rank gets all examples and must return the same ones. Collective.
         """
         return examples
 
     def needs_rollout(self) -> bool:
         """Return whether core calls `rollout`: by default, whether the class defines it."""
         return type(self).rollout is not Trainer.rollout
+
+    def score(self, batch: PackedBatch) -> Tensor:
+        """Return the scores of answers that `train.samples` shows: per answer [A], or per token [T]
+        with nan for tokens without one.
+
+        Called in evaluations, without gradient, for held-out rows. A trainer that does not define
+        it shows answers that the policy writes instead. Collective."""
+        raise NotImplementedError
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         """Return metrics that are not a ratio of sums, such as F1, from the totals of a step or an
@@ -284,9 +317,9 @@ class Run(Protocol):
         seeds: Sequence[int],
         max_new_tokens: int,
         temperature: float = 1.0,
-    ) -> list[list[int]]:
+    ) -> list[Sample]:
         """Return an answer to each prompt (token ids), drawn from the engine's distribution at
-        `temperature`, including EOS if it was reached.
+        `temperature`; at 0 each token is the most likely one.
 
         An answer depends only on its prompt and its seed, up to rounding. Collective: every rank
         passes the same prompts and gets all answers.

@@ -17,7 +17,7 @@ import torch
 from rlhf.errors import RLHFError
 from rlhf.readouts import Head, Mixture
 from rlhf.testing import Other, TrainerConformance, pack, weighted_loss
-from rlhf.trainer import Answer, Example, PackedBatch
+from rlhf.trainer import Answer, Example, PackedBatch, Sample
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
 from rlhf_plugin_kd.losses import forward_kl
@@ -140,11 +140,12 @@ def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], problem:
 
 def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads() -> None:
     def check(budget: int, **settings: int) -> None:
-        examples = SimpleNamespace(
-            prompt_lengths=np.array([3, 8, 5]), name=lambda number: f"row {number}"
+        train, held_out = (
+            SimpleNamespace(prompt_lengths=np.array(sizes), name=lambda number: f"row {number}")
+            for sizes in ([3, 7, 5], [2, 8])
         )
         run = SimpleNamespace(
-            examples=[examples],
+            examples=[train, held_out],
             config=SimpleNamespace(
                 batch=SimpleNamespace(budget=budget), data=SimpleNamespace(max_tokens=100)
             ),
@@ -164,21 +165,25 @@ def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads(
 class Writer:
     """Stands where a run does: answers with the prompt and the seed's last digit."""
 
-    config: Any = SimpleNamespace(train=SimpleNamespace(seed=3), data=SimpleNamespace(max_tokens=6))
+    config: Any = SimpleNamespace(data=SimpleNamespace(max_tokens=6))
 
     def sample(self, engine: str, prompts: Any, *, seeds: Any, **options: Any) -> Any:
         assert options == {"max_new_tokens": 5, "temperature": 0.5}
         mark = {"student": 100, "teacher": 200}[engine]
-        return [[mark, *prompt, *prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)]
+        return [
+            Sample([mark, *prompt, *prompt, seed], [])
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
 
 
 def rows(count: int) -> list[Example]:
     return [Example([number, number], [Answer([7, 7], [False, True])]) for number in range(count)]
 
 
-def write(config: KDConfig, given: list[Example], step: int) -> list[Example]:
+def write(config: KDConfig, given: list[Example], first_seed: int) -> list[Example]:
     writer: Any = Writer()
-    return with_new_answers(writer, config, given, step, student="student", teacher="teacher")  # type: ignore[arg-type]
+    seeds = range(first_seed, first_seed + len(given))
+    return with_new_answers(writer, config, given, seeds, student="student", teacher="teacher")  # type: ignore[arg-type]
 
 
 def test_answers_are_replaced_at_the_given_rates_and_cut_at_the_longest_path() -> None:
@@ -196,13 +201,13 @@ def test_answers_are_replaced_at_the_given_rates_and_cut_at_the_longest_path() -
             assert len(after.answers[0].tokens) == 4
             assert after.answers[0].trained is None
     assert write(config, given, 0) == made
-    assert [e.answers for e in write(config, given, 1)] != [e.answers for e in made]
+    assert [e.answers for e in write(config, given, 400)] != [e.answers for e in made]
 
 
 def test_a_row_without_a_prompt_keeps_its_answer() -> None:
     given = [Example([], [Answer([1, 2])]), *rows(1)]
     config = KDConfig(on_policy=1.0)
-    assert chosen(given, [0, 0], config) == {"student": [1], "teacher": []}
+    assert chosen(given, [4, 5], config) == {"student": [1], "teacher": []}
 
 
 @pytest.mark.parametrize(

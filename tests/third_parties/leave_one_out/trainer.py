@@ -22,15 +22,18 @@ class LeaveOneOut(Trainer):
     def setup(self, run: Run) -> None:
         self.run, self.policy = run, run.load("policy", dropout=False)
 
-    def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
-        prompts = [each.prompt for each in examples for _ in range(self.config.answers)]
-        drawn = self.run.sample(
+    def rollout(
+        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
+        count = self.config.answers
+        samples = self.run.sample(
             self.policy,
-            prompts,
-            seeds=[step * len(prompts) + number for number in range(len(prompts))],
+            [each.prompt for each in examples for _ in range(count)],
+            seeds=[seed + number for seed in seeds for number in range(count)],
             max_new_tokens=self.config.max_new_tokens,
             temperature=self.config.temperature,
         )
+        drawn = [sample.tokens for sample in samples]
         rewards = torch.tensor([evenness(tokens) for tokens in drawn]).view(len(examples), -1)
         made = []
         for number, (example, own) in enumerate(zip(examples, rewards, strict=True)):

@@ -198,6 +198,9 @@ class TrainConfig:
     """Steps between evaluations; there is always one at the end."""
     eval_at_start: bool = False
     """Also evaluate before the first step."""
+    samples: int = field(default=0, validator=not_negative)
+    """Held-out rows of which each evaluation shows and stores the policy's own answers, the most
+    likely ones, or the scores of their answers for reward models."""
     patience: int | None = field(default=None, validator=optional(positive))
     """Stop after this many evaluations in a row without an improvement of `checkpoint.best`."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 import torch
 from attrs import field, frozen
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
 from rlhf.data.packing import pack
@@ -124,7 +126,7 @@ class RunOrder:
     def step(self, number: int) -> StepPlan:
         """Return the plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
-        rows = self._epoch(epoch)[place]
+        rows = self.rows(number)
         numbers = self._lay_out(self.examples, rows)
         counts = self.examples.counts
         surveyed = self.surveyed(epoch)
@@ -145,6 +147,43 @@ class RunOrder:
                 for micro in (self._lay_out(surveyed, rows) if own else ())
             ],
         )
+
+    def rows(self, number: int) -> Rows:
+        """Return the numbers of the examples of step `number`, counted from 0 over all epochs."""
+        epoch, place = divmod(number, self.steps_per_epoch)
+        return self._epoch(epoch)[place]
+
+    def step_of(
+        self, examples: Sequence[Example], rows: Rows, number: int = 0, *, passes: int = 1
+    ) -> tuple[StepPlan, list[PackedBatch]]:
+        """Return the plan of step `number` on `examples` in place of `rows` of the data, without
+        totals, and this rank's micro-batches. An epoch has `passes` steps for each of the data."""
+        spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
+        lengths = np.array([sum(span) for span in spans])
+        paths = np.array([span[0] + max(span[1:]) for span in spans])
+        positions = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        own = [by_rank[self.rank] for by_rank in positions]
+        packed = [
+            pack(examples, places.tolist(), round_to=self.round_to, at_most=self.tokens)
+            for places in own
+        ]
+        per_epoch = self.steps_per_epoch * passes
+        plan = StepPlan(
+            step=number,
+            epoch=number // per_epoch,
+            epoch_done=(number + 1) / per_epoch,
+            rows=rows,
+            lengths=lengths,
+            paths=paths,
+            answers=np.array([len(span) - 1 for span in spans]),
+            totals={},
+            layout=[[rows[places] for places in by_rank] for by_rank in positions],
+            micro=[rows[places] for places in own],
+        )
+        return plan, [
+            attrs.evolve(batch, rows=tuple(micro.tolist()))
+            for batch, micro in zip(packed, plan.micro, strict=True)
+        ]
 
     def micro_batches(
         self, first_step: int = 0, last_step: int | None = None

@@ -23,8 +23,8 @@ from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree, without
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
-    "train.eval_every", "train.eval_at_start", "data.eval", "data.workers", "data.processes",
-    "checkpoint", "model.recompute", "observers", "output", "backend",
+    "train.eval_every", "train.eval_at_start", "train.samples", "data.eval", "data.workers",
+    "data.processes", "checkpoint", "model.recompute", "observers", "output", "backend",
 )  # fmt: skip
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
@@ -38,7 +38,10 @@ RANKS = "ranks"
 FOLDERS = ("checkpoints", "model", "errors", RANKS)
 """Folders that a run makes in its own."""
 
-FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", "metrics.jsonl")
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+"""Files with a line of JSON for each logged step and evaluation, and for each sample."""
+
+FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, SAMPLES)
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
@@ -133,10 +136,12 @@ def is_running(folder: Path) -> bool:
     return False
 
 
-def logged(folder: Path, *, until: float = math.inf, tail: int = 0) -> list[dict[str, Any]]:
-    """Return the records in a run's metrics.jsonl up to the step `until`, without incomplete lines;
-    with `tail` only those in its last bytes."""
-    path, records = folder / "metrics.jsonl", []
+def logged(
+    folder: Path, *, until: float = math.inf, tail: int = 0, name: str = METRICS
+) -> list[dict[str, Any]]:
+    """Return the records in a file of a run up to the step `until`, without incomplete lines; with
+    `tail` only those in its last bytes."""
+    path, records = folder / name, []
     if path.is_file():
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - tail) if tail else 0)
@@ -197,21 +202,23 @@ class RunFolder:
         before = read_json(self.path / "summary.json")
         self.write_json("summary.json", before | more)
 
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    def append(self, name: str, *records: Mapping[str, Any]) -> None:
+        """Write further lines of METRICS or SAMPLES."""
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
-    def cut_metrics(self, step: int, *, evaluated: bool) -> None:
+    def cut(self, step: int, *, evaluated: bool) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
         line. Unless it was `evaluated` at `step` for good, that evaluation is removed too."""
-        path = self.path / "metrics.jsonl"
-        if path.exists():
+        for name in (METRICS, SAMPLES):
+            path = self.path / name
             records = [
                 record
-                for record in logged(self.path, until=step)
+                for record in logged(self.path, until=step, name=name)
                 if evaluated or record["step"] < step or "loss" in record
             ]
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+            if path.exists():
+                write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def close(self) -> None:
         self._lock.release()

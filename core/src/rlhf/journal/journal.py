@@ -12,9 +12,9 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import Engine, LaterOutcome, StepOutcome
-from rlhf.folder.run_folder import RunFolder
+from rlhf.folder.run_folder import METRICS, SAMPLES, RunFolder
 from rlhf.hookspecs import RunRecord
-from rlhf.journal.progress import Progress, evaluation_line
+from rlhf.journal.progress import Progress, evaluation_line, sample_line
 from rlhf.journal.speed import Speed, peak_memory_gib
 from rlhf.journal.sums import Derive, Report
 from rlhf.registry.observers import ObserverGateway
@@ -99,15 +99,21 @@ class Journal:
         self.flush()
         self._evaluating_since = time.perf_counter()
 
-    def evaluation(self, step: int, report: Report) -> None:
+    def evaluation(
+        self, step: int, report: Report, samples: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """An evaluation has ended."""
         metrics = {f"eval/{name}": value for name, value in report.read(self.derive).items()}
         self.last |= metrics
         if self.folder is not None:
-            self.folder.append_metrics({"step": step, **metrics})
+            self.folder.append(METRICS, {"step": step, **metrics})
             self.observers.on_eval(run=self.record, step=step, metrics=metrics)
+            if samples:
+                self.folder.append(SAMPLES, *({"step": step, **sample} for sample in samples))
+                self.observers.on_samples(run=self.record, step=step, samples=samples)
             # Above the progress bar, if there is one: rich prints around it.
-            print(evaluation_line(step, metrics), flush=True)
+            lines = [evaluation_line(step, metrics), *map(sample_line, samples)]
+            print("\n".join(lines), flush=True)
         self.speed.since += time.perf_counter() - self._evaluating_since
 
     def checkpoint(self, step: int, directory: Path) -> None:
@@ -124,7 +130,7 @@ class Journal:
         norms = {role: outcome.read().grad_norm for role, outcome in result.outcomes.items()}
         metrics = result.report.read(self.derive) | per_role("grad_norm", norms) | host
         self.last |= metrics
-        self.folder.append_metrics({"step": result.step, **metrics})
+        self.folder.append(METRICS, {"step": result.step, **metrics})
         self.observers.on_step(run=self.record, step=result.step, metrics=metrics)
         if self._progress is not None:
             self._progress.logged(result.step, metrics)

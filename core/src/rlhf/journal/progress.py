@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 SECONDS_BETWEEN_LINES = 15.0
+PROMPT, ANSWER = 30, 50
+"""Characters that are shown of the texts of a sample."""
 SHOWN = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
 
 
@@ -54,6 +57,26 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """Return all metrics of an evaluation in one line."""
     values = "  ".join(f"{name.removeprefix('eval/')} {_number(v)}" for name, v in metrics.items())
     return f"evaluation at step {step}: {values}"
+
+
+def sample_line(sample: Mapping[str, Any]) -> str:
+    """Return a sample in one line: the end of its prompt, and the beginning of each answer, with
+    its score if it has one (the last of several)."""
+    answers = [_short(text, ANSWER) for text in sample["answers"]]
+    if "scores" in sample:
+        lasts = (score[-1:] if isinstance(score, list) else [score] for score in sample["scores"])
+        answers = [
+            f"{''.join(map(_number, last)) or '-'}: {text}"
+            for last, text in zip(lasts, answers, strict=True)
+        ]
+    return f"sample     {_short(sample['prompt'], PROMPT, end=True)} -> {' | '.join(answers)}"
+
+
+def _short(text: str, size: int, *, end: bool = False) -> str:
+    text = " ".join(text.split())
+    if len(text) <= size:
+        return text
+    return f"...{text[-size:]}" if end else f"{text[:size]}..."
 
 
 def _number(value: float) -> str:

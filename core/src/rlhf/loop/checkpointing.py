@@ -93,6 +93,8 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     session.journal.load_state(state)
     session.best.load_state(state["best"])
     session.evaluation_owed = state["owed"]
+    if session.rollouts is not None:
+        session.rollouts.load(folder, state["step"])
     step, ranks = state["step"], state["ranks"]
     if ranks == mesh.world:
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
@@ -121,6 +123,8 @@ def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callab
     if mesh.rank == 0:
         paths.append(part / RUN)
         paths[-1].write_text(json.dumps(_state(session, step), indent=1) + "\n")
+        if session.rollouts is not None:
+            paths += session.rollouts.save(part, step)
     parts = {}
     for engine in session.saved_engines:
         state = session.hooks.save_checkpoint(engine=engine)

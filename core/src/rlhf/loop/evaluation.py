@@ -10,6 +10,8 @@ from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums
 from rlhf.loop.checkpointing import save
 from rlhf.loop.export import export_model
+from rlhf.loop.rollout import evaluated
+from rlhf.loop.samples import take_samples
 from rlhf.loop.session import Session
 
 
@@ -23,8 +25,9 @@ def evaluate(session: Session, *, step: int) -> None:
     session.eval()
     with session.make_room("evaluation"):
         sums, totals = _sums_over(order, session, step=step)
+        samples = take_samples(session)
     NameCheck(session.record.name, session.mesh).check(sums)
-    session.journal.evaluation(step, sums.reduce(totals))
+    session.journal.evaluation(step, sums.reduce(totals), samples)
     session.train()
 
 
@@ -61,9 +64,13 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
     source = batches_from(order)
     sums, totals = Sums(session.mesh), dict[str, float]()
     for number in range(order.steps_per_epoch):
+        if session.rollouts is None:
+            plan = order.step(number)
+            packed = list(itertools.islice(source, plan.num_batches))
+        else:
+            session.place.enter("rollout", step=step)
+            plan, packed = evaluated(session.trainer, order, session.mesh, number, step=step)
         session.place.enter("evaluation", step=step, batch=number + 1)
-        plan = order.step(number)
-        packed = list(itertools.islice(source, plan.num_batches))
         batches, step_totals = session.survey.batches(plan, packed, session.engine.device)
         for name, value in step_totals.items():
             totals[name] = totals.get(name, 0.0) + value

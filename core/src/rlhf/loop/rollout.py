@@ -1,63 +1,144 @@
-"""On-policy methods: the examples that a trainer's `rollout` returns for a step are laid out,
-packed and trained on."""
+"""On-policy methods: the examples that a trainer's `rollout` returns are laid out, packed, and
+trained on or evaluated."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
 import torch
+from attrs import define, field, frozen
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.data.layout import costs, layout
+from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.data.packing import PER_TOKEN, pack, value_kinds
+from rlhf.data.packing import PER_TOKEN, value_kinds
+from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.launch.places import Marker
 from rlhf.trainer import Trainer
+
+FILE = "rollout.arrow"
+"""The examples in a checkpoint that is taken between two steps of the same rollout."""
+DRAWN, HELD_OUT, SHUFFLED = range(3)
+"""Streams of random numbers: seeds of rollouts in training and in evaluations, and the order of the
+examples in later passes."""
+
+
+@frozen
+class Block:
+    """The optimizer steps that one rollout serves. It never reaches into the next epoch, so a row
+    is in it once."""
+
+    epoch: int
+    first: int
+    """The optimizer step that draws."""
+    batches: range
+    """Numbers in the order of the data of the steps whose rows it has."""
+
+    @classmethod
+    def of(cls, step: int, order: RunOrder, trainer: Trainer) -> "Block":
+        """Return the block of an optimizer step."""
+        batches, passes = trainer.rollout_batches, trainer.rollout_passes
+        per_epoch = order.steps_per_epoch
+        epoch, place = divmod(step, per_epoch * passes)
+        number, within = divmod(place, batches * passes)
+        start = epoch * per_epoch + number * batches
+        end = min(start + batches, (epoch + 1) * per_epoch)
+        return cls(epoch, step - within, range(start, end))
+
+
+@define
+class Rollouts:
+    """The steps of a training on examples that the trainer makes."""
+
+    trainer: Trainer
+    order: RunOrder
+    mesh: Mesh
+    place: Marker
+    _block: Block | None = field(default=None, init=False)
+    _examples: Sequence[Example] = field(default=(), init=False)
+    """The examples of the block, the same on every rank."""
+
+    def step(self, number: int) -> tuple[StepPlan, list[PackedBatch]]:
+        """Return the plan and this rank's micro-batches of an optimizer step. The first step of a
+        block calls `Trainer.rollout`. Raises RLHFError for an example larger than the budget.
+        Collective."""
+        block = Block.of(number, self.order, self.trainer)
+        by_batch = [self.order.rows(batch) for batch in block.batches]
+        rows = np.concatenate(by_batch)
+        if block != self._block:
+            self.place.enter("rollout", step=number + 1)
+            seeds = seeds_of(rows, self.order.seed, DRAWN, block.epoch)
+            self._examples = roll_out(self.trainer, self.order, rows, number, seeds)
+            self._block = block
+        turn, part = divmod(number - block.first, len(by_batch))
+        places = np.arange(len(rows))
+        if turn:
+            stream = [self.order.seed, SHUFFLED, block.first, turn]
+            places = np.random.Generator(np.random.PCG64(stream)).permutation(len(rows))
+        places = np.split(places, np.cumsum([len(batch) for batch in by_batch]))[part]
+        chosen = [self._examples[int(place)] for place in places]
+        passes = self.trainer.rollout_passes
+        step = self.order.step_of(chosen, rows[places], number, passes=passes)
+        return counted(*step, chosen, self.mesh)
+
+    def save(self, folder: Path, step: int) -> list[Path]:
+        """Write the examples that the steps after `step` still need; return the file, if any."""
+        if self._block is None or self._block != Block.of(step, self.order, self.trainer):
+            return []
+        write(to_table([tree(example) for example in self._examples]), folder / FILE)
+        return [folder / FILE]
+
+    def load(self, folder: Path, step: int) -> None:
+        """Restore what `save` wrote after `step`."""
+        if (folder / FILE).exists():
+            file = TreeFile(folder / FILE)
+            self._examples = [file[number] for number in range(len(file))]
+            self._block = Block.of(step, self.order, self.trainer)
+
+
+def evaluated(
+    trainer: Trainer, order: RunOrder, mesh: Mesh, number: int, *, step: int
+) -> tuple[StepPlan, list[PackedBatch]]:
+    """Return group `number` of the held-out rows after `step` steps, with the examples of
+    `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
+    rows = order.rows(number)
+    examples = roll_out(trainer, order, rows, step, seeds_of(rows, order.seed, HELD_OUT))
+    return counted(*order.step_of(examples, rows, number), examples, mesh)
 
 
 def roll_out(
-    trainer: Trainer, order: RunOrder, plan: StepPlan, mesh: Mesh
-) -> tuple[StepPlan, list[PackedBatch]]:
-    """Return the plan of the step with the examples of `trainer.rollout` in place of its rows, and
-    this rank's micro-batches. Raises RLHFError for an example larger than the budget. Collective.
-    """
-    rows = [order.examples[int(row)] for row in plan.rows]
-    examples = trainer.rollout(rows, plan.step)
+    trainer: Trainer, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int]
+) -> Sequence[Example]:
+    """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
+    than the budget. Collective."""
+    examples = trainer.rollout([order.examples[int(row)] for row in rows], step, seeds)
     assert len(examples) == len(rows), f"{len(examples)} examples for {len(rows)} rows"
-    spans = [(len(item.prompt), [len(each.tokens) for each in item.answers]) for item in examples]
-    lengths = np.array([prompt + sum(answers) for prompt, answers in spans])
-    paths = np.array([prompt + max(answers) for prompt, answers in spans])
-    check_budget(order, plan, lengths)
-    by_micro = layout(lengths, order.ranks, order.tokens, costs(lengths, paths))
-    batches = []
-    for by_rank in by_micro:
-        places = by_rank[order.rank]
-        batch = pack(examples, places.tolist(), round_to=order.round_to, at_most=order.tokens)
-        batches.append(attrs.evolve(batch, rows=tuple(plan.rows[places].tolist())))
-    numbers = [[plan.rows[places] for places in by_rank] for by_rank in by_micro]
-    replaced = attrs.evolve(
-        plan,
-        lengths=lengths,
-        paths=paths,
-        answers=np.array([len(answers) for _, answers in spans]),
-        totals=count(batches, examples, mesh),
-        layout=numbers,
-        micro=[by_rank[order.rank] for by_rank in numbers],
-    )
-    return replaced, batches
+    for row, example in zip(rows, examples, strict=True):
+        size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
+        if size > order.tokens:
+            raise RLHFError(
+                f"with its new answer {order.examples.name(row)} has {size} tokens but "
+                f"batch.tokens is {order.tokens}; set batch.tokens to at least {size}, or generate "
+                "fewer tokens"
+            )
+    return examples
 
 
-def check_budget(order: RunOrder, plan: StepPlan, lengths: np.ndarray) -> None:
-    """Raise RLHFError for an example that no micro-batch can hold; the same on every rank."""
-    largest = int(lengths.argmax())
-    if lengths[largest] > order.tokens:
-        raise RLHFError(
-            f"step {plan.step + 1}: with its new answer {order.examples.name(plan.rows[largest])} "
-            f"has {lengths[largest]} tokens but batch.tokens is {order.tokens}; set batch.tokens "
-            f"to at least {lengths[largest]}, or generate fewer tokens"
-        )
+def seeds_of(rows: Rows, *stream: int) -> list[int]:
+    """Return a seed of 63 bits for each row, the same on every rank."""
+    states = (np.random.SeedSequence([*stream, int(row)]).generate_state(1, "u8") for row in rows)
+    return [int(state[0]) >> 1 for state in states]
+
+
+def counted(
+    plan: StepPlan, batches: list[PackedBatch], examples: Sequence[Example], mesh: Mesh
+) -> tuple[StepPlan, list[PackedBatch]]:
+    """Return a step with the totals of all ranks. Collective."""
+    return attrs.evolve(plan, totals=count(batches, examples, mesh)), batches
 
 
 def count(

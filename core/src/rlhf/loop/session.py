@@ -15,12 +15,13 @@ from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.launch.places import Marker
 from rlhf.loop.best import Best
+from rlhf.loop.rollout import Rollouts
 from rlhf.loop.survey import Survey
 from rlhf.loop.writing import Writing
 from rlhf.model.role import Role
 from rlhf.reference.live import Follower
 from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Trainer
+from rlhf.trainer import Sample, Trainer
 
 
 @define(kw_only=True)
@@ -39,8 +40,12 @@ class Session:
     """Frozen engines whose weights move with the policy's."""
     make_room: Callable[[Literal["evaluation"]], AbstractContextManager[None]]
     """Returns the context of a phase in which no engine trains, whose states may be on the host."""
+    sample: Callable[..., list[Sample]]
+    """`rlhf.trainer.Run.sample`."""
     train_order: RunOrder
     eval_order: RunOrder | None
+    rollouts: Rollouts | None = None
+    """The steps of a trainer that makes new examples."""
     folder: RunFolder | None
     """The locked run folder on rank 0, None on the other ranks."""
     journal: Journal

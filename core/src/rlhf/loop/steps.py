@@ -3,14 +3,16 @@
 import gc
 import itertools
 import time
+from collections.abc import Iterator
 
 import torch
 
+from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
+from rlhf.data.order import StepPlan
 from rlhf.errors import SameOnAllRanks
 from rlhf.loop.checkpointing import complete_if_written, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
-from rlhf.loop.rollout import roll_out
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.loop.stop import StopWatch
@@ -41,14 +43,8 @@ def _take_steps(
 ) -> tuple[str, int, int | None]:
     """Take all steps, with what is due between them. Returns why they ended, the last step, and
     the step of the last evaluation after `first_step`. Collective."""
-    config, engine, order = session.config, session.engine, session.train_order
-    rolls_out = session.trainer.needs_rollout()
-    source = batches_from(
-        order,
-        first_step=first_step,
-        workers=0 if rolls_out else config.data.workers,
-        pin=engine.device.type != "cpu",
-    )
+    config, engine = session.config, session.engine
+    source = _planned_steps(session, first_step=first_step)
     session.journal.start()
     if first_step == 0 and config.train.eval_at_start:
         evaluate(session, step=0)
@@ -63,13 +59,7 @@ def _take_steps(
         save(session, step)
     while step < session.record.steps and reason is None:
         began = time.perf_counter()
-        plan = order.step(step)
-        if rolls_out:
-            session.place.enter("rollout", step=step + 1)
-            plan, batches = roll_out(session.trainer, order, plan, session.mesh)
-        else:
-            batches = list(itertools.islice(source, plan.num_batches))
-        result = stepper.take(plan, batches)
+        result = stepper.take(*next(source))
         if step == first_step:
             # The first step loads compilers.
             _freeze_heap(engine.device)
@@ -91,6 +81,24 @@ def _take_steps(
             save(session, step)
             stop.check_timeout(took, time.perf_counter() - began)
     return reason or "done", step, evaluated
+
+
+def _planned_steps(
+    session: Session, *, first_step: int
+) -> Iterator[tuple[StepPlan, list[PackedBatch]]]:
+    """Return the plan and this rank's micro-batches of each step from `first_step` on. Collective
+    if the trainer makes new examples."""
+    order, rollouts, numbers = session.train_order, session.rollouts, itertools.count(first_step)
+    if rollouts is not None:
+        return map(rollouts.step, numbers)
+    source = batches_from(
+        order,
+        first_step=first_step,
+        workers=session.config.data.workers,
+        pin=session.engine.device.type != "cpu",
+    )
+    plans = map(order.step, numbers)
+    return ((plan, list(itertools.islice(source, plan.num_batches))) for plan in plans)
 
 
 def _freeze_heap(device: torch.device) -> None:

@@ -33,7 +33,7 @@ from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE, CachedReference, EngineReference, choose_mode
 from rlhf.reference.teacher import TEACHER, check_teacher
 from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference, Trainer
+from rlhf.trainer import Reference, Sample, Trainer
 
 META = torch.device("meta")
 LOOK_AHEAD = 64
@@ -288,7 +288,7 @@ class Rehearsal:
         self._attached[TOP_TOKENS] = 2 * top + 1
         return None
 
-    def sample(self, *arguments: Any, **options: Any) -> list[list[int]]:
+    def sample(self, *arguments: Any, **options: Any) -> list[Sample]:
         raise UnknownError("its setup samples answers, which are not known without values")
 
     def without_values(self, batch: PackedBatch) -> PackedBatch:

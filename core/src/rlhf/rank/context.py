@@ -42,7 +42,7 @@ from rlhf.reference.live import (
 )
 from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
 from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference
+from rlhf.trainer import Reference, Sample
 
 
 class RunContext:
@@ -246,7 +246,7 @@ class RunContext:
         seeds: Sequence[int],
         max_new_tokens: int,
         temperature: float = 1.0,
-    ) -> list[list[int]]:
+    ) -> list[Sample]:
         """See `rlhf.trainer.Run`."""
         with self.phases("generation", running=engine):
             return sample(

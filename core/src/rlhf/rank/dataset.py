@@ -6,6 +6,7 @@ from attrs import frozen
 from rlhf.config.sections import Config
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
+from rlhf.loop.samples import rows_to_show
 from rlhf.memory.choice import START
 from rlhf.model.architecture import known_tokens
 from rlhf.model.tokenizer import load_tokenizer
@@ -42,8 +43,9 @@ class Dataset:
         return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
 
     def steps_per_epoch(self, config: Config) -> int:
-        """Return the number of optimizer steps that take every row once."""
-        return -(-len(self.train) // config.batch.size)
+        """Return the number of optimizer steps of one epoch."""
+        passes = self.trainer.rollout_passes if self.trainer.needs_rollout() else 1
+        return -(-len(self.train) // config.batch.size) * passes
 
     def num_steps(self, config: Config) -> int:
         """Return the number of optimizer steps of the whole schedule."""
@@ -78,6 +80,8 @@ def prepare_data(request: Request) -> Dataset:
             trainer.check_examples(part)
         except RLHFError as error:
             raise RLHFError(f"data.{which}: {error}") from None
+    if data.eval is not None:
+        rows_to_show(trainer, data.eval, config.train.samples)
     return data
 
 

@@ -17,6 +17,7 @@ from transformers import (
 from rlhf.engine import Engine, Mesh
 from rlhf.model.tokenizer import end_tokens
 from rlhf.registry.gateway import BackendGateway
+from rlhf.trainer import Sample
 
 PLAIN = {
     "do_sample": False,
@@ -45,7 +46,7 @@ def sample(
     max_new_tokens: int,
     temperature: float,
     tokens: int,
-) -> list[list[int]]:
+) -> list[Sample]:
     """Return an answer to each prompt, drawn from the engine's own distribution, including the
     token that ends it (EOS, or the last token of a trained turn) if it was reached.
 
@@ -55,7 +56,7 @@ def sample(
     """
     ends = end_tokens(tokenizer)
     groups = grouped([len(prompt) for prompt in prompts], max_new_tokens, tokens)
-    own: dict[int, list[int]] = {}
+    own: dict[int, Sample] = {}
     for first in range(0, len(groups), mesh.data.size):
         # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
         group = groups[min(first + mesh.data.rank, len(groups) - 1)]
@@ -64,10 +65,10 @@ def sample(
             engine, [prompts[place] for place in group], hooks, mesh, tokenizer, ends,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
-        own |= {
-            place: answer[: _length(answer, ends) + 1]
-            for place, answer in zip(group, answers, strict=True)
-        }
+        logprobs = torch.stack(noise.logprobs, 1).tolist()
+        for place, answer, known in zip(group, answers, logprobs, strict=True):
+            length = _length(answer, ends) + 1
+            own[place] = Sample(answer[:length], known[:length])
     shares = mesh.data.gather(own)
     return [
         next(share[place] for share in shares if place in share) for place in range(len(prompts))
@@ -89,18 +90,26 @@ def grouped(lengths: Sequence[int], max_new_tokens: int, tokens: int) -> list[li
 
 class Noise(LogitsProcessor):
     """Gumbel noise on each row's logits from its own generator: the most likely token is then a
-    draw from the softmax at `temperature`."""
+    draw from the softmax at `temperature`. At temperature 0 there is no noise."""
 
     def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
         self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
         self._temperature = temperature
+        self.logprobs: list[Tensor] = []
+        """The log-probability of each row's token [rows], of one token after the other."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores [rows, V] -> [rows, V], float32."""
-        noise = torch.empty_like(scores, dtype=torch.float32)
-        for row, generator in zip(noise, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        return scores.float() / self._temperature - noise.log()
+        logits = scores.float() / (self._temperature or 1.0)
+        noisy = logits
+        if self._temperature:
+            noise = torch.empty_like(logits)
+            for row, generator in zip(noise, self._generators, strict=True):
+                row.exponential_(generator=generator)
+            noisy = logits - noise.log_()
+        drawn = noisy.argmax(-1, keepdim=True)
+        self.logprobs.append(logits.gather(-1, drawn).squeeze(-1) - logits.logsumexp(-1))
+        return noisy
 
 
 class AllRanksEnded(StoppingCriteria):

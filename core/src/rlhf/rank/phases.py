@@ -29,22 +29,30 @@ class Phases:
         self._reasons: dict[Phase, str] = {}
         """Why states are moved in a phase; "" where they stay."""
         self._reported: set[Phase] = set()
+        self._moved: dict[str, tuple[StateKind, ...]] = {}
+        """The states of each role that are on the host for a phase."""
 
     @contextmanager
     def __call__(self, phase: Phase, running: Engine | None = None) -> Iterator[None]:
-        """Run a phase in which no engine trains; with `running` only this one runs. A line says so
-        when states are first moved. Collective."""
+        """Run a phase in which no engine trains; with `running` only this one runs. A phase within
+        another moves what is left. A line says so when states are first moved. Collective."""
         reason = self._reason(phase)
-        idle = self._idle(running) if reason else []
-        size = sum(self._hooks.offload_states(engine=it, kinds=kinds) for it, kinds in idle)
+        idle = self._idle(running) if reason else {}
+        size = sum(
+            self._hooks.offload_states(engine=self._roles[role].engine, kinds=kinds)
+            for role, kinds in idle.items()
+        )
+        before = self._moved
+        self._moved = {role: before.get(role, ()) + kinds for role, kinds in idle.items()} or before
         if size and phase not in self._reported and self._mesh.rank == 0:
             self._reported.add(phase)
             states = f"{gib(size)} GiB of states are on the host"
             print(f"offload    in {phase} {states}: {reason}", flush=True)
         yield
         # Not after an error: the run ends, and there may be no room.
-        for engine, kinds in idle:
-            self._hooks.reload_states(engine=engine, kinds=kinds)
+        for role, kinds in idle.items():
+            self._hooks.reload_states(engine=self._roles[role].engine, kinds=kinds)
+        self._moved = before
 
     def _reason(self, phase: Phase) -> str:
         """Return why states are moved in a phase, or "", the same on every rank."""
@@ -60,9 +68,11 @@ class Phases:
             self._reasons[phase] = reason
         return self._reasons[phase]
 
-    def _idle(self, running: Engine | None) -> list[tuple[Engine, tuple[StateKind, ...]]]:
-        """Return the engines with the kinds of states that they do not need."""
-        return [
-            (role.engine, TRAINING if running in (None, role.engine) else (*TRAINING, "weights"))
-            for role in self._roles.values()
-        ]
+    def _idle(self, running: Engine | None) -> dict[str, tuple[StateKind, ...]]:
+        """Return the kinds of states on the device that each role does not need."""
+        idle: dict[str, tuple[StateKind, ...]] = {}
+        for name, role in self._roles.items():
+            runs, moved = running in (None, role.engine), self._moved.get(name, ())
+            kinds = TRAINING if runs else (*TRAINING, "weights")
+            idle[name] = tuple(kind for kind in kinds if kind not in moved)
+        return idle

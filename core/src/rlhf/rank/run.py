@@ -104,7 +104,7 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     tell_room(session, tell)
     if session.folder is not None:
         # An evaluation at the end is after the checkpoint, so that it is made again.
-        session.folder.cut_metrics(step, evaluated=not (at_end or session.evaluation_owed))
+        session.folder.cut(step, evaluated=not (at_end or session.evaluation_owed))
     try:
         reason, step = train(session, first_step=step)
     finally:

@@ -18,17 +18,21 @@ from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
 from rlhf.loop.fragments import num_bytes
+from rlhf.loop.rollout import Rollouts
+from rlhf.loop.samples import scores_answers
 from rlhf.loop.session import Session
 from rlhf.loop.survey import Survey
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
 from rlhf.rank.introduction import introduce_models, introduce_run
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
+from rlhf.trainer import Trainer
 
 
 def set_up(
@@ -54,8 +58,9 @@ def set_up(
         introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
         folder.write_summary(**summary(fit, data))
     trainer.setup(run)
-    random_state.spread(config.train.seed, mesh.data.rank)
     policy = run.roles["policy"]
+    check_samples(request.name, trainer, config, policy)
+    random_state.spread(config.train.seed, mesh.data.rank)
     trained = {name: role for name, role in run.roles.items() if role.trained}
     # Not `data.parts`: those of the run have the values that its setup computed.
     train_order, *eval_orders = (
@@ -65,6 +70,9 @@ def set_up(
         )
         for number, part in enumerate(run.examples)
     )  # fmt: skip
+    rollouts = None
+    if trainer.needs_rollout():
+        rollouts = Rollouts(trainer, train_order, mesh, place)
     record = RunRecord(name=request.name, folder=path, config=config, steps=run.steps)
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=policy.engine,
@@ -79,14 +87,23 @@ def set_up(
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
         survey=Survey(trainer, mesh), trained=trained, journal=journal,
-        followers=run.followers, make_room=run.phases, place=place,
+        followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
-        folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
+        rollouts=rollouts, folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:
         introduce_models(request, run, folder)
     return session
+
+
+def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:
+    """Raise RLHFError if the policy has no samples to show."""
+    if config.train.samples and policy.task != "causal" and not scores_answers(trainer):
+        raise RLHFError(
+            f"train.samples: the policy of trainer {name!r} writes no text and its answers have no "
+            "scores; remove train.samples, or define score() in the trainer"
+        )
 
 
 def choose_fit(

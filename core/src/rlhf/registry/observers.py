@@ -15,6 +15,9 @@ import pluggy
 from rlhf.errors import first_line
 from rlhf.hookspecs import ObserverHooks, RunRecord
 
+COPIED = {"metrics", "samples"}
+"""Arguments of which each observer gets a copy of its own."""
+
 
 class ObserverGateway(ObserverHooks):
     """The observers' hooks with their arguments as keywords; only rank 0 calls them.
@@ -29,12 +32,10 @@ class ObserverGateway(ObserverHooks):
             setattr(self, hook, functools.partial(self._call, hook))
 
     def _call(self, hook: str, *, run: RunRecord, **arguments: Any) -> None:
-        metrics = arguments.get("metrics")
         for name, hooks in list(self._hooks.items()):
-            if metrics is not None:
-                arguments["metrics"] = copy.deepcopy(dict(metrics))
+            copies = {key: copy.deepcopy(arguments[key]) for key in COPIED & arguments.keys()}
             try:
-                getattr(hooks, hook)(run=run, **arguments)
+                getattr(hooks, hook)(run=run, **arguments | copies)
             except Exception as error:  # An observer's own code may raise anything.
                 del self._hooks[name]
                 _report(name, hook, run.folder / "errors" / f"observer-{name}.txt", error)

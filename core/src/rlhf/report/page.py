@@ -60,6 +60,14 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[An
     return [(key, row) for key, row in rows if key != "output" and row != row[:1] * len(row)]
 
 
+def before_and_after(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+    """Return the first and the last sample of each held-out row."""
+    by_row: dict[Any, list[Any]] = {}
+    for sample in samples:
+        by_row.setdefault(sample.get("row"), []).append(sample)
+    return [(each[0], each[-1]) for each in by_row.values()]
+
+
 def clock(seconds: float) -> str:
     """Return a duration, such as 1 h 02 min."""
     if seconds < 60:
@@ -74,7 +82,7 @@ def _shown(run: Recorded, label: str) -> dict[str, Any]:
     memory = run.summary.get("memory")
     measured = max((value for _, value in run.curves.get("peak_memory_gib", [])), default=None)
     return {
-        "label": label, "run": run,
+        "label": label, "run": run, "samples": before_and_after(run.samples),
         "seconds": run.summary.get("seconds") or {}, "measured": measured,
         "parts": {n: size / GIB for n, size in memory["parts"].items() if size} if memory else {},
         "estimated": memory and memory["peak"] / GIB,

@@ -3,7 +3,7 @@ torch."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import is_running, logged, read_json
+from rlhf.folder.run_folder import SAMPLES, is_running, logged, read_json
 from rlhf.request.settings_tree import load_yaml
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl")
@@ -42,6 +42,8 @@ class Recorded:
     last: Mapping[str, float]
     """The newest value of every metric."""
     curves: Mapping[str, Curve]
+    samples: Sequence[Mapping[str, Any]] = ()
+    """The lines of samples.jsonl."""
 
     @property
     def name(self) -> str:
@@ -68,9 +70,10 @@ class Recorded:
 
 
 def read_run(path: Path, *, until: float = math.inf) -> Recorded:
-    """Return a run with its curves up to the step `until`. Raises RLHFError if `path` is not the
-    folder of a run."""
-    return _recorded(path, logged(path, until=until))
+    """Return a run with its curves and samples up to the step `until`. Raises RLHFError if `path`
+    is not the folder of a run."""
+    samples = logged(path, until=until, name=SAMPLES)
+    return _recorded(path, logged(path, until=until), samples=samples)
 
 
 def read_newest(path: Path) -> Recorded:
@@ -83,7 +86,7 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in FILES)
 
 
-def _recorded(path: Path, records: Iterable[Mapping[str, Any]]) -> Recorded:
+def _recorded(path: Path, records: Iterable[Mapping[str, Any]], **more: Any) -> Recorded:
     if not is_run(path):
         raise RLHFError(
             f"{path} is not a run folder: it has no config.yaml; pass RUN, as in runs/sft-1"
@@ -104,7 +107,7 @@ def _recorded(path: Path, records: Iterable[Mapping[str, Any]]) -> Recorded:
     return Recorded(
         path=path, config=config, plan=read_json(path / "plan.json"),
         versions=read_json(path / "versions.json"), summary=summary, state=_state(path, summary),
-        last=last, curves=curves,
+        last=last, curves=curves, **more,
     )  # fmt: skip
 
 

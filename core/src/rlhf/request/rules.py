@@ -40,6 +40,7 @@ def contradictions(config: Config) -> list[str]:
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
         ("train.eval_every needs data.eval", train.eval_every and not held_out),
         ("train.eval_at_start needs data.eval", train.eval_at_start and not held_out),
+        ("train.samples needs data.eval", train.samples and not held_out),
         ("checkpoint.best needs data.eval", best and not held_out),
         ("train.patience needs checkpoint.best", train.patience and not best),
         ("train.patience needs train.eval_every", train.patience and not train.eval_every),

@@ -23,7 +23,7 @@ from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
-from rlhf.loop.rollout import roll_out
+from rlhf.loop.rollout import evaluated
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
@@ -115,8 +115,15 @@ def longest_example(trainer: str, words: Sequence[str], cache: str, *, num_steps
     longest = max(int(part.lengths.max()) for part in (data.train, data.eval) if part)
     if data.trainer.needs_rollout():
         arguments = [*words, "--batch.tokens", str(AMPLE_TOKENS)]
-        moments = first_steps(trainer, arguments, cache, num_steps=num_steps)
+        _, session, _ = in_plain_torch(trainer, arguments, cache)
+        moments = _steps(session, num_steps)
         longest = max(longest, *(moment.largest for moment in moments))
+        session.eval()
+        order = session.eval_order
+        assert order is not None, "the rows of the tests are partly held out"
+        for number in range(order.steps_per_epoch):
+            plan, _ = evaluated(session.trainer, order, session.mesh, number, step=num_steps)
+            longest = max(longest, int(plan.lengths.max()))
     return longest
 
 
@@ -149,9 +156,7 @@ def first_steps(
     packed: list[Any] = [e.module for e in backend.engines if isinstance(e.module, PackedModel)]
     for module in packed:
         module.path = path or module.path
-    session.train()
-    stepper = Stepper(session)
-    return [_moment(session, stepper, number, one_by_one=one_by_one) for number in range(num_steps)]
+    return _steps(session, num_steps, one_by_one=one_by_one)
 
 
 def step_memory(
@@ -185,13 +190,18 @@ def in_plain_torch(
     return backend, session, step_fit(request.config, data, mesh, hooks)
 
 
+def _steps(session: Session, num_steps: int, *, one_by_one: bool = False) -> list[Moment]:
+    session.train()
+    stepper = Stepper(session)
+    return [_moment(session, stepper, number, one_by_one=one_by_one) for number in range(num_steps)]
+
+
 def _moment(session: Session, stepper: Stepper, number: int, *, one_by_one: bool) -> Moment:
-    order = session.train_order
-    plan = order.step(number)
-    if session.trainer.needs_rollout():
-        plan, batches = roll_out(session.trainer, order, plan, session.mesh)
+    if session.rollouts is not None:
+        plan, batches = session.rollouts.step(number)
     else:
-        plan, batches = _batches(order, plan, one_by_one=one_by_one)
+        order = session.train_order
+        plan, batches = _batches(order, order.step(number), one_by_one=one_by_one)
     report = stepper.take(plan, batches).report
     assert report is not None
     engines: dict[str, Any] = {role: model.engine for role, model in session.trained.items()}

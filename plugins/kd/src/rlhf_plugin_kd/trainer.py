@@ -46,10 +46,12 @@ class KDTrainer(Trainer):
     def needs_rollout(self) -> bool:
         return self.config.writes
 
-    def rollout(self, examples: Sequence[Example], step: int) -> Sequence[Example]:
+    def rollout(
+        self, examples: Sequence[Example], step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
         assert self.teacher is not None, "refused by the configuration"
         return with_new_answers(
-            self.run, self.config, examples, step, student=self.policy, teacher=self.teacher
+            self.run, self.config, examples, seeds, student=self.policy, teacher=self.teacher
         )
 
     def compared(self, batch: PackedBatch) -> Mapping[str, Tensor]:

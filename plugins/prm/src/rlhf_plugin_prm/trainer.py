@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_scores
@@ -59,6 +60,11 @@ class PRMTrainer(Trainer):
         costs = step_loss(odds, labels.nan_to_num()).masked_fill(~known, 0.0)
         metrics = step_sums(odds.detach(), labels, batch.example, batch.num_examples)
         return Loss((Term(costs.sum(), per="labels"),), metrics)
+
+    def score(self, batch: PackedBatch) -> Tensor:
+        """Return the probability of each labelled step [T] to be right, nan elsewhere."""
+        odds = log_odds(self.policy(batch, self.read)["scores"])
+        return odds.sigmoid().masked_fill(batch.values["label"].isnan(), math.nan)
 
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         return derived(sums)

@@ -46,6 +46,10 @@ class RMTrainer(Trainer):
         pairs = losses.bradley_terry(losses.differences(rewards), margin[:, None, None])
         return (weights * pairs).sum()
 
+    def score(self, batch: PackedBatch) -> Tensor:
+        """Return the reward of each answer [A]."""
+        return self.policy(batch, scores)["scores"]
+
     def derive(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
         """Return the standard deviation of the rewards."""
         count = max(sums["reward_count"], 1.0)

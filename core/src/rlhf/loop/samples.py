@@ -1,0 +1,104 @@
+"""Samples of an evaluation (`train.samples`): held-out rows with answers that the policy writes, or
+with scores of their own answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
+from rlhf.errors import RLHFError
+from rlhf.loop.session import Session
+from rlhf.trainer import Trainer
+
+MAX_NEW_TOKENS = 256
+"""Longest answer that is written."""
+Shown = dict[str, Any]
+
+
+def scores_answers(trainer: Trainer) -> bool:
+    """Return whether the samples of a trainer are scores of the rows' own answers."""
+    return type(trainer).score is not Trainer.score
+
+
+def rows_to_show(trainer: Trainer, held_out: Examples, number: int) -> list[int]:
+    """Return the first held-out rows that can be shown. Raises RLHFError if there is none."""
+    rows = np.arange(len(held_out))
+    if not scores_answers(trainer):
+        rows = np.flatnonzero(held_out.prompt_lengths)
+    if number and not len(rows):
+        raise RLHFError(
+            f"train.samples {number} needs prompts to answer, but no row of data.eval has one; "
+            "remove train.samples"
+        )
+    return rows[:number].tolist()
+
+
+def take_samples(session: Session) -> list[Shown]:
+    """Return the samples of the policy as it is. Collective."""
+    order, trainer = session.eval_order, session.trainer
+    if order is None or not session.config.train.samples:
+        return []
+    held_out = order.examples
+    rows = rows_to_show(trainer, held_out, session.config.train.samples)
+    examples = [held_out[row] for row in rows]
+    shown: list[Shown] = [
+        {"row": held_out.name(row), "prompt": _text(trainer, example.prompt)}
+        for row, example in zip(rows, examples, strict=True)
+    ]
+    if scores_answers(trainer):
+        by_row = _scores(session, rows)
+        for sample, row, example in zip(shown, rows, examples, strict=True):
+            sample["answers"] = [_text(trainer, answer.tokens) for answer in example.answers]
+            sample["scores"] = by_row[row]
+        return shown
+    prompts = [example.prompt for example in examples]
+    written = session.sample(
+        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0,
+        max_new_tokens=_room(session, max(map(len, prompts))),
+    )  # fmt: skip
+    for sample, answer in zip(shown, written, strict=True):
+        sample["answers"] = [_text(trainer, answer.tokens)]
+    return shown
+
+
+def _room(session: Session, prompt: int) -> int:
+    """Return how many tokens may follow the longest prompt."""
+    text_config = session.engine.module.causal.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or prompt + MAX_NEW_TOKENS
+    return max(1, min(MAX_NEW_TOKENS, positions - prompt))
+
+
+def _text(trainer: Trainer, tokens: Sequence[int]) -> str:
+    return str(trainer.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _scores(session: Session, rows: Sequence[int]) -> dict[int, list[Any]]:
+    """Return the scores of the answers of these held-out rows by row. Collective."""
+    order = session.eval_order
+    assert order is not None, "there are held-out rows"
+    _, batches = order.step_of([order.examples[row] for row in rows], np.asarray(rows))
+    own: dict[int, list[Any]] = {}
+    with torch.no_grad():
+        for batch in batches:
+            scores = session.trainer.score(batch.to(session.engine.device))
+            own |= zip(batch.rows, _by_example(scores.float().cpu(), batch), strict=True)
+    return {row: scores for share in session.mesh.data.gather(own) for row, scores in share.items()}
+
+
+def _by_example(scores: Tensor, batch: PackedBatch) -> list[list[Any]]:
+    """Return the scores of each example's answers: a number each, or, of scores per token, a list
+    of those that are not nan."""
+    per_answer = scores.tolist()
+    if len(scores) != batch.num_answers:
+        known = ~scores.isnan()
+        per_answer = [
+            scores[known & (batch.example == example) & (batch.branch == branch)].tolist()
+            for example, (_, answers) in enumerate(batch.spans)
+            for branch in range(1, 1 + len(answers))
+        ]
+    rest = iter(per_answer)
+    return [[next(rest) for _ in answers] for _, answers in batch.spans]

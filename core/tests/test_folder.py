@@ -182,8 +182,8 @@ def test_an_evaluation_that_is_made_again_is_cut_from_the_metrics(tmp_path: Path
     folder = RunFolder(tmp_path, fresh=True)
     for record in ({"loss": 1.0}, {"eval/loss": 2.0}):
         for step in (1, 2):
-            folder.append_metrics({"step": step, **record})
-    folder.cut_metrics(2, evaluated=False)
+            folder.append("metrics.jsonl", {"step": step, **record})
+    folder.cut(2, evaluated=False)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [list(json.loads(line).items())[:2] for line in lines] == [
         [("step", 1), ("loss", 1.0)],

@@ -15,25 +15,25 @@ from rlhf.report.card import write_card
 from rlhf.report.recorded import is_run
 
 
-def merge_command(adapter: str, output: str) -> int:
+def merge_command(source: str, output: str) -> int:
     """Write base and adapter to the new folder `output`, with the adapter's tokenizer; returns 0.
 
-    `adapter` is an adapter folder, or a run folder whose `model/` is one.
+    `source` is an adapter folder, or a run folder whose `model/` is one.
     """
     disable_progress_bar()
     with new_folder(Path(output)) as target:
-        source = adapter_folder(Path(adapter))
-        settings = adapter_settings(str(source))
-        merged = exported_model(source, task_of(settings.task_type)).merge_and_unload()
+        adapter = adapter_folder(Path(source))
+        settings = adapter_settings(str(adapter))
+        merged = exported_model(adapter, task_of(settings.task_type)).merge_and_unload()
         merged.save_pretrained(target)
-        if (source / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(source).save_pretrained(target)
-        save_extra(exported_extra(source), target)
-        if (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", target / "generation_config.json")
-        if is_run(source.parent):
-            write_card(target, source.parent)
-    print(f"merged {source} into {settings.base_model_name_or_path} and wrote {output}")
+        if (adapter / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+        save_extra(exported_extra(adapter), target)
+        if (adapter / "generation_config.json").is_file():
+            shutil.copyfile(adapter / "generation_config.json", target / "generation_config.json")
+        if is_run(adapter.parent):
+            write_card(target, adapter.parent)
+    print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
 
 

@@ -31,7 +31,7 @@ class StepEnds(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.times.append(time.time())
 
     def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
         if logs and "loss" in logs:
@@ -43,10 +43,11 @@ class Collated:
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
-        self.tokens = self.real = 0
+        self.batches = self.tokens = self.real = 0
 
     def __call__(self, rows: Any) -> Any:
         batch = self.collator(rows)
+        self.batches += 1
         masks = [batch[name] for name in batch if name.endswith("attention_mask")]
         # Without a mask the rows are packed one after another.
         masks = masks or [torch.ones_like(batch["input_ids"])]
@@ -56,7 +57,6 @@ class Collated:
 
 
 def main() -> None:
-    started = time.perf_counter()
     options = parse()
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -66,20 +66,24 @@ def main() -> None:
     size = options.size
     if options.packed and options.workflow == "sft":
         options.size, options.max_tokens = (int(part) for part in options.packed.split("x"))
-        size = options.size * options.max_tokens / tokens
-        repeats = -(-int(size) * options.steps // len(rows)) + 1
+        repeats = (
+            -(-int(options.size * options.max_tokens / tokens) * options.steps // len(rows)) + 1
+        )
     trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
     trainer.data_collator = collated = Collated(trainer.data_collator)
     trainer.train()
     pairs = zip(clock.times[WARM_UP - 1 :], clock.times[WARM_UP:], strict=False)
     seconds = statistics.median(after - before for before, after in pairs)
+    if options.packed and options.workflow == "sft":
+        # A packed row is not full where the next conversation would not have fitted.
+        size = collated.real / collated.batches * options.accumulate / tokens
     on_gpu = torch.cuda.is_available()
     found = {
         "step_ms": 1e3 * seconds,
         "rows_a_step": round(size),
         "rows_per_s": size / seconds,
         "tokens_per_s": size * tokens / seconds,
-        "first_step_s": clock.times[0] - started,
+        "first_step_s": clock.times[0] - options.started,
         "losses": clock.losses,
         "padding": 1 - collated.real / collated.tokens,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
@@ -99,6 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--packed", default="")
+    parser.add_argument("--started", type=float, default=time.time(), help="when the process was")
     return parser.parse_args()
 
 

@@ -257,6 +257,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         "--dtype", options.dtype, "--accumulate", str(options.accumulate),
         "--max-tokens", str(options.max_tokens), "--steps", str(options.steps),
         "--attention", options.attention, *["--liger"] * options.liger,
+        "--started", str(time.time()),
         *(["--packed", options.packed] if options.packed else []),
     ]  # fmt: skip
     log = options.output / f"peer-{workflow}.log"

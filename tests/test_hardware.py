@@ -10,7 +10,8 @@ CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
 CUDA_ONLY = {
     f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
     f"{CORE}/engine.py": "where kernels in Triton run",
-    f"{CORE}/model/attention.py": "flex attention",
+    f"{CORE}/model/attention.py": "flex attention and cuDNN's",
+    f"{CORE}/model/long_examples.py": "attention by cuDNN",
     f"{CORE}/model/masks.py": "masks of flex attention",
     f"{CORE}/model/packed.py": "rows in blocks of flex attention",
     f"{CORE}/model/probe.py": "flex attention has no dropout",

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
-from rlhf.model import attention
+from rlhf.model import attention, flex
 from rlhf.model.masks import Tree, TreeMask, TreeTokens, block_mask, lowest_visible
 from rlhf.model.packed import PackedModel
 
@@ -118,7 +118,7 @@ def test_flex_attention_under_the_block_mask_equals_the_product_per_example(
         query,
         key,
         value,
-        score_mod=attention.capped(softcap),
+        score_mod=flex.capped(softcap),
         block_mask=block_mask(mask),
         scale=0.3,
         enable_gqa=True,

@@ -4,28 +4,23 @@ If the attention mask carries a tree, each kind of layer gets a TreeMask. If it 
 generation and with padded rows, the model runs transformers' own SDPA.
 """
 
-from collections.abc import Callable
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from rlhf.errors import RLHFError
+from rlhf.model.flex import flex_tree
 from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
-from rlhf.model.masks import BLOCK, TreeMask, TreeTokens, lowest_visible
+from rlhf.model.long_examples import Heads, cudnn_agrees, long_examples
+from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
 
 NAME = "rlhf_tree"
 """Without "sdpa", "flash" or "flex" in it, for which transformers would run its own checks."""
-
-COMPILED_KINDS = 64
-"""Compiled forms of one function (kinds of layers times modes) before torch falls back to eager."""
 
 
 def register() -> None:
@@ -73,7 +68,7 @@ def tree_attention(
         if query.device.type == "meta":
             output = MetaAttention.apply(query, key, value)
         else:
-            attend = flex_tree if query.device.type == "cuda" else split_tree
+            attend = cuda_tree if query.device.type == "cuda" else split_tree
             output = attend(query, key, value, attention_mask, dropout=dropout, **options)
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
@@ -163,87 +158,14 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def flex_tree(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute one compiled flex attention over the row on CUDA.
-
-    Sinks are applied to its output: with log-sum-exp L of a token's scores and a sink s, the real
-    tokens keep the share exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
-    """
-    if dropout > 0:
-        raise RLHFError(
-            f"tree attention on CUDA does not support attention dropout, but the model's is "
-            f"{dropout}; set it to 0 in the model's config.json"
-        )
-    if torch.compiler.is_compiling():
-        attend: Callable[..., Any] = partial(flex_blocks, scale=scale, score_mod=capped(softcap))
-    else:
-        attend = compiled_flex(scale, softcap)
-    output, aux = attend(*(in_blocks(item, dim=2) for item in (query, key, value)), mask.blocks)
-    if sinks is not None:
-        kept = torch.sigmoid(aux.lse - sinks.view(1, -1, 1).float())
-        output = output * kept.unsqueeze(-1).to(output.dtype)
-    return output
-
-
-def in_blocks(tensor: Tensor, dim: int) -> Tensor:
-    """Return a view whose dimension `dim` of T tokens is split into T / BLOCK blocks and BLOCK
-    tokens. A compiler for rows of any length then knows that T is a multiple of BLOCK."""
-    return tensor.unflatten(dim, (-1, BLOCK))
-
-
-def flex_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: BlockMask | None,
-    *,
-    scale: float | None,
-    score_mod: Callable[..., Tensor] | None,
-) -> Any:
-    """Compute flex attention over `in_blocks` of query, key and value, [1, heads, T / BLOCK, BLOCK,
-    D]."""
-    shared = query.shape[1] != key.shape[1]
-    query, key, value = (tensor.flatten(2, 3) for tensor in (query, key, value))
-    return flex_attention(
-        query, key, value, block_mask=blocks, scale=scale, score_mod=score_mod,
-        enable_gqa=shared, return_aux=AuxRequest(lse=True),
-    )  # fmt: skip
-
-
-@lru_cache
-def compiled_flex(scale: float | None, softcap: float | None) -> Callable[..., Any]:
-    """Return `flex_blocks`, compiled for the first row it meets and then once for rows of all
-    lengths.
-
-    torch makes dynamic only the sizes that have changed. With `dynamic=True` the sizes of heads and
-    blocks would be unknown too.
-    """
-    let_recompile()
-    return torch.compile(partial(flex_blocks, scale=scale, score_mod=capped(softcap)))
-
-
-def let_recompile() -> None:
-    """Allow as many compiled forms of one function as models have kinds of layers."""
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
-
-
-def capped(softcap: float | None) -> Callable[..., Tensor] | None:
-    """Return flex attention's `score_mod` for a soft cap."""
-    if softcap is None:
-        return None
-
-    def cap(score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
-        return soft_capped(score, softcap)
-
-    return cap
+def cuda_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:
+    """Compute the row on CUDA: long examples by cuDNN where it gives what flex attention gives,
+    everything else by flex attention."""
+    scored = options["softcap"] is not None or options["sinks"] is not None
+    # cuDNN's gradient is not deterministic, and compiled layers are for rows of any lengths.
+    fixed = torch.are_deterministic_algorithms_enabled() or torch.compiler.is_compiling()
+    if mask.long and not (scored or fixed or options["dropout"]):
+        heads = Heads(query.shape[1], key.shape[1], query.shape[3], query.dtype)
+        if cudnn_agrees(heads, options["scale"]):
+            return long_examples(query, key, value, mask.tree.lengths[:-1], options["scale"])
+    return flex_tree(query, key, value, mask, **options)

@@ -13,6 +13,10 @@ from rlhf.data.batch import PackedBatch
 BLOCK = 128
 """Tokens along each side of a block in flex attention's sparse mask (its default)."""
 
+LONG = 6144
+"""Mean tokens of the examples from which on one product per example is faster than one over the row
+(measured on an H200: 1.0 to 1.1 times at 4,096, 1.2 at 8,192, 1.4 at 32,768)."""
+
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
 
@@ -28,6 +32,7 @@ class Tree:
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
     - `longest`: tokens of the longest path.
+    - `long`: whether the row is a few long and plainly causal examples.
     """
 
     def __init__(self, batch: PackedBatch) -> None:
@@ -44,6 +49,7 @@ class Tree:
         self.lengths = (*sizes, num_tokens - sum(sizes))
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
         self.longest = max((p + max(a, default=0) for p, a in batch.spans), default=1)
+        self.long = all(self.chains) and sum(sizes) >= LONG * len(sizes)
 
 
 class TreeTokens(torch.Tensor):
@@ -93,6 +99,7 @@ class TreeMask:
     def __init__(self, tree: Tree, lowest: Tensor | None) -> None:
         self.tree = tree
         self.windowed = lowest is not None
+        self.long = tree.long and not self.windowed
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
         self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type

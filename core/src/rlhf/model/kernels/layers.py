@@ -17,7 +17,7 @@ from torch._functorch import config as functorch
 from rlhf.config.sections import ModelConfig
 from rlhf.engine import fused_on
 from rlhf.errors import RLHFError
-from rlhf.model.attention import in_blocks, let_recompile
+from rlhf.model.flex import in_blocks, let_recompile
 from rlhf.model.kernels.forwards import replace_forward
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of

@@ -108,9 +108,9 @@ class StepFit:
             return self
         batch = attrs.evolve(self.config.batch, tokens=tokens)
         model = attrs.evolve(self.config.model, recompute=recompute)
-        return self._with(attrs.evolve(self.config, batch=batch, model=model), layout)
+        return self.with_config(attrs.evolve(self.config, batch=batch, model=model), layout)
 
-    def _with(self, config: Config, layout: str) -> "StepFit":
+    def with_config(self, config: Config, layout: str) -> "StepFit":
         """Return the fit of the same run with other settings, which shares what was rehearsed."""
         other = attrs.evolve(self, config=config, layout=layout)
         vars(other)["_known"] = self._known
@@ -198,7 +198,7 @@ class StepFit:
         if self.config.optim.states == "fp32" and self.config.model.dtype == "bf16":
             optim = attrs.evolve(self.config.optim, states="bf16")
             rounded = attrs.evolve(self.config, optim=optim)
-            others["use optim.states bf16"] = self._with(rounded, self.layout)
+            others["use optim.states bf16"] = self.with_config(rounded, self.layout)
         for setting, fit in others.items():
             if fit.peak is not None and fit.peak < LESS * estimate.peak:
                 peaks[setting] = fit.peak

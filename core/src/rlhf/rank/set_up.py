@@ -120,7 +120,7 @@ def choose_fit(
         fit = fit.under(*choice)
         settled = fit.resolved, line
     config, line = mesh.gather(settled)[0]
-    return attrs.evolve(fit, config=config), line
+    return fit.with_config(config, fit.layout), line
 
 
 def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from guide_package import install_guide
 from rlhf.commands.main import main
 from rlhf.demo import rows
 from rlhf.registry.installed import installed
@@ -89,6 +90,7 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trl dpo --model_name_or_path base-model --dataset_name a.jsonl\n"
     )
     (folder / "axolotl.yaml").write_text("base_model: base-model\nsequence_len: 512\n")
+    install_guide(folder)
     adapter = "from rlhf.hookspecs import hookimpl\nclass E:\n    @hookimpl(wrapper=True)\n"
     adapter += "    def close_mesh(self, mesh):\n        return (yield)\nplugin = E()\n"
     (folder / "small_buckets.py").write_text(adapter)

@@ -27,7 +27,10 @@ class Section:
 
 plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
-NAMES = ("MyTrainer", "OwnRows", "Imitation", "ActorCritic", "AboveAverage", "Draws", "Clipped")
+NAMES = (
+    "MyTrainer", "OwnRows", "Imitation", "ActorCritic", "TokenDPO", "AboveAverage", "Retrieval",
+    "Draws", "Clipped",
+)  # fmt: skip
 CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [
     {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"], "share": 1}

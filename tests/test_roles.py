@@ -148,12 +148,12 @@ def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path:
 REFUSED = {
     "RoundedCriticTrainer": "a model of the trainer has optim.states bf16, but those of the run "
     "are fp32; all trained models use optim.states of the configuration",
-    "TangledTrainer": "trainer 'sft': the loss of 'critic' depends on the weights of 'policy'; "
-    "detach what it uses of them, or prepare both as one module",
+    "TangledTrainer": "TangledTrainer.loss() returned a term of 'critic' that depends on the "
+    "weights of 'policy'; detach what it uses of them, or prepare both as one module",
     "BrokenCriticTrainer": ": no weight of the critic was changed; look at these rows, or lower "
     "optim.lr",
-    "ForgetfulTrainer": "trainer 'sft': loss() returns terms for policy, but the run trains critic "
-    "and policy; return a term for each of them",
+    "ForgetfulTrainer": "ForgetfulTrainer.loss() returned terms for policy, but the run trains "
+    "critic and policy; return a term for each of them",
 }
 
 

@@ -11,6 +11,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.order import StepPlan
 from rlhf.data.packing import filler, pack
 from rlhf.engine import Mesh, axes
+from rlhf.loop.contract import Contract
 from rlhf.loop.survey import StepTotals, Survey
 from rlhf.testing.ranks import Ranks, ranks_fixture
 from rlhf.trainer import Trainer
@@ -50,7 +51,7 @@ def surveyed(mesh: Mesh, shares: Sequence[Sequence[Sequence[int]]]) -> list[Any]
     """The values in `batch.step` of each of this rank's micro-batches."""
     own = shares[mesh.data.rank]
     batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in own]
-    taken = Survey(Asking(None, None), mesh).take(batches, plan())
+    taken = Survey(Contract(Asking(None, None), {}), mesh).take(batches, plan())
     return [{name: value.tolist() for name, value in batch.step.items()} for batch in taken]
 
 

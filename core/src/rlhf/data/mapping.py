@@ -59,7 +59,7 @@ class RowsToTrees:
 
     def _tree(self, item: Row | Columns) -> dict[str, Any]:
         example = self.trainer.example(item)
-        _check_example(example, f"{type(self.trainer).__name__}.example()")
+        check_example(example, f"{type(self.trainer).__name__}.example()")
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         status = trees.KEPT
         before, labels_before = after, labels = _predictions(example), _labels(example)
@@ -127,7 +127,7 @@ def _labels(example: Example) -> int:
     )
 
 
-def _check_example(example: Any, call: str) -> None:
+def check_example(example: Any, call: str) -> None:
     """Raise RLHFError for an example that contradicts itself, which `call` returned."""
     if not isinstance(example, Example):
         raise RLHFError(f"{call} returned {type(example).__name__} instead of an Example")

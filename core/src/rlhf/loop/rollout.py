@@ -18,6 +18,7 @@ from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
+from rlhf.loop.contract import check_rollout
 from rlhf.trainer import Trainer
 
 FILE = "rollout.arrow"
@@ -72,7 +73,7 @@ class Rollouts:
         if block != self._block:
             self.place.enter("rollout", step=number + 1)
             seeds = seeds_of(rows, self.order.seed, DRAWN, block.epoch)
-            self._examples = roll_out(self.trainer, self.order, rows, number, seeds)
+            self._examples = roll_out(self.trainer, self.order, rows, number, seeds, self.mesh)
             self._block = block
         turn, part = divmod(number - block.first, len(by_batch))
         places = np.arange(len(rows))
@@ -106,17 +107,18 @@ def evaluated(
     """Return group `number` of the held-out rows after `step` steps, with the examples of
     `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
     rows = order.rows(number)
-    examples = roll_out(trainer, order, rows, step, seeds_of(rows, order.seed, HELD_OUT))
+    seeds = seeds_of(rows, order.seed, HELD_OUT)
+    examples = roll_out(trainer, order, rows, step, seeds, mesh)
     return counted(*order.step_of(examples, rows, number), examples, mesh)
 
 
 def roll_out(
-    trainer: Trainer, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int]
+    trainer: Trainer, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int], mesh: Mesh
 ) -> Sequence[Example]:
     """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
     than the budget. Collective."""
     examples = trainer.rollout([order.examples[int(row)] for row in rows], step, seeds)
-    assert len(examples) == len(rows), f"{len(examples)} examples for {len(rows)} rows"
+    check_rollout(examples, trainer, num_rows=len(rows), step=step, mesh=mesh)
     for row, example in zip(rows, examples, strict=True):
         size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
         if size > order.tokens:

@@ -15,6 +15,7 @@ from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.launch.places import Marker
 from rlhf.loop.best import Best
+from rlhf.loop.contract import Contract
 from rlhf.loop.rollout import Rollouts
 from rlhf.loop.survey import Survey
 from rlhf.loop.writing import Writing
@@ -33,6 +34,8 @@ class Session:
     mesh: Mesh
     hooks: BackendGateway
     trainer: Trainer
+    contract: Contract
+    """Calls the trainer's survey and loss."""
     survey: Survey
     trained: Mapping[str, Role]
     """The trained models by role, the policy among them."""

@@ -1,14 +1,13 @@
 """One optimizer step: survey, losses, update; and the error of a step that was not finite."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import StepOutcome
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import SameOnAllRanks
 from rlhf.journal.journal import StepResult
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, by_role, poison_unless_finite, weighted_loss
@@ -23,8 +22,6 @@ class Stepper:
         self._session = session
         self._names = NameCheck(session.record.name, session.mesh)
         self._pending: StepResult | None = None
-        self._checked = False
-        """Whether each loss has been seen to be of its own model only."""
 
     def take(self, plan: StepPlan, packed: Sequence[PackedBatch]) -> StepResult:
         """Take the step of `plan` on `packed`: the survey's batches, if it has its own, then the
@@ -35,9 +32,8 @@ class Stepper:
         sums = Sums(session.mesh)
         for number, batch in enumerate(batches, start=1):
             session.place.enter("forward", batch=number)
-            loss = session.trainer.loss(batch)
+            loss = session.contract.loss(batch)
             losses = {role: weighted_loss(part, totals) for role, part in by_role(loss).items()}
-            self._check_roles(losses)
             whole = torch.stack([*losses.values()]).sum()
             sums.add(loss, whole)
             session.place.enter("backward", batch=number)
@@ -72,42 +68,6 @@ class Stepper:
                 moved = any(other.moved for other in outcomes.values())
                 weight = f"weight of the {role}" if moved else "weight"
                 raise _not_finite(self._session, pending, outcome.grad_norm, weight)
-
-    def _check_roles(self, losses: Mapping[str, Tensor]) -> None:
-        """Raise RLHFError unless each trained model has a loss, and in the first micro-batch unless
-        that loss reaches its own weights only: another engine would not reduce their gradients."""
-        trained, trainer = self._session.trained, f"trainer {self._session.record.name!r}"
-        if losses.keys() != trained.keys():
-            raise RLHFError(
-                f"{trainer}: loss() returns terms for {' and '.join(sorted(losses))}, but the run "
-                f"trains {' and '.join(sorted(trained))}; return a term for each of them"
-            )
-        if self._checked or len(losses) == 1:
-            return
-        owner = {
-            id(item): role for role, model in trained.items()
-            for item in model.engine.module.parameters()
-        }  # fmt: skip
-        for role, loss in losses.items():
-            for other in {owner.get(id(item), role) for item in leaves(loss)} - {role}:
-                raise RLHFError(
-                    f"{trainer}: the loss of {role!r} depends on the weights of {other!r}; detach "
-                    f"what it uses of them, or prepare both as one module"
-                )
-        self._checked = True
-
-
-def leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that get a gradient of `loss`."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [function for function, _ in node.next_functions]
 
 
 def _not_finite(

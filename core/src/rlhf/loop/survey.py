@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import Mesh, on_device
-from rlhf.trainer import Trainer
+from rlhf.loop.contract import Contract, check_names
 
 EXAMPLES, ANSWERS = "examples", "answers"
 """What a value is per, and the names in `batch.step` of the positions of this batch's own values in
@@ -23,12 +23,14 @@ those of the step."""
 class Survey:
     """Runs a trainer's survey and gathers its values over micro-batches and ranks.
 
-    Never synchronises with the device, except one gather at the first step whose examples have
-    several answers.
+    Never synchronises with the device, except at the first step, and at the first one whose
+    examples have several answers.
     """
 
-    trainer: Trainer
+    contract: Contract
     mesh: Mesh
+    _checked: bool = False
+    """Whether the names were compared between ranks."""
     _kinds: dict[str, str] = field(factory=dict)
     """What each surveyed value is per, by name."""
 
@@ -38,7 +40,7 @@ class Survey:
         """Return the loss's micro-batches on `device`, with the surveyed values, and the step's
         totals. `packed` are the survey's own micro-batches, if any, then the loss's. Collective."""
         batches = [batch.to(device) for batch in packed]
-        if not self.trainer.needs_survey():
+        if not self.contract.trainer.needs_survey():
             return batches, plan.totals
         num_seen = len(plan.survey)
         batches = self.take(batches[num_seen:], plan, seen=batches[:num_seen])
@@ -57,7 +59,10 @@ class Survey:
         """
         seen = seen or batches
         with torch.no_grad():
-            by_batch = [dict(self.trainer.survey(batch)) for batch in seen]
+            by_batch = [self.contract.survey(batch) for batch in seen]
+        if not self._checked:
+            check_names(by_batch, self.mesh, self.contract.trainer)
+            self._checked = True
         local = {name: torch.cat([values[name] for values in by_batch]) for name in by_batch[0]}
         index = StepIndex(plan)
         positions = index.positions(*seen)

@@ -21,6 +21,7 @@ from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
 from rlhf.engine import Engine, Layout, Mesh, ModelShape, rehearsing_on
 from rlhf.errors import RLHFError, first_line
+from rlhf.loop.contract import check_setup
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
@@ -123,6 +124,7 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     with torch.random.fork_rng(devices=[]):
         # Modules of the trainer's own draw values; only rank 0 rehearses.
         actor.setup(run)
+    check_setup(actor, run.roles)
     mesh = run.mesh
     order = RunOrder.from_config(
         run.examples[0], run.config, actor,

@@ -23,7 +23,7 @@ from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.role import Role, config_with, plan_model
+from rlhf.model.role import POLICY, Role, config_with, plan_model
 from rlhf.model.shape import check_positions, empty_model, shape_of, shape_of_module
 from rlhf.model.task import Task
 from rlhf.model.trainable import parameter_groups
@@ -148,8 +148,10 @@ class RunContext:
     ) -> Engine:
         """Plan a model, `read` it with its weights, and have the backend prepare it. `empty` has
         its parameters, perhaps without values."""
-        assert role not in self.roles, f"{role} is loaded twice"
-        assert trained or role != "policy", "the policy is trained"
+        if role in self.roles:
+            raise RLHFError(f"setup() loads the role {role!r} twice; each model has its own role")
+        if role == POLICY and not trained:
+            raise RLHFError("setup() loads the policy with trained=False; choose another role")
         hooks, mesh = self.hooks, self.mesh
         if trained and self.resumed is not None:
             check_model(self.resumed / role, empty)
@@ -192,7 +194,9 @@ class RunContext:
             self.config, mode, num_rows=self._num_rows, steps=self.steps, every=every, live=live
         )
         note = f"reference  {chosen}: {reason}"
-        loaded = self.roles["policy"]
+        if POLICY not in self.roles:
+            raise RLHFError("setup() calls run.reference() before run.load('policy'); swap them")
+        loaded = self.roles[POLICY]
         policy = loaded.engine
         if loaded.task is None:
             raise RLHFError(

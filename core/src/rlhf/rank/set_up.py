@@ -17,6 +17,7 @@ from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
+from rlhf.loop.contract import Contract, check_setup
 from rlhf.loop.fragments import num_bytes
 from rlhf.loop.rollout import Rollouts
 from rlhf.loop.samples import scores_answers
@@ -58,10 +59,12 @@ def set_up(
         introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
         folder.write_summary(**summary(fit, data))
     trainer.setup(run)
+    check_setup(trainer, run.roles)
     policy = run.roles["policy"]
     check_samples(request.name, trainer, config, policy)
     random_state.spread(config.train.seed, mesh.data.rank)
     trained = {name: role for name, role in run.roles.items() if role.trained}
+    contract = Contract(trainer, trained)
     # Not `data.parts`: those of the run have the values that its setup computed.
     train_order, *eval_orders = (
         RunOrder.from_config(
@@ -86,7 +89,7 @@ def set_up(
     engines += [follower.engine for follower in run.followers]
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
-        survey=Survey(trainer, mesh), trained=trained, journal=journal,
+        contract=contract, survey=Survey(contract, mesh), trained=trained, journal=journal,
         followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=rollouts, folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),

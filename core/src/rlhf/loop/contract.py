@@ -1,0 +1,287 @@
+"""What the author of a trainer can mend: a method that returns something else than core expects.
+
+The form of results is checked whenever a method returns, on the host only. How the models were
+called is watched in the first survey and the first loss, at any ZeRO stage: most mistakes have no
+effect below stage 3, or a silent one.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.columns import errors_at
+from rlhf.data.example import Example
+from rlhf.data.mapping import check_example
+from rlhf.engine import Mesh
+from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder
+from rlhf.model.role import POLICY, Role
+from rlhf.trainer import Loss, Term, Trainer
+
+PLACES = ("examples", "answers")
+"""Names in `batch.step` that core writes."""
+
+
+@define
+class Contract:
+    """Calls a trainer's `survey` and `loss`, and checks what they return."""
+
+    trainer: Trainer
+    trained: Mapping[str, Role]
+    """The trained models by role."""
+    _watched: set[str] = field(factory=set, init=False)
+    """Methods whose calls of the models have been watched."""
+
+    def survey(self, batch: PackedBatch) -> dict[str, Tensor]:
+        """Return the trainer's values of a micro-batch. Collective."""
+        call = call_of(self.trainer, "survey")
+        with self._watching("survey", call):
+            values = self.trainer.survey(batch)
+        check_survey(values, batch, call)
+        return dict(values)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        """Return the trainer's loss of a micro-batch. Collective."""
+        call = call_of(self.trainer, "loss")
+        training = torch.is_grad_enabled()
+        with self._watching("loss" if training else "loss of an evaluation", call) as outputs:
+            loss = self.trainer.loss(batch)
+        check_loss(loss, call, training=training)
+        if training:
+            check_roles(loss, self.trained.keys(), call)
+        if training and outputs is not None:
+            check_graph(loss, self.trained, outputs, call)
+        return loss
+
+    @contextmanager
+    def _watching(self, name: str, call: str) -> Iterator[set[Any] | None]:
+        """Watch the models in the first call of a method: yields the nodes of the graph that their
+        forwards return. Later calls get None."""
+        if name in self._watched:
+            yield None
+            return
+        self._watched.add(name)
+        modules = {role: model.engine.module for role, model in self.trained.items()}
+        nodes: set[Any] = set()
+        with ExitStack() as stack:
+            for role, module in modules.items():
+                if isinstance(module, PackedModel):
+                    watch(module, role, call, nodes, stack)
+            yield nodes
+
+
+def watch(module: PackedModel, role: str, call: str, nodes: set[Any], stack: ExitStack) -> None:
+    """Add to `nodes` what each forward of `module` returns, and raise RLHFError if the model in it
+    is called by itself."""
+    inside = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside += 1
+
+    def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:
+        nonlocal inside
+        inside -= 1
+        leaves = (item for item in tree_leaves(outputs) if isinstance(item, Tensor))
+        nodes.update(item.grad_fn for item in leaves if item.grad_fn is not None)
+
+    def refuse(*_: Any) -> None:
+        if not inside:
+            raise RLHFError(
+                f"{call} calls the model of the {role} by itself, where examples of a batch see "
+                "each other and ZeRO stage 3 has no weights; call the engine with a readout"
+            )
+
+    for hook in (
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+        decoder(module.causal).register_forward_pre_hook(refuse, prepend=True),
+    ):
+        stack.callback(hook.remove)
+
+
+def call_of(trainer: Trainer, method: str) -> str:
+    """Return what a method of a trainer is called in an error."""
+    return f"{type(trainer).__name__}.{method}()"
+
+
+def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
+    """Raise RLHFError if `setup` has loaded no policy, or left parameters on the trainer that no
+    optimizer knows."""
+    call = call_of(trainer, "setup")
+    if POLICY not in roles:
+        raise RLHFError(f"{call} loads no policy; call run.load('policy')")
+    known = {id(item) for role in roles.values() for item in role.engine.module.parameters()}
+    for name, value in vars(trainer).items():
+        for leaf in tree_leaves(value):
+            is_module = isinstance(leaf, nn.Module)
+            own = leaf.parameters() if is_module else [leaf] * isinstance(leaf, nn.Parameter)
+            if any(item.requires_grad and id(item) not in known for item in own):
+                kind, remedy = ("n nn.Parameter", "pass it to run.load() as `extra`")
+                if is_module:
+                    kind, remedy = (f" {type(leaf).__name__}", "pass it to run.prepare()")
+                raise RLHFError(
+                    f"{type(trainer).__name__}.{name} is a{kind} that no optimizer trains; {remedy}"
+                )
+
+
+def check_loss(loss: Any, call: str, *, training: bool) -> None:
+    """Raise RLHFError unless `loss` is a Loss of scalar sums, which have a gradient in training."""
+    if not isinstance(loss, Loss):
+        raise RLHFError(
+            f"{call} returned {type(loss).__name__} instead of a Loss; return "
+            'Loss((Term(sum, per="tokens"),))'
+        )
+    terms = loss.terms
+    if not isinstance(terms, Sequence) or not all(isinstance(term, Term) for term in terms):
+        raise RLHFError(f"{call} returned a Loss whose terms are not a tuple of Term")
+    if not terms:
+        raise RLHFError(f"{call} returned a Loss without terms")
+    for number, term in enumerate(terms):
+        check_sum(term.sum, f"{call} returned a term {number} whose sum")
+        if training and not term.sum.requires_grad:
+            raise RLHFError(
+                f"{call} returned a term {number} whose sum has no gradient; compute it from what "
+                "an engine returned, and do not detach it"
+            )
+    for name, metric in loss.metrics.items():
+        if not isinstance(metric, tuple) or len(metric) != 2:
+            raise RLHFError(
+                f"{call} returned the metric {name!r} as {type(metric).__name__}; return a pair "
+                '(sum, "tokens")'
+            )
+        check_sum(metric[0], f"{call} returned a metric {name!r} whose sum", scalar=metric[1] != "")
+
+
+def check_sum(value: Any, what: str, *, scalar: bool = True) -> None:
+    """Raise RLHFError unless `value` is a tensor, and a scalar one unless it need not be."""
+    if not isinstance(value, Tensor):
+        raise RLHFError(f"{what} is {type(value).__name__}; return a tensor")
+    if scalar and value.dim():
+        raise RLHFError(f"{what} has shape {list(value.shape)}; sum it to a scalar")
+
+
+def check_roles(loss: Loss, trained: Collection[str], call: str) -> None:
+    """Raise RLHFError unless each trained model has a term."""
+    roles = {term.role for term in loss.terms}
+    if roles != set(trained):
+        raise RLHFError(
+            f"{call} returned terms for {' and '.join(sorted(roles))}, but the run trains "
+            f"{' and '.join(sorted(trained))}; return a term for each of them"
+        )
+
+
+def check_graph(
+    loss: Loss, trained: Mapping[str, Role], outputs: Collection[Any], call: str
+) -> None:
+    """Raise RLHFError if a term reaches the weights of another model, whose engine would not reduce
+    their gradients, or weights that were read outside of a forward, where ZeRO-3 has none."""
+    owners = {
+        id(item): (role, name) for role, model in trained.items()
+        for name, item in model.engine.module.named_parameters()
+    }  # fmt: skip
+    packed = {r for r, model in trained.items() if isinstance(model.engine.module, PackedModel)}
+    for term in loss.terms:
+        for item in leaves(term.sum, stop=outputs):
+            role, name = owners.get(id(item), ("", ""))
+            if role in packed:
+                raise RLHFError(
+                    f"{call} reads the weight {name} of the {role} outside of the engine's "
+                    "forward, where ZeRO stage 3 has none; read it in a readout"
+                )
+        for item in leaves(term.sum):
+            role, _ = owners.get(id(item), (term.role, ""))
+            if role != term.role:
+                raise RLHFError(
+                    f"{call} returned a term of {term.role!r} that depends on the weights of "
+                    f"{role!r}; detach what it uses of them, or prepare both as one module"
+                )
+
+
+def leaves(value: Tensor, *, stop: Collection[Any] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that get a gradient of `value` by a path without the nodes of `stop`."""
+    waiting, seen = [value.grad_fn], set(stop)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [function for function, _ in node.next_functions]
+
+
+def check_survey(values: Any, batch: PackedBatch, call: str) -> None:
+    """Raise RLHFError unless `values` are tensors with one entry per example or per answer."""
+    if not isinstance(values, Mapping):
+        raise RLHFError(
+            f"{call} returned {type(values).__name__} instead of a dictionary of tensors"
+        )
+    sizes = (batch.num_examples, batch.num_answers)
+    for name, value in values.items():
+        if name in PLACES:
+            raise RLHFError(f"{call} returned {name!r}, a name that core uses itself; rename it")
+        if not isinstance(value, Tensor):
+            raise RLHFError(f"{call} returned {name!r} as {type(value).__name__}; return a tensor")
+        if not value.dim() or len(value) not in sizes:
+            raise RLHFError(
+                f"{call} returned {name!r} of shape {list(value.shape)} for {sizes[0]} examples "
+                f"with {sizes[1]} answers; its first dimension must be one of these"
+            )
+
+
+def check_names(by_batch: Sequence[Mapping[str, Any]], mesh: Mesh, trainer: Trainer) -> None:
+    """Raise RLHFError unless a step's surveys have the same names on all ranks, which add up their
+    values in this order. Collective."""
+    shares = mesh.gather(sorted({tuple(values) for values in by_batch}))
+    found = sorted({names for share in shares for names in share})
+    if len(found) > 1:
+        raise SameOnAllRanks(
+            f"{call_of(trainer, 'survey')} must return the same names for every micro-batch on all "
+            f"ranks, also for one without rows, but returned {list(found[0])} and {list(found[1])}"
+        )
+
+
+def check_rollout(examples: Any, trainer: Trainer, *, num_rows: int, step: int, mesh: Mesh) -> None:
+    """Raise RLHFError unless `examples` is one for each row, and the same on every rank, since
+    ranks would otherwise train on different rows. Collective."""
+    call = call_of(trainer, "rollout")
+    found = f"{len(examples)} examples" if isinstance(examples, Sequence) else None
+    if found is None or len(examples) != num_rows:
+        raise RLHFError(
+            f"{call} returned {found or type(examples).__name__} for the {num_rows} rows of the "
+            "step"
+        )
+    for number, example in enumerate(examples):
+        with errors_at(f"example {number} of the step"):
+            check_example(example, call)
+            if not all(len(answer.tokens) for answer in example.answers):
+                raise RLHFError(f"{call} returned an answer without tokens")
+    if mesh.world == 1:
+        return
+    digests = mesh.gather(digest(examples))
+    if len(set(digests)) > 1:
+        other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        raise SameOnAllRanks(
+            f"step {step + 1}: {call} returned other examples on rank {other} than on rank 0; "
+            "return the same on every rank, with random numbers that depend on the step only"
+        )
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """Return a hash of the tokens and values of examples."""
+    plain = [
+        (item.prompt, [(each.tokens, each.trained) for each in item.answers], item.values)
+        for item in examples
+    ]
+    text = json.dumps(plain, default=lambda value: value.tolist())
+    return hashlib.sha256(text.encode()).hexdigest()

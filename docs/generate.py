@@ -23,7 +23,8 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 FOLDER = Path(__file__).parent
 WIDTH = 100
 PUBLIC = tuple(
-    f"rlhf.{name}" for name in ("plugin", "errors", "trainer", "readouts", "engine", "testing")
+    f"rlhf.{name}"
+    for name in ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
 )
 """The modules that plugins may import, beside `rlhf.hookspecs`, which has a page of its own."""
 SECTIONS = "rlhf.config.sections"

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
 from rlhf.testing import write_rows
 from rlhf.testing.ranks import Ranks
+from served import Served, serving
 from sft_runs import Inputs
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,8 @@ DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")
 """The demos, which have tests of their own: here they end after two steps."""
 APART = {"torchrun", "verify", "--nproc"}
 """Words of commands that start ranks of their own."""
+BEARER = "Bearer secret"
+"""What docs/serve.md sends as the token."""
 ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
 """Files that the docs name, and the format of their rows."""
 
@@ -113,9 +117,18 @@ def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
     return code, "" if code == 0 else errors.getvalue()
 
 
+@pytest.fixture(scope="module")
+def server(place: Path, inputs: Inputs, one: Ranks) -> Iterator[Served]:
+    """The server of docs/serve.md."""
+    run = ["run", "rm", "--output", "runs/rm-1", "--overwrite", "--train.steps", "1"]
+    assert one.run(in_place, run, str(place), str(inputs.cache)) == [(0, "")]
+    with serving("runs/rm-1", "--token", "secret", folder=place) as served:
+        yield served
+
+
 @pytest.mark.parametrize("block", shell_blocks())
 def test_the_commands_of_the_docs_work(
-    block: list[str], place: Path, inputs: Inputs, one: Ranks
+    block: list[str], place: Path, inputs: Inputs, one: Ranks, request: pytest.FixtureRequest
 ) -> None:
     for command in block:
         words = shlex.split(command.replace("step-000400", "step-000004"))
@@ -123,12 +136,25 @@ def test_the_commands_of_the_docs_work(
         match words:
             case ["lm_eval", *_] | ["pip", "install", "lm_eval[hf]"]:
                 pass  # Needs a network.
+            case ["pip", "install", "rlhf-core[serve]"]:
+                assert "\nserve = [" in (ROOT / "core" / "pyproject.toml").read_text()
             case ["pip", "install", package]:
                 assert (ROOT / "plugins" / package.split("-", 2)[2]).is_dir()
             case ["make", target]:
                 assert f"\n{target}: " in (ROOT / "Makefile").read_text()
             case ["srun" | "git", *_] | ["rlhf", "push", *_]:
                 pass  # Needs a cluster or a network.
+            case ["curl", "-s", url, *_, body] | ["rlhf", "serve", "--check", url, *_, body]:
+                server = request.getfixturevalue("server")
+                url = url.replace("http://127.0.0.1:8000", server.url)
+                if words[0] == "rlhf":
+                    run_apart([*words[:3], url, *words[4:]], place, inputs)
+                else:
+                    path = url.removeprefix(server.url)
+                    assert server.post(path, body.encode(), authorization=BEARER).status == 200
+            case ["rlhf", "serve", *rest]:
+                # The server of this command is the one that the next commands ask.
+                assert request.getfixturevalue("server").process.args[4:] == [*rest, "--port", "0"]
             case ["rlhf", *rest] if rest[0] != "plugins" and not APART & {*rest}:
                 assert one.run(in_place, rest, str(place), str(inputs.cache)) == [(0, "")], command
             case ["rlhf" | "torchrun", *_]:

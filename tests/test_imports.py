@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("testing", "commands", "rank", "memory", "loop", "reference", "journal", "readouts", "model"),
+    *("testing", "commands", "serve", "rank", "memory", "loop", "reference", "journal"),
+    *("scorer", "readouts", "model"),
     *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),

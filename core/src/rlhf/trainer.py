@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
 from rlhf.registry.imports import load_own
+
+if TYPE_CHECKING:
+    from rlhf.scorer import Scorer
 
 __all__ = [
     "Answer",
@@ -94,6 +97,9 @@ class Trainer(abc.ABC):
     renders_whole: ClassVar[bool] = False
     """Whether a conversation keeps what the chat template writes after its last turn, such as a
     line break. True for models that are read at the end of a rendered conversation."""
+    scorer: ClassVar["type[Scorer] | None"] = None
+    """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
+    `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""
 
     rollout_batches: int = 1
     """How many steps' rows `rollout` gets at once."""

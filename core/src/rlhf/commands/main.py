@@ -136,6 +136,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     _add_recorded(commands)
     _add_new(commands)
     _add_migrate(commands)
+    _add_serve(commands)
     text = "print or start a job over several hosts: slurm, hostfile or kubernetes"
     command = commands.add_parser("launch", help=text, description=text)
     if argv[:1] == ["launch"]:
@@ -183,6 +184,31 @@ def _add_migrate(commands: Any) -> None:
     command.add_argument("--from", dest="chosen", metavar="PROJECT", help=text)
     text = "devices that it was run on, a factor of batch.size; default: as its launcher says"
     command.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
+
+
+def _add_serve(commands: Any) -> None:
+    """Add `rlhf serve`."""
+    text = "serve an exported reward model over HTTP, or compare a server with it"
+    usage = "rlhf serve [options] MODEL, or rlhf serve --check URL MODEL DATA"
+    command = commands.add_parser("serve", help=text, description=text, usage=usage)
+    command.add_argument("model", metavar="MODEL", help="a run of rm or prm, or a model folder")
+    command.add_argument("data", metavar="DATA", nargs="?", help="rows to send with --check")
+    text = "send rows to this URL and print the largest difference; exit 1 if it is large"
+    command.add_argument("--check", metavar="URL", help=text)
+    text = "the address to listen at; default: 127.0.0.1, which only this machine reaches"
+    command.add_argument("--host", default="127.0.0.1", help=text)
+    text = "default: 8000; 0 takes a free one"
+    command.add_argument("--port", type=int, default=8000, help=text)
+    text = "what clients must send; none: nothing; default: RLHF_TOKEN, else a new one is printed"
+    command.add_argument("--token", help=text)
+    text = "tokens of a forward pass, and of the longest prompt with an answer; default: 8192"
+    command.add_argument("--max-tokens", type=_positive(int), default=8192, metavar="N", help=text)
+    text = "requests that may wait; more are refused with 503; default: 256"
+    command.add_argument("--queue", type=_positive(int), default=256, metavar="N", help=text)
+    command.add_argument("--device", help="such as cpu or cuda:1; default: cuda if there is one")
+    dtypes = ("auto", "fp32", "bf16", "fp16")
+    text = "auto, the default, is that of the folder"
+    command.add_argument("--dtype", choices=dtypes, default="auto", help=text)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

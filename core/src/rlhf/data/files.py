@@ -95,7 +95,7 @@ class Source:
         where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
         with errors_at(where):
             if TEXT in columns:
-                return where, self._renamed(_parse(columns[TEXT]))
+                return where, self._renamed(parse_object(columns[TEXT]))
             row = self._renamed(without_nulls(columns))
             return where, _scalars(row) if TABLES.get(self._suffix) == "csv" else row
 
@@ -233,7 +233,8 @@ def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
         yield 0, json.dumps(row)
 
 
-def _parse(text: str) -> dict[str, Any]:
+def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
+    """Return the JSON object in `text`, which errors call `what`."""
     try:
         row = json.loads(text)
         if "\\ud" in text.lower():
@@ -244,7 +245,7 @@ def _parse(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RLHFError(f"not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise RLHFError(f"a row must be a JSON object, not {text.strip()[:40]}")
+        raise RLHFError(f"{what} must be a JSON object, not {text.strip()[:40]}")
     return row
 
 

@@ -44,7 +44,7 @@ from rlhf.data.columns import (
 )
 from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
-from rlhf.data.tokens import Reader, Row, Unencoded, encode_all
+from rlhf.data.tokens import Reader, Row, Unencoded, encode_all, reader_of
 from rlhf.errors import RLHFError
 
 
@@ -71,7 +71,7 @@ def encode_steps(
     """Return a prompt and its steps as token ids, encoded as core encodes `stepwise` rows: for
     scoring steps without labels."""
     columns = {"prompt": prompt, "completions": list(steps), "labels": [None] * len(steps)}
-    reader = Reader(tokenizer, separator=separator, placeholder=placeholder)
+    reader = reader_of(tokenizer, separator=separator, placeholder=placeholder)
     with errors_at("the prompt"):
         unencoded = stepwise(columns, reader)
     ((row,),) = encode_all([("the prompt", unencoded)], reader)

@@ -71,16 +71,20 @@ def encode(
     """
     if not answers:
         raise RLHFError("a row needs at least one answer")
-    reader = _reader(tokenizer, str(tokenizer.chat_template), renders_whole)
+    reader = reader_of(tokenizer, whole=renders_whole)
     row = {"prompt": prompt, "tools": None if tools is None else list(tools)}
     names = [f"answers[{number}]" for number in range(len(answers))]
     return join_paths({}, reader.encoder.encode(render_answers(row, reader, names, answers)))
 
 
+def reader_of(tokenizer: Any, **options: Any) -> Reader:
+    """Return a reader of the tokenizer with its present chat template, made once."""
+    return _reader(tokenizer, str(tokenizer.chat_template), **options)
+
+
 @functools.lru_cache(maxsize=8)
-def _reader(tokenizer: Any, template: str, whole: bool) -> Reader:
-    """The reader of a tokenizer whose chat template is `template`."""
-    return Reader(tokenizer, whole=whole)
+def _reader(tokenizer: Any, template: str, **options: Any) -> Reader:
+    return Reader(tokenizer, **options)
 
 
 def encode_all(rows: Sequence[tuple[str, Sequence[Unencoded]]], reader: Reader) -> list[list[Row]]:

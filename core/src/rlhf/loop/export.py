@@ -24,12 +24,13 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.save import SCORED_BY, save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
+from rlhf.trainer import Trainer
 
 
 def export_model(session: Session) -> None:
@@ -47,7 +48,7 @@ def _export(session: Session, role: str) -> None:
         session.mesh.barrier()
         session.hooks.export_weights(engine=engine, directory=part)
         if writes and isinstance(engine.module, PackedModel):
-            more = session.trainer.model_config(session.journal.last) if role == "policy" else {}
+            more = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
             model = engine.module.model
             save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
             verify_export(part, model, engine.module.own_parameters)
@@ -107,10 +108,18 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
-    more = trainer.model_config(newest) if role == "policy" else {}
+    more = _usage(trainer, role, request.name, newest)
     save_tokenizer_and_config(module.model, tokenizer, target, more)
     verify_export(target, module.model, module.own_parameters)
     write_card(target, run, role=role, until=step_of(folder))
+
+
+def _usage(trainer: Trainer, role: str, name: str, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return what config.json says about how to use a model; its scorer is found by `name`."""
+    if role != "policy":
+        return {}
+    found = {} if trainer.scorer is None else {SCORED_BY: name}
+    return found | dict(trainer.model_config(metrics))
 
 
 def _with_tied(weights: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

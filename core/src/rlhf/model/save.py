@@ -19,6 +19,9 @@ from rlhf.model.parts import unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding
 
+SCORED_BY = "rlhf_trainer"
+"""Key of an exported config.json: the trainer whose scorer opens the model."""
+
 
 def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write a transformers model in the Hugging Face layout, or only its adapter if it has one.

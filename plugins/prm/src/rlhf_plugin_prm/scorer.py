@@ -1,48 +1,54 @@
-"""The probability of each step from an exported model, in plain transformers."""
+"""The probability of each step from an exported model."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoTokenizer
+from torch import Tensor
+from transformers import AutoConfig
 
+from rlhf import scorer
 from rlhf.errors import RLHFError
-from rlhf.readouts import exported_model
-from rlhf.trainer import encode_steps
+from rlhf.trainer import Row, encode_steps
 from rlhf_plugin_prm.losses import log_odds
 
 
-class Scorer:
+class Scorer(scorer.Scorer):
     """The process reward model in the model folder or adapter folder of a run.
 
-    Steps are marked as in training.
+    Steps are marked as in training. A probability is read at the last token of its step.
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
-        self.config = process_config(folder)
-        by_token = self.config.prm_formulation == "token"
-        self.labels = self.config.prm_reward_tokens if by_token else [0, 1]
-        model = exported_model(Path(folder), "causal" if by_token else "token", dtype=dtype)
-        self.model = model.to(device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = process_config(folder)
+        by_token = config.prm_formulation == "token"
+        super().__init__(
+            folder,
+            task="causal" if by_token else "token",
+            tokens=config.prm_reward_tokens if by_token else None,
+            device=device,
+            dtype=dtype,
+        )
+        self.marks = {"separator": config.prm_separator, "placeholder": config.prm_placeholder}
 
-    @torch.no_grad()
+    def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
+        """Return the prompt and its answers as token ids; an answer is a list of steps, and its
+        `ends` are the last tokens of the steps."""
+        for number, steps in enumerate(answers):
+            if not isinstance(steps, list):
+                raise RLHFError(f"answers[{number}] must be a list of steps: {steps!r:.40}")
+        rows = [encode_steps(self.tokenizer, prompt, steps, **self.marks) for steps in answers]
+        ends = [row.columns["ends"] for row in rows]
+        return Row(rows[0].prompt, [row.answers[0] for row in rows], {"ends": ends})
+
+    def scores(self, logits: Tensor) -> list[float]:
+        """Return the probability of each step to be right."""
+        probabilities: list[float] = log_odds(logits).sigmoid().tolist()
+        return probabilities
+
     def probabilities(self, prompt: Any, steps: Sequence[str]) -> list[float]:
         """Return the probability of each step to be right, after a `prompt` of text or messages."""
-        row = encode_steps(
-            self.tokenizer,
-            prompt,
-            steps,
-            separator=self.config.prm_separator,
-            placeholder=self.config.prm_placeholder,
-        )
-        tokens = [*row.prompt, *row.answers[0].tokens]
-        ids = torch.tensor([tokens], device=self.model.device)
-        logits = self.model(input_ids=ids).logits[0].float()
-        places = [len(row.prompt) + end for end in row.columns["ends"]]
-        probabilities: list[float] = log_odds(logits[places][:, self.labels]).sigmoid().tolist()
-        return probabilities
+        return self.scores(self.read(prompt, [steps])[0])
 
 
 def process_config(folder: str | Path) -> Any:

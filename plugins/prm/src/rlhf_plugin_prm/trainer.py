@@ -19,10 +19,12 @@ from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer, label_p
 from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.measures import derived, step_sums
+from rlhf_plugin_prm.scorer import Scorer
 
 
 class PRMTrainer(Trainer):
     row_format = "stepwise"
+    scorer = Scorer
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)

@@ -1,28 +1,36 @@
-"""Rewards from an exported model, in plain transformers."""
+"""Rewards from an exported model."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor
 
+from rlhf import scorer
 from rlhf.errors import RLHFError
-from rlhf.readouts import exported_model
-from rlhf.trainer import encode
+from rlhf.trainer import Row, encode
 
 
-class Scorer:
+class Scorer(scorer.Scorer):
     """The reward model in the model folder or adapter folder of a run.
 
-    Texts and messages are tokenised as in training. Each answer is scored without padding.
+    Texts and messages are tokenised as in training. A reward is read at the last token of its
+    answer.
     """
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
-        self.folder = folder
-        model = exported_model(Path(folder), "sequence", dtype=dtype)
-        self.config, self.model = model.config, model.to(device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        super().__init__(folder, task="sequence", device=device, dtype=dtype)
+
+    def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
+        """Return the prompt and its answers as token ids; `ends` are the answers' last tokens."""
+        row = encode(self.tokenizer, prompt, *answers, renders_whole=True)
+        ends = [[len(answer.tokens) - 1] for answer in row.answers]
+        return Row(row.prompt, row.answers, {"ends": ends})
+
+    def scores(self, logits: Tensor) -> list[float]:
+        """Return the reward, normalised if `rm.normalise` of the run says so."""
+        return self._normalised(logits[:, 0], None)
 
     def rewards(
         self, prompt: Any, answers: Sequence[Any], *, normalise: bool | None = None
@@ -32,22 +40,18 @@ class Scorer:
         With `normalise` (default: `rm.normalise` of the run) the rewards have the mean 0 and the
         deviation 1 on the run's held-out rows. Raises RLHFError if the run had none.
         """
-        rows = [encode(self.tokenizer, prompt, answer, renders_whole=True) for answer in answers]
-        rewards = [self._reward([*row.prompt, *row.answers[0].tokens]) for row in rows]
+        return self._normalised(torch.cat(self.read(prompt, answers))[:, 0], normalise)
+
+    def _normalised(self, rewards: Tensor, normalise: bool | None) -> list[float]:
         if normalise is None:
             normalise = getattr(self.config, "reward_normalise", False)
-        if not normalise:
-            return rewards
-        mean = getattr(self.config, "reward_mean", None)
-        if mean is None:
-            raise RLHFError(
-                f"{self.folder} has no reward_mean in its config.json, because its run had no "
-                "held-out rows; set data.eval in the run, or pass normalise=False"
-            )
-        deviation = self.config.reward_std
-        return [(reward - mean) / max(deviation, 1e-8) for reward in rewards]
-
-    @torch.no_grad()
-    def _reward(self, tokens: list[int]) -> float:
-        ids = torch.tensor([tokens], device=self.model.device)
-        return float(self.model(input_ids=ids).logits)
+        if normalise:
+            mean = getattr(self.config, "reward_mean", None)
+            if mean is None:
+                raise RLHFError(
+                    f"{self.folder} has no reward_mean in its config.json, because its run had no "
+                    "held-out rows; set data.eval in the run, or pass normalise=False"
+                )
+            rewards = (rewards - mean) / max(self.config.reward_std, 1e-8)
+        found: list[float] = rewards.tolist()
+        return found

@@ -15,11 +15,13 @@ from torch import Tensor
 from rlhf.readouts import scores
 from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_rm import losses
+from rlhf_plugin_rm.scorer import Scorer
 
 
 class RMTrainer(Trainer):
     row_format = "preference"
     renders_whole = True
+    scorer = Scorer
 
     def example(self, row: Any) -> Example:
         margin = self.config.margin * (row.columns.get("margin") or 0.0)

@@ -1,0 +1,141 @@
+"""What the module of a scorer imports: the base class of what scores answers with an exported
+model."""
+
+import abc
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
+from rlhf.data.order import ROUND_ON_ACCELERATOR
+from rlhf.data.packing import pack
+from rlhf.data.tokens import Row
+from rlhf.engine import Mesh
+from rlhf.model.architecture import DTYPES
+from rlhf.model.exported import exported_model
+from rlhf.model.head import Head
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import AttentionPath, choose_path
+
+__all__ = ["Scorer"]
+
+MAX_TOKENS = 8192
+"""Tokens of a forward pass by default."""
+
+
+class Scorer(abc.ABC):
+    """The model in the model folder or adapter folder of a run, as a function from answers to
+    scores.
+
+    A trainer that names its scorer in `Trainer.scorer` can be served by `rlhf serve`, which creates
+    it as `Scorer(folder, device=device, dtype=dtype)`. Subclasses implement `encode` and `scores`.
+    Each answer is computed by itself with the model's own attention, as in plain transformers,
+    until `pack` is called.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        task: Literal["causal", "sequence", "token"],
+        tokens: Sequence[int] | None = None,
+        device: str = "cpu",
+        dtype: Any = "auto",
+    ) -> None:
+        """`tokens` are those whose logits are read of a language model. Raises RLHFError for a
+        folder that does not load or holds a model of another task."""
+        self.folder, self.task = Path(folder), task
+        self._tokens = tokens
+        model = exported_model(self.folder, task, dtype=dtype)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.config = model.config
+        self.device = torch.device(device)
+        self.precision = next(name for name, kind in DTYPES.items() if kind == model.dtype)
+        self.module = PackedModel(model.to(device).eval(), path="separate")
+
+    @abc.abstractmethod
+    def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
+        """Return a prompt and its answers as token ids, with `columns["ends"]`: for each answer the
+        indices of its tokens at which a score is read. Raises RLHFError for values of another
+        shape. Never called by two threads at once."""
+
+    @abc.abstractmethod
+    def scores(self, logits: Tensor) -> list[float]:
+        """Return the scores of an answer from the logits [N, L] at its N ends, in float32 on the
+        host."""
+
+    def pack(self, *, longest: int = MAX_TOKENS) -> AttentionPath:
+        """From now on compute many answers in one row, and a prompt once for all its answers if the
+        model can; return how. `longest` is the number of tokens of the longest prompt with an
+        answer."""
+        engine: Any = _Forward(self.module, self.device, self.precision)
+        return choose_path(engine, Mesh(), longest=longest)
+
+    def read(
+        self, prompt: Any, answers: Sequence[Any], *, max_tokens: int = MAX_TOKENS
+    ) -> list[Tensor]:
+        """Return the logits [N, L] of each of the answers, in forward passes of at most
+        `max_tokens` tokens or one answer."""
+        parts = parts_of(self.encode(prompt, answers), max_tokens)
+        return [logits for part in parts for logits in self.logits([part])[0]]
+
+    @torch.no_grad()
+    def logits(self, rows: Sequence[Row]) -> list[list[Tensor]]:
+        """Return the logits [N, L] of each answer of each of the rows, in one forward pass."""
+        examples = [Example(row.prompt, row.answers) for row in rows]
+        round_to = 1 if self.device.type == "cpu" else ROUND_ON_ACCELERATOR
+        batch = pack(examples, range(len(rows)), round_to=round_to)
+        ends = [torch.tensor(own) for row in rows for own in row.columns["ends"]]
+        lengths = [length for _, answers in batch.spans for length in answers]
+        starts = (batch.answer_end + 1 - torch.tensor(lengths)).tolist()
+        places = torch.cat([start + own for start, own in zip(starts, ends, strict=True)])
+        readout = partial(self._readout, places=places.to(self.device))
+        logits = self.module(batch.to(self.device), readout)["logits"].cpu()
+        by_answer = iter(logits.split([len(own) for own in ends]))
+        return [[next(by_answer) for _ in row.answers] for row in rows]
+
+    def _readout(
+        self, hidden: Tensor, head: Head, batch: PackedBatch, *, places: Tensor
+    ) -> dict[str, Tensor]:
+        """Read the logits [P, L] at the indices `places` [P] of the row, in float32."""
+        if self._tokens is not None:
+            head = head.rows(torch.tensor(self._tokens, device=hidden.device))
+        return {"logits": head.in_float32().logits(hidden.index_select(0, places).float())}
+
+
+def parts_of(row: Row, max_tokens: int) -> Iterator[Row]:
+    """Yield the row in parts of at most `max_tokens` tokens or one answer, each with the prompt."""
+    first, size = 0, len(row.prompt)
+    for number, answer in enumerate(row.answers):
+        if number > first and size + len(answer.tokens) > max_tokens:
+            yield _part(row, slice(first, number))
+            first, size = number, len(row.prompt)
+        size += len(answer.tokens)
+    yield _part(row, slice(first, None))
+
+
+def _part(row: Row, answers: slice) -> Row:
+    columns = {**row.columns, "ends": row.columns["ends"][answers]}
+    return evolve(row, answers=row.answers[answers], columns=columns)
+
+
+@frozen
+class _Forward:
+    """A model without an optimizer, as far as the probe of its attention needs an engine."""
+
+    module: PackedModel
+    device: torch.device
+    precision: str
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def eval(self) -> None:
+        self.module.eval()

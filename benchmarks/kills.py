@@ -146,11 +146,11 @@ def kill(place: Path, number: int, case: Case, expected: Whole, seed: int) -> tu
 def strike(process: subprocess.Popen[str], folder: Path, draw: random.Random, long: float) -> str:
     """Send SIGKILL to all processes of the run or to one of its ranks; return what was hit.
 
-    The moment is drawn from the time `long` that a whole run takes, or from the 0.4 seconds after a
+    The moment is drawn from the time `long` that a whole run takes, or from the 0.1 seconds after a
     drawn step.
     """
     step = draw.choice((0, draw.randrange(1, STEPS + 1)))
-    moment = draw.uniform(0.0, 0.4 if step else long)
+    moment = draw.uniform(0.0, 0.1 if step else long)
     while process.poll() is None and logged(folder) < step:
         time.sleep(0.01)
     end = time.monotonic() + moment

@@ -33,7 +33,7 @@ def save(session: Session, step: int) -> None:
     finish(session)
     if session.folder is not None:
         part = checkpoints.begin(session.checkpoints, step)
-        retention.check_disk(part, session.checkpoint_bytes)
+        retention.check_disk(session.checkpoints, session.checkpoint_bytes)
         for engine in session.saved_engines:
             (part / engine.role).mkdir()
     mesh.barrier()

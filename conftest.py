@@ -19,8 +19,10 @@ if not torch.cuda.is_available():
 os.environ["RLHF_STRICT_REHEARSAL"] = "1"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-OF_KILLED = ("pymp-", "torchelastic_")
-"""Folders of multiprocessing and torchrun, which a process that a test kills cannot remove."""
+OF_KILLED = ("pymp-", "torchelastic_", "wandb-")
+"""Folders of multiprocessing, torchrun and wandb, which a killed process cannot remove."""
+OF_WANDB = ("wandb-media", "wandb-artifacts")
+"""Folders that wandb removes when its process ends."""
 TEMPORARY = pytest.StashKey[Path]()
 """The folder in which all processes of the session make their temporary files."""
 
@@ -52,7 +54,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
     folder = session.config.stash.get(TEMPORARY, None)
     if folder is None:
         return
-    left = sorted(path.name for path in folder.iterdir() if not path.name.startswith(OF_KILLED))
+    names = sorted(path.name for path in folder.iterdir())
+    left = [
+        name for name in names if not name.startswith(OF_KILLED) and not name.endswith(OF_WANDB)
+    ]
     if left:
         print(f"\ntests left temporary files: {', '.join(left)}")
         if session.exitstatus == pytest.ExitCode.OK:

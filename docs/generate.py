@@ -22,11 +22,14 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
-PUBLIC = tuple(
-    f"rlhf.{name}"
-    for name in ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
+PUBLIC = (
+    "rlhf",
+    *(
+        f"rlhf.{name}"
+        for name in ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
+    ),
 )
-"""The modules that plugins may import, beside `rlhf.hookspecs`, which has a page of its own."""
+"""What scripts import, and what plugins may import beside `rlhf.hookspecs`, which has its page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -157,8 +160,9 @@ def api_page() -> str:
     """Return api.md: names, signatures, fields and docstrings of the public modules."""
     parts = [
         "# API",
-        "The modules that plugins may import. A name, a signature or a field on this page changes "
-        "only with a\nnew minor version of rlhf-core. The hooks are in [hooks.md](hooks.md).",
+        "What scripts import from `rlhf`, and the modules that plugins may import. A name, a "
+        "signature or a\nfield on this page changes only with a new minor version of rlhf-core. "
+        "The hooks are in\n[hooks.md](hooks.md).",
     ]
     for name in PUBLIC:
         module = importlib.import_module(name)

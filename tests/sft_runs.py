@@ -45,11 +45,11 @@ def words(inputs: Inputs, output: Path, *more: str) -> list[str]:
 
 
 def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, list[dict[str, Any]]]:
-    """Run `rlhf run sft` on this rank and return its exit code and the lines of metrics.jsonl."""
+    """Run `rlhf run sft` on this rank; returns its exit code and the lines of metrics.jsonl."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=arguments)
-    code = run_rank(request, backend=backend)
-    return code, read_metrics(Path(request.config.output or ""))
+    folder, ended = run_rank(request, backend=backend)
+    return 143 if ended == "signal" else 0, read_metrics(folder)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

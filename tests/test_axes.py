@@ -59,7 +59,7 @@ class TensorRanks(PlainBackend):
 
 def run(trainer: str, words: list[str], cache: str, backend: type[PlainBackend]) -> None:
     os.environ["RLHF_CACHE"] = cache
-    assert run_rank(read_config(trainer, overrides=words), backend=backend()) == 0
+    assert run_rank(read_config(trainer, overrides=words), backend=backend())[1] == "done"
 
 
 @pytest.mark.parametrize("name", CASES)

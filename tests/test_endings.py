@@ -47,6 +47,7 @@ plugin = Extension()
 OBSERVER = '''
 import json, os, time
 import pluggy
+from rlhf.plugin import ObserverPlugin
 
 hookimpl = pluggy.HookimplMarker("rlhf")
 
@@ -82,7 +83,7 @@ class Observer:
         self._tell("finish", None if error is None else type(error).__name__)
 
 
-plugin = Observer()
+plugin = ObserverPlugin(hooks="witness_module:Observer")
 '''
 
 

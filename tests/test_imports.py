@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("testing", "commands", "serve", "rank", "memory", "loop", "reference", "journal"),
+    *("testing", "commands", "serve", "api", "rank", "memory", "loop", "reference", "journal"),
     *("scorer", "readouts", "model"),
     *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),

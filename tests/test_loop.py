@@ -27,8 +27,8 @@ def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, trainer=f"odd_trainers:{trainer}")
-    code = run_rank(attrs.evolve(request, plugin=plugin))
-    return code, sft_runs.read_metrics(Path(request.config.output or ""))
+    _, ended = run_rank(attrs.evolve(request, plugin=plugin))
+    return 143 if ended == "signal" else 0, sft_runs.read_metrics(Path(request.config.output or ""))
 
 
 def test_a_loss_with_a_survey_does_not_depend_on_the_split(

@@ -44,7 +44,7 @@ def run(name: str, words: list[str], cache: str) -> tuple[str, list[dict[str, An
     os.environ["RLHF_CACHE"] = cache
     request, backend = read_config(name, overrides=words), Recording()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert run_rank(request, backend=backend) == 0
+        assert run_rank(request, backend=backend)[1] == "done"
     return (
         printed.getvalue(),
         sft_runs.read_metrics(Path(request.config.output or "")),

@@ -29,7 +29,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "run"
     more = ["--train.steps", "4", "--train.eval_every", "2"]
     request = read_config("sft", overrides=sft_runs.words(inputs, folder, *more))
-    assert run_rank(request, backend=PlainBackend()) == 0
+    assert run_rank(request, backend=PlainBackend())[1] == "done"
     return folder
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_s_card_says_how_peft_and_vllm_load_it_and_a_merged_one_is_pl
     shutil.copytree(inputs.model, "org/base")
     words = sft_runs.words(inputs, tmp_path / "run", "--lora", "2", "--train.steps", "1")
     words += ["--model", "org/base"]
-    assert run_rank(read_config("sft", overrides=words), backend=PlainBackend()) == 0
+    assert run_rank(read_config("sft", overrides=words), backend=PlainBackend())[1] == "done"
     text = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "AutoPeftModelForCausalLM.from_pretrained(path)" in text
     assert "vllm serve org/base --enable-lora --lora-modules adapter=MODEL" in text
@@ -212,7 +212,7 @@ def test_the_card_of_a_trained_reward_model_opens_it(inputs: Inputs, tmp_path: P
 
     pairs = write_rows(tmp_path / "pairs.jsonl", rows("arithmetic", "train", "preference")[:4])
     request = read_config("rm", overrides=[*words, "--data.train", str(pairs)])
-    assert run_rank(request, backend=PlainBackend()) == 0
+    assert run_rank(request, backend=PlainBackend())[1] == "done"
     code = (tmp_path / "run" / "model" / "README.md").read_text().split("```python\n")[1]
     names: dict[str, object] = {}
     exec(code.split("```")[0].replace('"MODEL"', repr(str(tmp_path / "run" / "model"))), names)

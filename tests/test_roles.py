@@ -50,7 +50,7 @@ def run(trainer: str, words: list[str], cache: str, plain: bool = False) -> list
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, trainer=f"role_trainers:{trainer}")
     backend = PlainBackend() if plain else None
-    assert run_rank(attrs.evolve(request, plugin=plugin), backend=backend) == 0
+    assert run_rank(attrs.evolve(request, plugin=plugin), backend=backend)[1] == "done"
     return sft_runs.read_metrics(Path(request.config.output or ""))
 
 

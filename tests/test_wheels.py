@@ -68,7 +68,9 @@ from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.gateway import load_plugin
 from rlhf.registry.installed import installed
 for plugin in installed():
-    record = load_plugin(plugin) if plugin.kind != "trainer" else load_record(plugin).trainer
+    records = {"trainer": "trainer", "observer": "hooks"}
+    of = records.get(plugin.kind)
+    record = load_plugin(plugin) if of is None else getattr(load_record(plugin), of)
     print(plugin.name, load_object(record) if isinstance(record, str) else record)
 """
 ALONE = [

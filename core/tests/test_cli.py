@@ -206,7 +206,8 @@ TRAINER = """
         pass
 """
 RECORDS = """
-    from rlhf.plugin import BackendPlugin, TrainerPlugin
+    from rlhf.hookspecs import hookimpl
+    from rlhf.plugin import BackendPlugin, ObserverPlugin, TrainerPlugin
     from toy_plugin import PlainConfig, ToyConfig
 
     half = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Half")
@@ -214,9 +215,13 @@ RECORDS = """
     lost = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", demo="lost.yaml")
     hooks = BackendPlugin(config=PlainConfig, hooks="toy_trainer:Wrong")
 
-    class Ear:
-        def __init__(self):
-            raise OSError("no ear")
+    ear = ObserverPlugin(hooks="toy_trainer:Wrong.ear")
+    deaf = ObserverPlugin(hooks="toy_records:Deaf")
+
+    class Deaf:
+        @hookimpl
+        def on_stop(self, run):
+            pass
 """
 
 
@@ -227,7 +232,7 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
     groups = {
         "trainers": trainers,
         "backends": {"empty": "toy_records:hooks"},
-        "observers": {"ear": "toy_records:Ear"},
+        "observers": {"ear": "toy_records:ear", "deaf": "toy_records:deaf"},
     }
     install("rlhf-more", groups, {"toy_trainer": TRAINER, "toy_records": RECORDS})
     assert main(["plugins", "check"]) == 2
@@ -237,7 +242,10 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "hook 'setup_mesh'",
         "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
-        f"broken      observer 'ear' {more}: OSError: no ear",
+        f"broken      observer 'deaf' {more}: observer toy_records.Deaf: 'on_stop' is not a hook "
+        "of observers; did you mean 'on_step'?",
+        f"broken      observer 'ear' {more}: cannot be imported: AttributeError: type object "
+        "'Wrong' has no attribute 'ear' (`python -c 'import toy_trainer'` shows where)",
         f"broken      trainer 'half' {more}: toy_trainer:Half does not define loss, setup",
         f"broken      trainer 'lost' {more}: its demo {toy}/lost.yaml does not exist",
         "ok          trainer 'toy' of rlhf-toy 1.0",

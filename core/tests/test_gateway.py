@@ -310,6 +310,7 @@ def test_an_observer_implements_no_backend_hook() -> None:
 HOOKS = """
     import inspect
     from rlhf.hookspecs import BackendHooks, hookimpl
+    from rlhf.plugin import ObserverPlugin
 
     class Plain: ...
 
@@ -325,6 +326,8 @@ HOOKS = """
         def setup_mesh(self):
             return (yield).upper()
 
+    listener = ObserverPlugin(hooks="toy_hooks:Listener")
+
     class Listener:
         heard = []
         @hookimpl
@@ -338,7 +341,7 @@ def test_the_configuration_names_backend_extensions_and_observers(
 ) -> None:
     groups = {
         "extensions": {"loud": "toy_hooks:Loud", "broken": "toy_gone:Gone"},
-        "observers": {"ear": "toy_hooks:Listener"},
+        "observers": {"ear": "toy_hooks:listener"},
     }
     install("rlhf-ears", groups, {"toy_hooks": HOOKS})
     words = ["--extensions", "[loud]", "--observers", "ear"]

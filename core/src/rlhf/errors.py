@@ -9,6 +9,14 @@ class SameOnAllRanks(RLHFError):
     """An error that all ranks raise alike, so that only rank 0 prints it."""
 
 
+class RanksFailed(Exception):
+    """Ranks of this run have failed with this exit code, and have printed why."""
+
+    def __init__(self, code: int, problem: str) -> None:
+        super().__init__(problem)
+        self.code = code
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, at most 200 characters; its type's name if it
     has no text. A line that ends with a colon introduces the next one, which is added to it."""

@@ -3,7 +3,7 @@
 Backend hooks are `firstresult`: the backend implements each of them once, extensions may wrap them.
 They run on every rank and never return None. A collective hook must be called on all ranks.
 Observer hooks run on rank 0 only and return nothing. Their `run` is a `RunRecord`: `name` (of the
-trainer), `folder`, `config` and `steps` of the whole schedule.
+trainer), `folder`, `config`, `steps` of the whole schedule, `id`, `settings` and `plan`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
-from attrs import frozen
+from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
 
@@ -52,6 +52,18 @@ class RunRecord:
     """The whole configuration."""
     steps: int
     """Optimizer steps of the whole schedule."""
+    id: str = ""
+    """A random name of this run, for trackers: a resumed run has the same one."""
+    settings: Mapping[str, Any] = field(factory=dict)
+    """The configuration by dotted names, such as `optim.lr`, without settings that are null."""
+    plan: Mapping[str, Any] = field(factory=dict)
+    """How each model runs, by role, as in plan.json."""
+
+
+def curves(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are one number, named as curves: `train/loss`, `eval/loss`."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name if "eval/" in name[:5] else f"train/{name}": numbers[name] for name in numbers}
 
 
 @documented
@@ -220,6 +232,10 @@ class BackendHooks:
 class ObserverHooks:
     """What an observer may implement; each hook is optional.
 
+    The order is `on_start`; `on_step`, `on_eval`, `on_samples` and `on_checkpoint` as they happen;
+    `on_finish`. A resumed run begins with `on_start` too: it has the same `run.id`, and the steps
+    after its checkpoint come again. The observers of a configuration are called in its order.
+
     Every observer is called separately and gets its own copy of metrics and samples. If one raises,
     the run continues without it: a warning names it, and `errors/observer-NAME.txt` in the run
     folder has the traceback. KeyboardInterrupt and SystemExit end the run as always.
@@ -253,4 +269,5 @@ class ObserverHooks:
 
     @hookspec
     def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
-        """Called at the end of the run; `error` is None unless the run failed."""
+        """Called at the end of a run that began, also if it was stopped; `error` is None unless it
+        failed."""

@@ -16,6 +16,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ModelConfig",
+    "ObserverPlugin",
     "OptimConfig",
     "RLHFError",
     "TrainerPlugin",
@@ -70,6 +71,25 @@ class BackendPlugin:
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
     """Settings of the section under which the kits of `rlhf.testing` run, by a name: one entry for
     each way to divide a model, the plainest first."""
+
+
+@frozen
+class NoSettings:
+    """This plugin has no settings."""
+
+
+@documented
+@frozen(kw_only=True)
+class ObserverPlugin:
+    """A receiver of what happens in a run, found under `rlhf.observers`."""
+
+    hooks: str
+    """Import string `module:Class` of the class with the hook implementations, imported when a run
+    starts. It is created with its section of the configuration: `Class(config)`; without `config`,
+    with no argument."""
+    config: type = NoSettings
+    """The frozen attrs class of its settings, which are `observers: {NAME: {SETTING: VALUE}}`. Run
+    folders record them, so a password or a token is none of them: read it from the environment."""
 
 
 Rule = tuple[str, object]

@@ -29,17 +29,18 @@ def describe(request: Request) -> str:
 def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Iterator[str]:
     """Yield the lines of a section; the fields of one that is off are comments."""
     for item in attrs.fields(cls):
-        section, value = section_class(item.type), tree[setting_name(item)]
+        name = setting_name(item)
+        section, value = section_class(item.type), tree[name]
         yield from gap
         if section is None:
             yield from _comment(_doc(cls, item))
             flow = yaml.safe_dump(
-                {setting_name(item): value}, default_flow_style=True, sort_keys=False, width=10**6
+                {name: value}, default_flow_style=True, sort_keys=False, width=10**6
             )
             yield flow[1:-2]
             continue
         yield from _comment(" ".join((section.__doc__ or "").split()))
-        yield f"{item.name}: null" if value is None else f"{item.name}:"
+        yield f"{name}:{' null' if value is None else '' if value else ' {}'}"
         for line in _lines(section, to_tree(section()) if value is None else value, ()):
             off = value is None and not line.startswith("#")
             yield f"  {'# ' * off}{line}"

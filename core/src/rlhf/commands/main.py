@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Never
 
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks
+from rlhf.launch.signals import PROBLEMS
 
 WORDS = "[CONFIG.yaml] [--section.field VALUE ...]"
 SETTINGS = """\
@@ -52,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == "0" or not isinstance(error, SameOnAllRanks):
             where = f" on rank {rank}" * (rank != "0")
             print(f"error{where}: {error}", file=sys.stderr, flush=True)
+            if PROBLEMS in os.environ:
+                os.write(int(os.environ[PROBLEMS]), f"{error}\n".encode())
         return 2
+    except RanksFailed as failure:
+        return failure.code
     except KeyboardInterrupt:
         if "RLHF_PARENT" not in os.environ:  # Else the launcher prints it once for all ranks.
             advice = "; --resume continues from the last checkpoint, if there is one"

@@ -56,6 +56,9 @@ def _check(plugin: Installed) -> None:
     elif plugin.kind == "backend":
         core = imports.load_object(gateway.CORE)()
         gateway.check_backend(gateway.load_plugin(plugin), defaults=core)
+    elif plugin.kind == "observer":
+        hooks = imports.load_object(imports.load_record(plugin).hooks, plugin)
+        list(gateway.check_hooks(plugin.kind, hooks))
     else:
         list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
 

@@ -16,8 +16,8 @@ import attrs
 import yaml
 from attrs import frozen
 
-from rlhf.commands.run import num_ranks
-from rlhf.config.sections import Config
+from rlhf.api import num_ranks
+from rlhf.config.sections import Config, Observers
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
@@ -98,7 +98,7 @@ def two_steps(config: Config) -> Config:
             eval_at_start=False, patience=None,
         ),
         checkpoint=attrs.evolve(config.checkpoint, every=1, keep=STEPS, best=None),
-        observers=(),
+        observers=Observers(),
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import attrs
 from attrs import field, frozen, validators
 
 from rlhf.config.field_docs import documented
 from rlhf.config.objective import objective
+from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
 
@@ -248,9 +250,24 @@ class LoraConfig:
 
 @documented
 @frozen(kw_only=True)
+class Observers:
+    """Observers, which receive the metrics, evaluations and checkpoints of a run: [NAME, ...], or
+    {NAME: {SETTING: VALUE}} with settings of their own."""
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The section of each observer."""
+        items = attrs.fields(type(self))
+        return {setting_name(item): getattr(self, item.name) for item in items}
+
+
+@documented
+@frozen(kw_only=True)
 class Config:
     """The whole configuration; the reader adds the trainer's and the backend's section."""
 
+    trainer_key: ClassVar[str]
+    """What the trainer was found by: its name, or `name@distribution`."""
     trainer_name: ClassVar[str]
     backend_name: ClassVar[str]
 
@@ -265,8 +282,7 @@ class Config:
     """Name of the backend; default: the only one installed."""
     extensions: tuple[str, ...] = ()
     """Extensions whose hook wrappers are active."""
-    observers: tuple[str, ...] = ()
-    """Observers, which receive steps, evaluations and checkpoints."""
+    observers: Observers = field(factory=Observers)
     output: str | None = None
     """Run folder; default: runs/NAME-1, -2, ..."""
 

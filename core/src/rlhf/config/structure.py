@@ -46,9 +46,9 @@ def as_mapping(cls: type, value: Any) -> dict[str, Any]:
 
 
 def setting_name(item: Any) -> str:
-    """Return the name of the setting in a field: that of the field, without the underscore that
-    tells it from a word of Python's."""
-    return item.name.removesuffix("_")
+    """Return the name of the setting in a field: that in its metadata, or that of the field without
+    the underscore that tells it from a word of Python's."""
+    return str(item.metadata.get("setting", item.name.removesuffix("_")))
 
 
 def expected(kind: Any) -> str:
@@ -201,14 +201,14 @@ def _message(path: Path, text: str, root: type) -> str:
     for names in (here, anywhere):
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
             return f"{dotted}: unknown setting; did you mean {names[near]}?"
-    return f"{dotted}: unknown setting; available: {', '.join(here)}"
+    return f"{dotted}: unknown setting; available: {', '.join(here) or 'none'}"
 
 
 def _at(path: Iterable[str], root: type) -> type:
     """Return the class at `path`."""
     for key in path:
         if not key.isdigit():
-            kind = getattr(attrs.fields(root), key).type
+            kind = next(item.type for item in attrs.fields(root) if setting_name(item) == key)
             root = section_class(kind) or next(filter(attrs.has, get_args(kind)))
     return root
 

@@ -5,6 +5,7 @@ import json
 import math
 import platform
 import shutil
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -19,7 +20,7 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, write_whole, writing
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import changed_keys, load_yaml, to_tree, without_removed
+from rlhf.request.settings_tree import changed_keys, load_recorded, to_tree, without_removed
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
@@ -96,7 +97,7 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
 
 def _check_settings(request: Request, folder: Path) -> None:
     """Raise RLHFError for a changed setting that a resumed run may not change."""
-    before = load_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
+    before = load_recorded(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     if not before:
         raise RLHFError(
             f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
@@ -206,6 +207,10 @@ class RunFolder:
         """Write further lines of METRICS or SAMPLES."""
         with (self.path / name).open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def identity(self) -> str:
+        """Return the id of this run, which a resumed run has from before."""
+        return read_json(self.path / "summary.json").get("id") or uuid.uuid4().hex[:12]
 
     def cut(self, step: int, *, evaluated: bool) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last

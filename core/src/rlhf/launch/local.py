@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO
 
 from rlhf.launch import places
 from rlhf.launch.hosts import ONE_HOST, Place
-from rlhf.launch.signals import PARENT, catch, numbers, quit_on_next_ctrl_c
+from rlhf.launch.signals import PARENT, PROBLEMS, catch, numbers, quit_on_next_ctrl_c
 
 STOPPED, INTERRUPTED = 143, 130
 PR_SET_PDEATHSIG = 1
@@ -67,6 +68,7 @@ class Ranks:
         self._patience, self._grace, self._silence = patience, grace, silence
         self._places_in, self._began = places_in, time.time()
         self._deadline: float | None = None
+        self._problems = tempfile.TemporaryFile()  # noqa: SIM115
         # Installed first: a signal after the first start must reach the ranks.
         self._caught = catch(self._on_signal, signals)
         self._stop = numbers(signals)[0]
@@ -75,12 +77,19 @@ class Ranks:
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
         shared = {"WORLD_SIZE": str(count * place.hosts), "LOCAL_WORLD_SIZE": str(count)}
         shared |= {"MASTER_ADDR": place.address, "MASTER_PORT": port, PARENT: str(os.getpid())}
+        shared |= {PROBLEMS: str(self._problems.fileno())}
         self._first = place.host * count
         for local in range(count):
             ranks = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
             self.processes.append(
-                subprocess.Popen(command, env=variables, stdout=output, stderr=output)
+                subprocess.Popen(
+                    command,
+                    env=variables,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[self._problems.fileno()],
+                )
             )
 
     def wait(self) -> int:
@@ -103,6 +112,12 @@ class Ranks:
             raise
         finally:
             self._caught.close()
+
+    def problem(self) -> str:
+        """Return the first error that a rank has printed and the user can fix, or where to look."""
+        self._problems.seek(0)
+        first = self._problems.readline().decode().strip()
+        return first or "a process of the run has failed; its output says why"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

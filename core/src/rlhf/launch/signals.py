@@ -9,6 +9,8 @@ from types import FrameType
 
 PARENT = "RLHF_PARENT"
 """Variable with the process id of the launcher of ours that started this rank."""
+PROBLEMS = "RLHF_PROBLEMS"
+"""Variable with the descriptor of the file in which that launcher collects the ranks' errors."""
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"
 )

@@ -4,8 +4,8 @@ import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 
+from rlhf.config.sections import Config
+from rlhf.engine import Mesh
 from rlhf.errors import first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
@@ -23,12 +25,9 @@ from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.set_up import out_of_memory, set_up
-from rlhf.registry.gateway import load_hooks
+from rlhf.registry.gateway import BackendGateway, load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
-
-STOPPED = 143
-"""Exit code of a run that SIGTERM or Ctrl-C stopped and that has saved."""
 
 
 def run_rank(
@@ -37,8 +36,9 @@ def run_rank(
     backend: Any = None,
     observers: Mapping[str, object] = MappingProxyType({}),
     verified: bool = False,
-) -> int:
-    """Run one rank and return its exit code: 0, or 143 if a signal stopped it and it has saved.
+) -> tuple[Path, str]:
+    """Run one rank; returns the run folder and why the run ended, "signal" if one stopped it and it
+    has saved.
 
     `backend`, an object with hook implementations, replaces the one of the configuration;
     `observers` join those of the configuration. With `verified` the checkpoint to resume from has
@@ -48,42 +48,55 @@ def run_rank(
     transformers.utils.logging.disable_progress_bar()
     hooks, watching = load_hooks(config, backend, observers)
     data = prepare_data(request)
-    mesh = hooks.setup_mesh(config=config)
-    record = None
-    try:
-        path = mesh.on_rank_zero(lambda: run_folder.choose(request))
-        resumed = mesh.on_rank_zero(
-            lambda: run_folder.check_resumable(request, path, verified=verified)
-        )
-        if resumed is not None:
-            check_data(resumed, data.train)
-        with writing(path), ExitStack() as stack:
-            folder = mesh.on_rank_zero(
-                lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
+    session = None
+    with process_group(config, hooks) as mesh:
+        try:
+            path = mesh.on_rank_zero(lambda: run_folder.choose(request))
+            resumed = mesh.on_rank_zero(
+                lambda: run_folder.check_resumable(request, path, verified=verified)
             )
-            if folder is not None:
-                stack.enter_context(folder)
-            place = stack.enter_context(closing(places.Marker(path / run_folder.RANKS, mesh.rank)))
-            session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
-            record = session.record
-            reason = carry_out(request, session, resumed)
-            if folder is not None:
-                folder.write_summary(ended=reason, seconds=place.seconds(time.time()))
-    except BaseException as error:
-        if mesh.rank == 0 and record is not None:
-            watching.on_finish(run=record, error=error)
-        if ran_out(error):
-            raise out_of_memory(config, data, mesh, hooks, error) from error
-        if record is not None and lost_contact(error):
-            raise RuntimeError(explain_loss(path, mesh.rank)) from error
-        raise
-    shutil.rmtree(path / run_folder.RANKS, ignore_errors=True)
-    if mesh.rank == 0:
-        watching.on_finish(run=record, error=None)
-    hooks.close_mesh(mesh=mesh)
+            if resumed is not None:
+                check_data(resumed, data.train)
+            with writing(path), ExitStack() as stack:
+                folder = mesh.on_rank_zero(
+                    lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
+                )
+                if folder is not None:
+                    stack.enter_context(folder)
+                marker = places.Marker(path / run_folder.RANKS, mesh.rank)
+                place = stack.enter_context(closing(marker))
+                session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
+                reason = carry_out(request, session, resumed)
+                if folder is not None:
+                    folder.write_summary(ended=reason, seconds=place.seconds(time.time()))
+        except BaseException as error:
+            if mesh.rank == 0 and session is not None:
+                watching.on_finish(run=session.record, error=error)
+            if ran_out(error):
+                raise out_of_memory(config, data, mesh, hooks, error) from error
+            if session is not None and lost_contact(error):
+                raise RuntimeError(explain_loss(path, mesh.rank)) from error
+            raise
+        shutil.rmtree(path / run_folder.RANKS, ignore_errors=True)
+        if mesh.rank == 0:
+            watching.on_finish(run=session.record, error=None)
     if mesh.rank == 0 and request.demo and request.plugin.report is not None:
         report_on_demo(request, path)
-    return STOPPED if reason == "signal" else 0
+    return path, reason
+
+
+@contextmanager
+def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
+    """Start the process group of a run, and end it. If the run failed, other ranks may still wait
+    for this one, so only a group of one rank is ended before the process. Collective."""
+    mesh = hooks.setup_mesh(config=config)
+    try:
+        yield mesh
+    except BaseException:
+        if mesh.world == 1:
+            hooks.close_mesh(mesh=mesh)
+        raise
+    hooks.close_mesh(mesh=mesh)
 
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:

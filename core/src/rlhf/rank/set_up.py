@@ -29,10 +29,11 @@ from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
-from rlhf.rank.introduction import introduce_models, introduce_run
+from rlhf.rank.introduction import introduce_models, introduce_run, plans_of
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
+from rlhf.request.settings_tree import leaves, to_tree
 from rlhf.trainer import Trainer
 
 
@@ -54,10 +55,12 @@ def set_up(
         config, trainer.tokenizer, mesh, hooks, steps=fit.steps, longest=data.longest,
         examples=data.parts, resumed=resumed, fit=fit,
     )  # fmt: skip
+    identity = ""
     if folder is not None:
+        identity = folder.identity()
         memory = memory_lines(fit, choice, path)
         introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
-        folder.write_summary(**summary(fit, data))
+        folder.write_summary(id=identity, **summary(fit, data))
     trainer.setup(run)
     check_setup(trainer, run.roles)
     policy = run.roles["policy"]
@@ -76,7 +79,10 @@ def set_up(
     rollouts = None
     if trainer.needs_rollout():
         rollouts = Rollouts(trainer, train_order, mesh, place)
-    record = RunRecord(name=request.name, folder=path, config=config, steps=run.steps)
+    record = RunRecord(
+        name=request.name, folder=path, config=config, steps=run.steps, id=identity,
+        settings=leaves(to_tree(config)), plan=plans_of(run),
+    )  # fmt: skip
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=policy.engine,
         speed=Speed(

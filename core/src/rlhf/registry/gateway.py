@@ -14,6 +14,7 @@ import pluggy
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks
+from rlhf.plugin import NoSettings
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.observers import ObserverGateway
@@ -31,7 +32,10 @@ def load_hooks(
 ) -> tuple[BackendGateway, ObserverGateway]:
     """Return the gateways of the plugins that `config` names; `backend` replaces its backend, and
     `observers` are called after its own."""
-    named = {name: load_plugin(find("observer", name)) for name in config.observers}
+    named = {
+        name: load_observer(find("observer", name), section)
+        for name, section in config.observers.by_name.items()
+    }
     return build_gateways(
         backend or load_plugin(find_backend(config.backend)),
         [load_plugin(find("extension", name)) for name in config.extensions],
@@ -40,10 +44,16 @@ def load_hooks(
 
 
 def load_plugin(plugin: Installed) -> Any:
-    """Return the object with the hook implementations of a backend, an observer or an extension."""
+    """Return the object with the hook implementations of a backend or an extension."""
     path = load_record(plugin).hooks if plugin.kind == "backend" else plugin.value
     loaded = load_object(path, plugin)
     return loaded() if isinstance(loaded, type) else loaded
+
+
+def load_observer(plugin: Installed, section: Any) -> Any:
+    """Return an observer with its section of the configuration."""
+    cls = load_object(load_record(plugin).hooks, plugin)
+    return cls() if isinstance(section, NoSettings) else cls(section)
 
 
 def build_gateways(
@@ -87,8 +97,8 @@ def check_backend(backend: object, *, defaults: object) -> None:
 
 
 def check_hooks(kind: str, plugin: object) -> Iterator[str]:
-    """Yield the hooks that `plugin` implements, without wrappers. Raises RLHFError for one that
-    cannot work."""
+    """Yield the hooks that `plugin`, an object or a class, implements, without wrappers. Raises
+    RLHFError for one that cannot work."""
     reader = pluggy.PluginManager("rlhf")
     for name in dir(plugin):
         options = reader.parse_hookimpl_opts(plugin, name)
@@ -118,7 +128,7 @@ def _check_parameters(where: str, spec: Any, implementation: Any) -> None:
         plain = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             problem = "which pluggy never passes; use plain parameters"
-        elif name not in known:
+        elif name not in (*known, "self"):
             problem = f"which the hook does not pass; available: {', '.join(known)}"
         elif parameter.default is not parameter.empty:
             problem = "with a default, so pluggy up to 1.6 never passes it; remove the default"
@@ -128,7 +138,8 @@ def _check_parameters(where: str, spec: Any, implementation: Any) -> None:
 
 
 def _label(plugin: object) -> str:
-    return f"{type(plugin).__module__}.{type(plugin).__qualname__}"
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class BackendGateway(BackendHooks):

@@ -9,14 +9,19 @@ from typing import Any
 import attrs
 
 from rlhf.errors import RLHFError, first_line
-from rlhf.plugin import BackendPlugin, TrainerPlugin
+from rlhf.plugin import BackendPlugin, ObserverPlugin, TrainerPlugin
 from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
 
-RECORDS: dict[str, Any] = {"trainer": TrainerPlugin, "backend": BackendPlugin}
+RECORDS: dict[str, Any] = {
+    "trainer": TrainerPlugin,
+    "backend": BackendPlugin,
+    "observer": ObserverPlugin,
+}
 
 
 def load_record(plugin: Installed) -> Any:
-    """Stage 1: return the TrainerPlugin or BackendPlugin that the entry point names."""
+    """Stage 1: return the TrainerPlugin, BackendPlugin or ObserverPlugin that the entry point
+    names."""
     record = load_object(plugin.value, plugin)
     expected = RECORDS[plugin.kind]
     if not isinstance(record, expected):

@@ -43,7 +43,7 @@ class Installed:
     problem: str | None = None
     """Why it cannot be used, as far as the metadata tell."""
     value: str = field(repr=False)
-    """What the entry point names: a record, or the class of an observer or extension."""
+    """What the entry point names: a record, or the class or object of an extension."""
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}' of {self.distribution} {self.version}".rstrip()
@@ -113,8 +113,8 @@ def _scan(path: tuple[str, ...]) -> tuple[Installed, ...]:
         # Parsing the metadata of every distribution would take longer than everything else.
         if "[rlhf." not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        name = distribution.metadata["Name"]
-        if name is not None:  # An incomplete uninstall leaves a folder without a name.
+        if "Name" in distribution.metadata:  # An incomplete uninstall leaves a folder without.
+            name = distribution.metadata["Name"]
             distributions.setdefault(_canonical(name), tuple(_rows(name, distribution)))
     rows = (row for group in distributions.values() for row in group)
     return tuple(sorted(rows, key=lambda row: (row.kind, row.name, row.distribution)))
@@ -129,7 +129,7 @@ def _rows(name: str, distribution: metadata.Distribution) -> Iterator[Installed]
                 kind=kind,
                 distribution=name,
                 version=distribution.version,
-                summary=distribution.metadata["Summary"] or "",
+                summary=_summary(distribution),
                 problem=name_problem(kind, entry.name) or _version_problem(distribution),
                 value=entry.value.partition("[")[0].strip(),
             )
@@ -142,6 +142,13 @@ def name_problem(kind: str, name: str) -> str | None:
     if kind in WITH_SECTION and name in RESERVED:
         return f"its name '{name}' is reserved for core"
     return None
+
+
+def _summary(distribution: metadata.Distribution) -> str:
+    """Return the summary; of one without, importlib_metadata raises where the library returns
+    None."""
+    fields = distribution.metadata
+    return (fields["Summary"] or "") if "Summary" in fields else ""
 
 
 def _version_problem(distribution: metadata.Distribution) -> str | None:

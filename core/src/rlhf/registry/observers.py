@@ -23,15 +23,20 @@ class ObserverGateway(ObserverHooks):
     """The observers' hooks with their arguments as keywords; only rank 0 calls them.
 
     What an observer raises does not end the run: it is reported once, with its traceback in
-    `errors/observer-NAME.txt` of the run folder, and this observer is not called again.
+    `errors/observer-NAME.txt` of the run folder, and this observer is not called again. They hear
+    of the end of a run only if they have heard of its start.
     """
 
     def __init__(self, observers: Mapping[str, object]) -> None:
-        self._hooks = {name: _hooks_of(observer) for name, observer in observers.items()}
+        self._started = False
+        self._hooks = {name: hooks_of(observer) for name, observer in observers.items()}
         for hook in (name for name in vars(ObserverHooks) if not name.startswith("_")):
             setattr(self, hook, functools.partial(self._call, hook))
 
     def _call(self, hook: str, *, run: RunRecord, **arguments: Any) -> None:
+        self._started |= hook == "on_start"
+        if hook == "on_finish" and not self._started:
+            return
         for name, hooks in list(self._hooks.items()):
             copies = {key: copy.deepcopy(arguments[key]) for key in COPIED & arguments.keys()}
             try:
@@ -41,7 +46,8 @@ class ObserverGateway(ObserverHooks):
                 _report(name, hook, run.folder / "errors" / f"observer-{name}.txt", error)
 
 
-def _hooks_of(observer: object) -> Any:
+def hooks_of(observer: object) -> Any:
+    """Return the hooks of one observer, which take their arguments as keywords."""
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(ObserverHooks)
     manager.register(observer)

@@ -9,17 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import attrs
-from attrs import frozen
 
 from rlhf.errors import RLHFError, first_line
-from rlhf.plugin import TrainerPlugin
+from rlhf.plugin import NoSettings, TrainerPlugin
 from rlhf.registry.imports import check_trainer, load_object, load_record
 from rlhf.registry.installed import Installed, find, name_problem
-
-
-@frozen(kw_only=True)
-class NoSettings:
-    """This trainer has no settings."""
 
 
 def load_trainer(name: str) -> tuple[Installed, TrainerPlugin]:

@@ -15,8 +15,15 @@ from rlhf.plugin import TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
+from rlhf.request.observers import as_sections, observers_class
 from rlhf.request.rules import contradictions, missing_inputs
-from rlhf.request.settings_tree import load_yaml, merge, nested, without_removed
+from rlhf.request.settings_tree import (
+    load_recorded,
+    load_yaml,
+    merge,
+    nested,
+    without_removed,
+)
 from rlhf.request.words import parse_words
 
 
@@ -62,17 +69,20 @@ def read_config(
     """
     words = parse_words(overrides)
     trainer, plugin = load_trainer(name)
-    file = load_yaml(recorded or words.source)
+    file = load_recorded(recorded) if recorded else load_yaml(words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
     backend = find_backend(chosen if chosen is None else str(chosen))
     record = load_record(backend)
-    cls = config_class(trainer.name, plugin.config, backend.name, record.config)
+    names, layers = as_sections([file, *(nested(*item) for item in words.overrides)])
+    observers = tuple((each, load_record(find("observer", each)).config) for each in names)
+    cls = config_class(trainer.name, plugin.config, backend.name, record.config, observers, name)
 
-    file = without_removed(cls, file) if recorded else file
-    sections = ("model", "data", "optim", trainer.name, backend.name)
-    tree = merge(cls, {section: {} for section in sections}, file)
-    for dotted, value in words.overrides:
-        tree = merge(cls, tree, nested(dotted, value))
+    layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
+    sections = ("model", "data", "optim", "observers", trainer.name, backend.name)
+    tree: dict[str, Any] = {section: {} for section in sections}
+    for layer in layers:
+        tree = merge(cls, tree, layer)
+    tree["observers"] = {each: tree["observers"].get(each) for each in names}
     for dotted, value in record.defaults(tree[backend.name]).items() if record.defaults else ():
         tree = merge(cls, nested(dotted, value), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
@@ -110,28 +120,51 @@ def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> di
 
 @functools.cache
 def config_class(
-    trainer: str, trainer_config: type, backend: str, backend_config: type
+    trainer: str,
+    trainer_config: type,
+    backend: str,
+    backend_config: type,
+    observers: tuple[tuple[str, type], ...] = (),
+    key: str = "",
 ) -> type[Config]:
-    """Return Config with the sections of a trainer and a backend. Its instances can be pickled."""
+    """Return Config with the sections of a trainer, a backend and observers. Its instances can be
+    pickled. `key` is what the trainer was found by."""
     if trainer == backend:
         raise RLHFError(f"trainer and backend are both called '{trainer}'; choose another backend")
-    made_of = (trainer, trainer_config, backend, backend_config)
+    made_of = (trainer, trainer_config, backend, backend_config, observers, key)
     body = {
+        "trainer_key": key or trainer,
         "trainer_name": trainer,
         "backend_name": backend,
-        "__reduce__": lambda self: (_rebuild, (made_of, attrs.asdict(self, recurse=False))),
+        "__reduce__": lambda self: (_rebuild, (made_of, _picklable(self))),
     }
     sections = {
         trainer: field(type=trainer_config, factory=trainer_config),
         backend: field(type=backend_config, factory=backend_config),
     }
+    if observers:
+        cls = observers_class(observers)
+        sections["observers"] = field(type=cls, factory=cls)
     return attrs.make_class(
-        "RunConfig", sections, bases=(Config,), class_body=body, frozen=True, kw_only=True
+        "RunConfig",
+        sections,
+        bases=(Config,),
+        class_body=body,
+        frozen=True,
+        kw_only=True,
+        slots=True,
     )
 
 
-def _rebuild(made_of: tuple[str, type, str, type], values: dict[str, Any]) -> Config:
-    return config_class(*made_of)(**values)
+def _picklable(config: Config) -> dict[str, Any]:
+    """Return the values of the fields, of the observers' section too."""
+    values = attrs.asdict(config, recurse=False)
+    return values | {"observers": attrs.asdict(config.observers, recurse=False)}
+
+
+def _rebuild(made_of: tuple[Any, ...], values: dict[str, Any]) -> Config:
+    observers = observers_class(made_of[4])(**values["observers"])
+    return config_class(*made_of)(**values | {"observers": observers})
 
 
 def _scale_rate_for_lora(
@@ -165,7 +198,6 @@ def _checked(
     if problems:
         head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
         raise RLHFError(head + "\n  ".join(problems))
-    for kind in ("extension", "observer"):
-        for name in getattr(config, f"{kind}s"):
-            find(kind, name)
+    for name in config.extensions:
+        find("extension", name)
     return config

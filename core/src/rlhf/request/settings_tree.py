@@ -30,6 +30,14 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
     return tree or {}
 
 
+def load_recorded(path: Path) -> dict[str, Any]:
+    """Return the tree in the config.yaml of a run folder without the observers, which need not be
+    installed where the folder is read."""
+    tree = load_yaml(path)
+    tree.pop("observers", None)
+    return tree
+
+
 def without_removed(kind: Any, tree: Any) -> Any:
     """Return a tree of type `kind` from the config.yaml of a run folder without the settings that
     its classes list as `removed_settings`.
@@ -49,7 +57,7 @@ def without_removed(kind: Any, tree: Any) -> Any:
 
 def merge(cls: type, under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `over` merged onto `under`, section by section; null disables an optional section."""
-    kinds = {item.name: item.type for item in attrs.fields(cls)}
+    kinds = {setting_name(item): item.type for item in attrs.fields(cls)}
     merged = dict(under)
     for key, value in over.items():
         section = section_class(kinds.get(key))
@@ -91,6 +99,11 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
         elif before != after:
             changes[key] = (before, after)
     return changes
+
+
+def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a tree by dotted name, without those that are None."""
+    return {key: value for key, (_, value) in changed_keys({}, tree).items()}
 
 
 class _Loader(yaml.SafeLoader):

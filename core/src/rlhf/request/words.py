@@ -2,8 +2,9 @@
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -58,6 +59,26 @@ def parse_words(words: Sequence[str]) -> Words:
     if {"resume", "overwrite"} <= parsed.keys():
         raise RLHFError("--resume continues a run and --overwrite replaces it; pass only one")
     return Words(overrides=tuple(overrides), **parsed)
+
+
+def option(name: str, value: Any) -> str:
+    """Return the word that sets a setting to `value`, plain data or paths. Raises RLHFError for
+    other values."""
+    try:
+        flow = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
+    except yaml.representer.RepresenterError as error:
+        kind = type(error.args[-1]).__name__
+        raise RLHFError(
+            f"{name} contains a {kind}; pass text, numbers, lists and mappings"
+        ) from None
+    return f"--{name}={flow[1:-2]}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes paths as text."""
+
+
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:

@@ -92,12 +92,13 @@ def run(
     observers: Mapping[str, object] = MappingProxyType({}),
 ) -> Metrics:
     """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
-    the lines of its metrics.jsonl. Raises AssertionError if its exit code is not 0."""
+    the lines of its metrics.jsonl. Raises AssertionError if a signal stopped it."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
-    code = run_rank(request, backend=PlainBackend() if plain else None, observers=observers)
-    assert code == 0, f"the run ended with exit code {code}"
-    lines = (Path(request.config.output or "") / "metrics.jsonl").read_text().splitlines()
+    backend = PlainBackend() if plain else None
+    folder, ended = run_rank(request, backend=backend, observers=observers)
+    assert ended != "signal", "the run was stopped by a signal"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 

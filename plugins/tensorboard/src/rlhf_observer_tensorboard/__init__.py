@@ -1,34 +1,5 @@
-"""The observer `tensorboard`: logged numbers as curves, in `tensorboard/` of the run folder."""
+"""The observer `tensorboard`: curves for TensorBoard in the run folder."""
 
-from collections.abc import Mapping
+from rlhf.plugin import ObserverPlugin
 
-from torch.utils.tensorboard import SummaryWriter
-
-from rlhf.hookspecs import RunRecord, hookimpl
-
-
-class TensorBoard:
-    """Writes every logged metric as a scalar. A resumed run hides what was logged after its
-    checkpoint."""
-
-    def __init__(self) -> None:
-        self._writer: SummaryWriter | None = None
-
-    @hookimpl
-    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        self._add(run, step, {f"train/{name}": value for name, value in metrics.items()})
-
-    @hookimpl
-    def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        self._add(run, step, metrics)
-
-    @hookimpl
-    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def _add(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+plugin = ObserverPlugin(hooks="rlhf_observer_tensorboard.observer:TensorBoard")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf.hookspecs import RunRecord, hookimpl
+from rlhf.plugin import ObserverPlugin
 
 
 class NewName:
@@ -28,3 +29,6 @@ class NewName:
     def _write(self, run: RunRecord, **changes: Any) -> None:
         self._status |= changes
         (run.folder / "status.json").write_text(json.dumps(self._status) + "\n")
+
+
+plugin = ObserverPlugin(hooks="rlhf_observer_new_name:NewName")

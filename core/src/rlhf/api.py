@@ -1,0 +1,199 @@
+"""Runs from Python: what the commands `rlhf run` and `rlhf export` call.
+
+`from rlhf import read_config, run, export` loads neither torch nor transformers; a run does.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from attrs import frozen
+
+from rlhf.config.field_docs import documented
+from rlhf.config.sections import Config
+from rlhf.errors import RanksFailed, RLHFError
+from rlhf.folder import checkpoints, run_folder
+from rlhf.folder.disk import new_folder
+from rlhf.launch.hosts import Place, check_world, place_of_host
+from rlhf.launch.local import STOPPED, Ranks, die_with_parent, num_devices
+from rlhf.launch.signals import PARENT
+from rlhf.launch.slurm import join_slurm
+from rlhf.request import reader
+from rlhf.request.settings_tree import to_tree
+from rlhf.request.words import option
+
+__all__ = ["RLHFError", "RunResult", "export", "read_config", "run"]
+
+
+@documented
+@frozen(kw_only=True)
+class RunResult:
+    """What a run has left in its folder."""
+
+    folder: Path
+    """The run folder."""
+    ended: str
+    """Why the run ended: `done`, `stop_at`, `hours` or `patience`; `signal` if SIGTERM or Ctrl-C
+    stopped it, so that `run(config, resume=True)` continues it."""
+    model: Path | None
+    """The trained model, or None if the run was stopped before it wrote one."""
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl, one per logged step and per evaluation, each with its `step`. The
+    names of an evaluation begin with `eval/`."""
+
+
+def read_config(
+    trainer: str,
+    *,
+    file: str | Path | None = None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Config:
+    """Return the configuration of a run of `trainer`, checked as a whole.
+
+    `overrides` change the settings of the YAML file. Their names are dotted, or sections with
+    mappings: `{"model": "Qwen/Qwen3-0.6B", "optim.lr": 1e-5, "lora": {"rank": 16}}`. Without model
+    and data, the configuration is that of the trainer's demo. Raises RLHFError with all problems at
+    once.
+    """
+    words = [option(name, value) for name, value in overrides.items()]
+    return reader.read_config(trainer, overrides=[*([str(file)] if file else []), *words]).config
+
+
+def run(
+    config: Config,
+    *,
+    nproc: int | None = None,
+    resume: bool | str = False,
+    overwrite: bool = False,
+) -> RunResult:
+    """Train, as `rlhf run` does, and return what the run has left.
+
+    A run of one process takes place in this one; with more, `nproc` of them are started, by default
+    one per device. `resume` continues the run in `config.output`, from its newest checkpoint or
+    from the one that it names (`step-000400`); `overwrite` replaces it. Environment variables,
+    signal handlers and process groups are afterwards what they were before. The first Ctrl-C saves
+    and returns.
+
+    Raises RLHFError for a mistake that the user can fix, KeyboardInterrupt for a second Ctrl-C, and
+    RuntimeError if a process that was started has failed with a defect, whose traceback it prints.
+    """
+    words = [option(name, value) for name, value in to_tree(config).items()]
+    words += [f"--nproc={nproc}"] * (nproc is not None) + ["--overwrite"] * overwrite
+    words += [f"--resume={resume if isinstance(resume, str) else ''}"] * (resume is not False)
+    argv = ["run", config.trainer_key, *words]
+    request = reader.read_config(config.trainer_key, overrides=words, argv=argv)
+    try:
+        with _same_environment():
+            folder, ended = start(request)
+    except RanksFailed as failure:
+        if failure.code == 130:
+            raise KeyboardInterrupt from None
+        kind = RLHFError if failure.code == 2 else RuntimeError
+        raise kind(str(failure)) from None
+    model = folder / "model"
+    return RunResult(
+        folder=folder,
+        ended=ended,
+        model=model if model.is_dir() else None,
+        metrics=run_folder.logged(folder),
+    )
+
+
+def export(source: str | Path, output: str | Path, *, role: str = "policy") -> Path:
+    """Write a trained model to the new folder `output`, as `rlhf export` does.
+
+    `source` is a checkpoint, or a run folder, of which the newest checkpoint is taken. Returns the
+    checkpoint. `role` is the model, if the run trained several. Raises RLHFError.
+    """
+    from transformers.utils.logging import disable_progress_bar  # late: start-up time
+
+    from rlhf.loop.export import write_model
+
+    disable_progress_bar()
+    with new_folder(Path(output)) as target:
+        checkpoint = _checkpoint_folder(Path(source))
+        write_model(checkpoint, target, role)
+    return checkpoint
+
+
+def start(request: reader.Request) -> tuple[Path, str]:
+    """Start the ranks of a run on this machine, or join those that a launcher has started. Returns
+    the run folder and why the run ended. Raises RanksFailed with what the ranks have printed."""
+    join_slurm()
+    check_world(request.nproc)
+    if "RANK" in os.environ:
+        ours = PARENT in os.environ
+        if request.nproc is not None and not ours:
+            raise RLHFError(
+                f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
+                "remove it"
+            )
+        die_with_parent()
+        from rlhf.rank.run import run_rank  # late: start-up time
+
+        # Else rank 0 verifies where it can tell the ranks of all launchers.
+        one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        return run_rank(request, verified=ours and one_launcher)
+    place = place_of_host()
+    if place.hosts == 1:
+        folder = run_folder.choose(request)
+        run_folder.check_resumable(request, folder)
+    elif request.config.output is None:
+        raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
+    else:
+        folder = Path(request.config.output)
+    ranks = num_ranks(request, place)
+    from rlhf.rank.dataset import prepare_data  # late: start-up time
+    from rlhf.rank.run import run_rank
+
+    if ranks * place.hosts == 1:
+        return run_rank(request, verified=True)
+    prepare_data(request)
+    command = [sys.executable, "-m", "rlhf", *request.argv]
+    checkpoint = request.config.checkpoint
+    started = Ranks(
+        command, ranks, checkpoint.stop_timeout,
+        place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
+    )  # fmt: skip
+    code = started.wait()
+    if code not in (0, STOPPED):
+        raise RanksFailed(code, started.problem())
+    summary = run_folder.read_json(folder / "summary.json")
+    return folder, "signal" if code == STOPPED else str(summary.get("ended"))
+
+
+def num_ranks(request: reader.Request, place: Place) -> int:
+    """Return the number of ranks that are started on this host."""
+    return request.nproc or place.nproc or (1 if request.demo else num_devices())
+
+
+@contextmanager
+def _same_environment() -> Iterator[None]:
+    """Undo what a run does to the environment variables."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _checkpoint_folder(source: Path) -> Path:
+    """Return the checkpoint that `source` names. Raises RLHFError if it is damaged."""
+    inside = source / "checkpoints"
+    folder = inside if inside.is_dir() else source.parent
+    if folder != inside and not (source.parent.parent / "config.yaml").is_file():
+        raise RLHFError(
+            f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
+        )
+    remedy = f"export the previous one with rlhf export {folder}/{{}} OUT"
+    name = "" if folder == inside else source.name
+    checkpoint = checkpoints.find(folder, name, remedy=remedy)
+    if checkpoint is None:
+        raise RLHFError(f"{source} has no checkpoint yet; choose another run folder")
+    return checkpoint

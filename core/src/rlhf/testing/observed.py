@@ -1,0 +1,35 @@
+"""A short run as observers hear of it, without training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf.config.sections import Config
+from rlhf.hookspecs import RunRecord
+from rlhf.registry.observers import hooks_of
+
+SETTINGS = {"model.path": "base", "optim.lr": 1e-5, "data.train": [{"path": "rows.jsonl"}]}
+PLAN = {"policy": {"summary": "ZeRO 2, bf16", "stage": 2, "trained": True}}
+
+
+def tell(
+    observer: object, folder: Path, steps: Sequence[int], *, error: BaseException | None = None
+) -> RunRecord:
+    """Call the hooks of `observer` as a run of these steps in `folder`, and return its record.
+
+    The loss of step k is 1 / k. After the last step there are an evaluation (`eval/loss` 0.5), a
+    checkpoint and the end, with `error`. Another call for the folder is the same run, resumed. What
+    the observer raises is raised.
+    """
+    run = RunRecord(
+        name="sft", folder=folder, config=Config(), steps=steps[-1], id=f"id-of-{folder.name}",
+        settings=SETTINGS, plan=PLAN,
+    )  # fmt: skip
+    hooks = hooks_of(observer)
+    hooks.on_start(run=run)
+    for step in steps:
+        hooks.on_step(run=run, step=step, metrics={"loss": 1 / step, "counts": [1.0, 2.0]})
+    hooks.on_eval(run=run, step=steps[-1], metrics={"eval/loss": 0.5})
+    checkpoint = folder / "checkpoints" / f"step-{steps[-1]:06}"
+    hooks.on_checkpoint(run=run, step=steps[-1], directory=checkpoint)
+    hooks.on_finish(run=run, error=error)
+    return run

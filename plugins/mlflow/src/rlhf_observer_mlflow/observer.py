@@ -1,0 +1,61 @@
+"""A run of MLflow for each run, which a resumed run continues.
+
+It goes through a client of its own, so MLflow's active run and address in this process stay as they
+are.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf_observer_mlflow import MlflowConfig
+
+TAG = "rlhf.run"
+AT_ONCE = 100
+"""Parameters that MLflow takes in one request."""
+
+
+class Mlflow:
+    """Sends configuration and plans as parameters, curves as metrics, the newest checkpoint as a
+    tag."""
+
+    def __init__(self, config: MlflowConfig) -> None:
+        self._experiment = config.experiment
+        self._client = MlflowClient(tracking_uri=config.uri)
+
+    @hookimpl
+    def on_start(self, run: RunRecord) -> None:
+        client, name = self._client, self._experiment
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name)
+        found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'")
+        new = found or [client.create_run(experiment, tags={TAG: run.id}, run_name=run.folder.name)]
+        self._id = new[0].info.run_id
+        client.update_run(self._id, status="RUNNING")
+        # MLflow refuses another value for a parameter, and a resumed run may have one.
+        kept = new[0].data.params
+        plans = {f"plan.{role}": plan["summary"] for role, plan in run.plan.items()}
+        values = {**run.settings, **plans}
+        params = [Param(name, str(value)) for name, value in values.items() if name not in kept]
+        for first in range(0, len(params), AT_ONCE):
+            client.log_batch(self._id, params=params[first : first + AT_ONCE])
+
+    @hookimpl
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        values = [Metric(name, value, now, step) for name, value in curves(metrics).items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    on_eval = on_step
+
+    @hookimpl
+    def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
+        self._client.set_tag(self._id, "checkpoint", str(directory))
+
+    @hookimpl
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")

@@ -1,0 +1,42 @@
+"""The observer with the real library and a store in SQLite."""
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from rlhf.testing import tell
+from rlhf_observer_mlflow import MlflowConfig
+from rlhf_observer_mlflow.observer import Mlflow
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store for all tests: to create one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path, uri: str) -> None:
+    config = MlflowConfig(experiment="mine", uri=uri)
+    tell(Mlflow(config), tmp_path, range(1, 5))
+    tell(Mlflow(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == (tmp_path.name, "FAILED")
+    assert run.data.params["optim.lr"] == "1e-05"
+    assert run.data.params["plan.policy"] == "ZeRO 2, bf16"
+    assert run.data.tags["checkpoint"].endswith("step-000005")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted({(item.step, item.value) for item in history}) == [
+        (step, pytest.approx(1 / step)) for step in range(1, 6)
+    ]
+    assert run.data.metrics["eval/loss"] == 0.5
+
+
+def test_an_address_with_a_password_is_refused_since_the_run_folder_records_it() -> None:
+    message = "contains a password, which the run folder would record; set MLFLOW_TRACKING_PASSWORD"
+    with pytest.raises(ValueError, match=message):
+        MlflowConfig(uri="https://me:secret@tracking.example")
+    assert MlflowConfig(uri="https://tracking.example").uri == "https://tracking.example"

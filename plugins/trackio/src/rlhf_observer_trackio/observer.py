@@ -1,0 +1,45 @@
+"""A run of Trackio for each run, which a resumed run continues."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import trackio
+
+from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf_observer_trackio import TrackioConfig
+
+
+class Trackio:
+    """Sends configuration, plans, curves and the names of checkpoints; an alert if a run fails."""
+
+    def __init__(self, config: TrackioConfig) -> None:
+        self._config = config
+
+    @hookimpl
+    def on_start(self, run: RunRecord) -> None:
+        self._run = trackio.init(
+            project=self._config.project,
+            # Trackio finds the run that it continues by its name.
+            name=f"{run.folder.name}-{run.id}",
+            resume="allow",
+            group=self._config.group,
+            space_id=self._config.space,
+            config={**run.settings, "plan": dict(run.plan)},
+            embed=False,
+        )
+
+    @hookimpl
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(curves(metrics), step=step)
+
+    on_eval = on_step
+
+    @hookimpl
+    def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
+        self._run.log({"checkpoint": directory.name}, step=step)
+
+    @hookimpl
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
+        if error is not None:
+            self._run.alert("failed", text=str(error), level=trackio.AlertLevel.ERROR)
+        self._run.finish()

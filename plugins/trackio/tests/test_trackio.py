@@ -1,0 +1,42 @@
+"""The observer with the real library and its store on this machine."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.testing import tell
+
+
+@pytest.fixture
+def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty store, which Trackio chooses when it is imported."""
+    folder = tmp_path_factory.mktemp("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    from trackio import sqlite_storage, utils
+
+    for module in (utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", folder)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path) -> None:
+    from trackio import SQLiteStorage
+
+    from rlhf_observer_trackio import TrackioConfig
+    from rlhf_observer_trackio.observer import Trackio
+
+    config = TrackioConfig(project="mine")
+    tell(Trackio(config), tmp_path, range(1, 5))
+    tell(Trackio(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
+    name = f"{tmp_path.name}-id-of-{tmp_path.name}"
+    assert SQLiteStorage.get_runs("mine") == [name]
+    rows = SQLiteStorage.get_logs("mine", name)
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert losses == {step: pytest.approx(1 / step) for step in range(1, 6)}
+    assert [row["eval/loss"] for row in rows if "eval/loss" in row] == [0.5, 0.5]
+    names = [row["checkpoint"] for row in rows if "checkpoint" in row]
+    assert names == ["step-000004", "step-000005"]
+    settings = SQLiteStorage.get_run_config("mine", name)
+    assert (settings["optim.lr"], settings["plan"]["policy"]["stage"]) == (1e-5, 2)
+    (alert,) = SQLiteStorage.get_alerts("mine")
+    assert (alert["title"], alert["text"]) == ("failed", "a device was lost")

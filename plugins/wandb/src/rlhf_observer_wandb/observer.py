@@ -1,0 +1,51 @@
+"""A run of Weights & Biases for each run, which a resumed run continues."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import wandb
+
+from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf_observer_wandb import WandbConfig
+
+
+class Wandb:
+    """Sends configuration, plans, curves and the newest checkpoint."""
+
+    def __init__(self, config: WandbConfig) -> None:
+        self._config = config
+
+    @hookimpl
+    def on_start(self, run: RunRecord) -> None:
+        config = self._config
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            tags=list(config.tags),
+            mode=config.mode,
+            id=run.id,
+            resume="allow",
+            name=run.folder.name,
+            job_type=run.name,
+            dir=str(run.folder),
+            config={**run.settings, "plan": dict(run.plan)},
+            # A run of the user's own stays open, and the terminal stays as it is.
+            settings=wandb.Settings(console="off", reinit="create_new"),
+        )
+        # Steps that a resumed run takes again would come too late for the counter of wandb.
+        self._run.define_metric("*", step_metric="step")
+
+    @hookimpl
+    def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **curves(metrics)})
+
+    on_eval = on_step
+
+    @hookimpl
+    def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
+        self._run.summary["checkpoint"] = str(directory)
+
+    @hookimpl
+    def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
+        self._run.finish(exit_code=int(error is not None))

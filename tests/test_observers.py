@@ -1,0 +1,117 @@
+"""All observers at once in a real run that is stopped and resumed, and how a configuration names
+them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sft_runs
+from rlhf.commands.config import describe
+from rlhf.errors import RLHFError
+from rlhf.request.reader import read_config
+from rlhf.testing import Ranks, without_timings
+from sft_runs import Inputs
+
+SECRET = "f" * 40
+NAMES = "[wandb, mlflow, trackio, tensorboard]"
+
+
+def observed(words: list[str], cache: str, folder: str) -> Any:
+    """Run, stop and resume with all observers; returns the metrics, and what trackers hold."""
+    before = dict(os.environ)
+    os.environ |= {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_API_KEY": SECRET,
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "MLFLOW_TRACKING_PASSWORD": SECRET,
+        "TRACKIO_DIR": f"{folder}/trackio", "HF_TOKEN": SECRET,
+    }  # fmt: skip
+    try:
+        sft_runs.run([*words, "--train.stop_at", "2"], cache)
+        _, metrics = sft_runs.run([*words, "--resume"], cache)
+        import wandb
+        from mlflow import MlflowClient
+        from trackio import SQLiteStorage
+
+        wandb.teardown()
+        client = MlflowClient()
+        (experiment,) = (it for it in client.search_experiments() if it.name == "rlhf")
+        runs = client.search_runs([experiment.experiment_id])
+        history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+        names = SQLiteStorage.get_runs("rlhf")
+        rows = SQLiteStorage.get_logs("rlhf", names[-1])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return (
+        metrics, len(runs), sorted({(it.step, it.value) for it in history}), len(names),
+        sorted({(row["step"], row["train/loss"]) for row in rows if "train/loss" in row}),
+    )  # fmt: skip
+
+
+def test_observers_continue_a_resumed_run_and_change_nothing(
+    inputs: Inputs, tmp_path: Path, one: Ranks
+) -> None:
+    words = ["--train.steps", "4", "--optim.lr", "1e-3"]
+    plain = sft_runs.words(inputs, tmp_path / "plain", *words)
+    ((_, alone),) = one.run(sft_runs.run, plain, str(inputs.cache))
+    watched = sft_runs.words(inputs, tmp_path / "run", *words, "--observers", NAMES)
+    (answer,) = one.run(observed, watched, str(inputs.cache), str(tmp_path))
+    metrics, num_mlflow, mlflow, num_trackio, trackio = answer
+    assert without_timings(metrics)[-1] == without_timings(alone)[-1]
+    losses = [(record["step"], record["loss"]) for record in alone if "loss" in record]
+    assert (num_mlflow, num_trackio) == (1, 1)
+    assert mlflow == trackio == losses
+    assert not (tmp_path / "run" / "errors").exists()
+    (first, *more) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert [path.name for path in more] == [first.name]
+    assert (tmp_path / "run" / "tensorboard").is_dir()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words", "expected"),
+    [
+        ("[wandb]", [], {"wandb": "rlhf"}),
+        ("wandb", ["--observers.wandb.project", "b"], {"wandb": "b"}),
+        ("{wandb: {project: a}}", ["--observers", "[mlflow, wandb]"], {"mlflow": "", "wandb": "a"}),
+        ("{wandb: {project: a}, mlflow: }", ["--observers", "[]"], {}),
+        ("{wandb: a}", ["--observers.wandb.mode", "offline"], {"wandb": "a"}),
+        ("[mlflow]", ["--observers", "{wandb: {project: b}}"], {"mlflow": "", "wandb": "b"}),
+        (
+            "null",
+            ["--observers", "wandb@rlhf-observer-wandb"],
+            {"wandb@rlhf-observer-wandb": "rlhf"},
+        ),
+    ],
+)
+def test_a_list_chooses_observers_and_a_mapping_adds_settings(
+    tmp_path: Path, yaml: str, words: list[str], expected: dict[str, str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"observers: {yaml}\n")
+    request = read_config("sft", overrides=[str(file), *words], inputs=False)
+    sections = request.config.observers.by_name
+    assert {name: getattr(it, "project", "") for name, it in sections.items()} == expected
+    file.write_text(describe(request))
+    again = read_config("sft", overrides=[str(file)], inputs=False)
+    assert again.config.observers == request.config.observers
+
+
+def test_settings_of_observers_are_checked() -> None:
+    for word, message in (
+        ("--observers.wandb.projct=a", "observers.wandb.projct: unknown setting; did you mean "
+         "observers.wandb.project?"),
+        ("--observers.wandb.mode=ofline", "observers.wandb.mode: expected one of online, offline, "
+         'got "ofline"; did you mean offline?'),
+        ("--observers.tensorboard.x=1", "observers.tensorboard.x: unknown setting; "
+         "available: none"),
+        ("--observers=[wandbb]", "observer 'wandbb' is not installed (did you mean 'wandb'?); "),
+        ("--observers.mlflow.uri=https://a:b@c", "observers.mlflow.uri: contains a password, which "
+         "the run folder would record; set MLFLOW_TRACKING_PASSWORD, or the whole address as "
+         "MLFLOW_TRACKING_URI"),
+    ):  # fmt: skip
+        with pytest.raises(RLHFError) as caught:
+            read_config("sft", overrides=[word], inputs=False)
+        assert str(caught.value).startswith(message)

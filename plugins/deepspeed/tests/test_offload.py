@@ -27,8 +27,8 @@ class Restless(DeepSpeedBackend):
     """Moves states to the host and back around every backward and every step, the kinds one by one
     and together."""
 
-    def prepare(self, *arguments):
-        engine = super().prepare(*arguments)
+    def prepare(self, **given):
+        engine = super().prepare(**given)
         step, backward = engine.step, engine.backward
 
         def moved_step():

@@ -18,8 +18,8 @@ class Changed(DeepSpeedBackend):
     def __init__(self, changes):
         self.changes = changes
 
-    def configure_zero(self, *given):
-        plan = super().configure_zero(*given)
+    def configure_zero(self, **given):
+        plan = super().configure_zero(**given)
         settings = dict(plan.settings)
         for name, changes in self.changes.items():
             settings[name] = settings.get(name, {}) | changes

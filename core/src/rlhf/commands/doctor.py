@@ -26,6 +26,7 @@ FEATURES = {
     "fp8": "model.fp8",
     "kernels": "model.kernels liger",
     "quantize": "model.quantize",
+    "serve": "rlhf serve",
     "testing": "rlhf.testing",
 }
 """What needs an extra of rlhf-core."""

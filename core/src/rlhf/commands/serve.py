@@ -46,7 +46,8 @@ def serve_command(
     token = None if token == "none" else token
     listener = None if check else bind(host, port)
     disable_progress_bar()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = device or (accelerator.type if accelerator else "cpu")
     folder = model_folder(Path(model))
     scorer = open_scorer(folder, device=device, dtype=DTYPES.get(dtype, "auto"))
     if check is not None and data is not None:

@@ -2,8 +2,8 @@
 
 import difflib
 import importlib
+import inspect
 import sys
-import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +82,12 @@ def _class_in(module: ModuleType, name: str, file: str) -> Any:
 def _record(trainer: Any, value: str, file: str) -> TrainerPlugin:
     """Return the record of a class, whose settings are the class that annotates `config`."""
     try:
-        config = typing.get_type_hints(trainer).get("config", NoSettings)
+        # Of the class that has it only: those of `Trainer` name what only type checkers import.
+        owner = next(
+            (it for it in trainer.__mro__ if "config" in inspect.get_annotations(it)), None
+        )
+        own = inspect.get_annotations(owner, eval_str=True) if owner else {"config": NoSettings}
+        config = own["config"]
     except Exception as error:  # An annotation may be any expression.
         raise RLHFError(
             f"{file}: the annotations of {trainer.__name__} cannot be read: {first_line(error)}"

@@ -14,7 +14,7 @@ from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import Ranks, without_timings
 from rlhf.testing.curves import weights
-from rlhf.testing.plain import PlainBackend
+from rlhf.testing.plain import PlainBackend, seed
 from rlhf.testing.tiny import short_run
 from sft_runs import read_metrics
 
@@ -45,7 +45,7 @@ class TensorRanks(PlainBackend):
 
     @hookimpl
     def setup_mesh(self, config: Any) -> Mesh:
-        super().setup_mesh(config)
+        seed(config)
         rank = torch.distributed.get_rank()
         return Mesh(rank=rank, world=2, local_rank=rank, **axes(rank, tensor=2))
 

@@ -2,6 +2,7 @@
 them."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,15 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
     }  # fmt: skip
     try:
         sft_runs.run([*words, "--train.stop_at", "2"], cache)
-        _, metrics = sft_runs.run([*words, "--resume"], cache)
         import wandb
         from mlflow import MlflowClient
         from trackio import SQLiteStorage
 
+        # Trackio writes from another process.
+        until = time.monotonic() + 60
+        while not SQLiteStorage.get_runs("rlhf") and time.monotonic() < until:
+            time.sleep(0.1)
+        _, metrics = sft_runs.run([*words, "--resume"], cache)
         wandb.teardown()
         client = MlflowClient()
         (experiment,) = (it for it in client.search_experiments() if it.name == "rlhf")

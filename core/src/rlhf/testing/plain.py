@@ -100,10 +100,7 @@ class PlainBackend:
             )
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise RLHFError("the plain backend runs in one process; pass --nproc 1")
-        random.seed(config.train.seed)
-        np.random.seed(config.train.seed % 2**32)
-        torch.manual_seed(config.train.seed)
-        torch.use_deterministic_algorithms(config.train.deterministic)
+        seed(config)
         return Mesh()
 
     @hookimpl
@@ -223,3 +220,11 @@ def _fragments(engine: PlainEngine) -> Iterator[Fragment]:
     for name, value in (parameters | buffers).items():
         for kind, values in ({"weight": value} | states.get(value, {})).items():
             yield Fragment(name=name, kind=kind, offset=0, values=values.detach().view(-1))
+
+
+def seed(config: Config) -> None:
+    """Seed every source of random numbers."""
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed % 2**32)
+    torch.manual_seed(config.train.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)

@@ -12,14 +12,15 @@ from rlhf.engine import Axis, Mesh, axes
 def test_neighbours_differ_in_tensor_then_in_sequence_then_in_data() -> None:
     places = [axes(rank, data=2, sequence=2, tensor=2) for rank in range(8)]
     assert [tuple(axis.rank for axis in place.values()) for place in places] == [
-        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
+        (0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 1, 1),
+        (1, 2, 0, 0), (1, 2, 0, 1), (1, 3, 1, 0), (1, 3, 1, 1),
     ]  # fmt: skip
-    assert list(places[0]) == ["data", "sequence", "tensor"]
+    assert list(places[0]) == ["data", "shards", "sequence", "tensor"]
 
 
 def test_all_ranks_are_data_ranks_by_default() -> None:
     mesh = Mesh(rank=3, world=4)
-    assert mesh.data == Axis(rank=3, size=4)
+    assert mesh.data == mesh.shards == Axis(rank=3, size=4)
     assert mesh.sequence == mesh.tensor == Axis(rank=0, size=1)
 
 

@@ -148,6 +148,7 @@ def axes(rank: int, *, data: int = 1, sequence: int = 1, tensor: int = 1) -> dic
     data_rank, sequence_rank = divmod(rest, sequence)
     return {
         "data": Axis(rank=data_rank, size=data),
+        "shards": Axis(rank=rest, size=data * sequence),
         "sequence": Axis(rank=sequence_rank, size=sequence),
         "tensor": Axis(rank=tensor_rank, size=tensor),
     }
@@ -166,6 +167,9 @@ class Mesh:
     """Number of processes."""
     data: Axis = Factory(lambda mesh: mesh._everyone, takes_self=True)
     """Ranks that have different rows; by default all of them."""
+    shards: Axis = Factory(lambda mesh: mesh._everyone, takes_self=True)
+    """Ranks that add up their gradients and may divide the states of a model: those that differ in
+    `data` or `sequence`; by default all of them."""
     sequence: Axis = field(factory=Axis)
     """Ranks that divide the tokens of the same rows."""
     tensor: Axis = field(factory=Axis)
@@ -336,8 +340,8 @@ class Engine(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of the scalar `loss`. Collective.
 
-        Gradients are sums over micro-batches and ranks: a backend that averages undoes it. `last`
-        marks the last micro-batch of a step.
+        Gradients are sums over micro-batches and `Mesh.shards`: a backend that averages undoes it.
+        `last` marks the last micro-batch of a step.
         """
 
     def step(self) -> StepOutcome | LaterOutcome:

@@ -91,7 +91,14 @@ class BackendHooks:
         """Start the process group, seed all random generators and choose the device.
 
         Called once, before any model is loaded. Raises RLHFError if the device or the group is not
-        available. Collective."""
+        available, or if the sizes of axes do not divide the ranks. Collective."""
+
+    @hookspec(firstresult=True)
+    def axis_sizes(self, config: Config, ranks: int) -> Mapping[str, int]:
+        """Return the sizes of the mesh's axes on so many ranks, as `rlhf.engine.axes` takes them.
+
+        `rlhf plan` asks for them without a process group. Core's default makes all ranks data
+        ranks. Raises RLHFError if they do not divide the ranks."""
 
     @hookspec(firstresult=True)
     def configure_zero(
@@ -135,7 +142,7 @@ class BackendHooks:
 
         At stage 3 it shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
         before, so that core knows the whole shape of each parameter. They are sharded over
-        `mesh.data`."""
+        `mesh.shards`."""
 
     @hookspec(firstresult=True)
     def load_weights(

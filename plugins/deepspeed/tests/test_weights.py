@@ -311,14 +311,14 @@ def sharded_over_a_group():
     mesh = backend.setup_mesh(config)
     group = groups._clone_world_group()
     plan = backend.configure_zero(config, mesh, shape(), "policy", True, 0)
-    data = attrs.evolve(mesh.data, group=group)
-    with backend.model_context(plan, "policy", attrs.evolve(mesh, data=data)):
+    shards = attrs.evolve(mesh.shards, group=group)
+    with backend.model_context(plan, "policy", attrs.evolve(mesh, shards=shards)):
         module = Packed()
     backend.close_mesh(mesh)
     return all(item.ds_process_group is group for item in module.parameters())
 
 
-def test_weights_are_sharded_over_the_data_axis(pair):
+def test_weights_are_sharded_over_the_axis_of_shards(pair):
     assert pair.run(sharded_over_a_group) == [True, True]
 
 

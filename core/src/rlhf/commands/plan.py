@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, gib
+from rlhf.engine import Mesh, axes, gib
 from rlhf.errors import RLHFError
 from rlhf.launch.machine import GIB
 from rlhf.memory.choice import choose
@@ -32,7 +32,10 @@ def plan_command(
     """Print the layouts and the choice; returns 0, or 2 if a step of the run would not fit."""
     data = prepare_data(request)
     hooks, _ = load_hooks(request.config)
-    mesh = mesh_of(gpus or request.nproc, gpu_memory)
+    here = mesh_of(gpus or request.nproc, gpu_memory)
+    sizes = hooks.axis_sizes(config=request.config, ranks=here.world)
+    places: dict[str, Any] = axes(0, **sizes)
+    mesh = Mesh(world=here.world, device=here.device, memory=here.memory, **places)
     fit = step_fit(request.config, data, mesh, hooks)
     if isinstance(fit.rehearsed, NotRehearsed):
         raise RLHFError(f"no plan: {fit.rehearsed.reason}")

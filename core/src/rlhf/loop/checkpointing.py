@@ -99,7 +99,7 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     if ranks == mesh.world:
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
         return step, ""
-    random_state.spread(session.config.train.seed, mesh.data.rank, step)
+    random_state.spread(session.config.train.seed, mesh.shards.rank, step)
     return step, f"; saved by {ranks} rank{'s' * (ranks > 1)}: random numbers are drawn anew"
 
 

@@ -1,7 +1,7 @@
 """Core's answers to the backend hooks that a backend may leave out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -17,6 +17,10 @@ class DefaultHooks:
     @hookimpl(trylast=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: rate(step, steps=steps, optim=config.optim))
+
+    @hookimpl(trylast=True)
+    def axis_sizes(self, ranks: int) -> Mapping[str, int]:
+        return {"data": ranks}
 
     @hookimpl(trylast=True)
     def layouts(self) -> Sequence[Layout]:

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 
 def spread(*numbers: int) -> None:
-    """Give each data rank its own dropout, from the run's seed, the rank and what else tells this
-    moment from others. Called once the models exist, which all ranks must draw alike."""
+    """Give each rank that computes other tokens its own dropout, from the run's seed, the rank and
+    what else tells this moment from others. Called once the models exist, which all ranks must draw
+    alike."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

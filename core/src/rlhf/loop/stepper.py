@@ -38,8 +38,9 @@ class Stepper:
             sums.add(loss, whole)
             session.place.enter("backward", batch=number)
             for role, part in losses.items():
-                poisoned = poison_unless_finite(part, whole)
-                trained[role].engine.backward(poisoned, last=number == len(batches))
+                # Sequence ranks have the same loss, and gradients are summed over them.
+                share = poison_unless_finite(part, whole) / session.mesh.sequence.size
+                trained[role].engine.backward(share, last=number == len(batches))
         session.place.enter("update")
         self._names.check(sums)
         self.raise_if_not_finite()

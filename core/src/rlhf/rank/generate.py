@@ -57,9 +57,9 @@ def sample(
     ends = end_tokens(tokenizer)
     groups = grouped([len(prompt) for prompt in prompts], max_new_tokens, tokens)
     own: dict[int, Sample] = {}
-    for first in range(0, len(groups), mesh.data.size):
+    for first in range(0, len(groups), mesh.shards.size):
         # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
-        group = groups[min(first + mesh.data.rank, len(groups) - 1)]
+        group = groups[min(first + mesh.shards.rank, len(groups) - 1)]
         noise = Noise([seeds[place] for place in group], temperature, engine.device)
         answers = _continued(
             engine, [prompts[place] for place in group], hooks, mesh, tokenizer, ends,
@@ -69,7 +69,7 @@ def sample(
         for place, answer, known in zip(group, answers, logprobs, strict=True):
             length = _length(answer, ends) + 1
             own[place] = Sample(answer[:length], known[:length])
-    shares = mesh.data.gather(own)
+    shares = mesh.shards.gather(own)
     return [
         next(share[place] for share in shares if place in share) for place in range(len(prompts))
     ]
@@ -126,7 +126,7 @@ class AllRanksEnded(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """input_ids [rows, T] -> [rows], bool, all alike. Collective."""
         self._running &= ~torch.isin(input_ids[:, -1], self._ends)
-        running = self._mesh.data.max(self._running.max())
+        running = self._mesh.shards.max(self._running.max())
         return (running == 0).expand(len(input_ids))
 
 
@@ -146,7 +146,7 @@ def _continued(
     mask = pad_sequence(
         [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
     )
-    if engine.stage == 3 and mesh.data.size > 1:
+    if engine.stage == 3 and mesh.shards.size > 1:
         ended = AllRanksEnded(len(rows), ends, mesh, engine.device)
         options["stopping_criteria"] = StoppingCriteriaList([ended])
         # A rank must not stop by itself: each forward gathers weights from all ranks.

@@ -65,7 +65,7 @@ def set_up(
     check_setup(trainer, run.roles)
     policy = run.roles["policy"]
     check_samples(request.name, trainer, config, policy)
-    random_state.spread(config.train.seed, mesh.data.rank)
+    random_state.spread(config.train.seed, mesh.shards.rank)
     trained = {name: role for name, role in run.roles.items() if role.trained}
     contract = Contract(trainer, trained)
     # Not `data.parts`: those of the run have the values that its setup computed.

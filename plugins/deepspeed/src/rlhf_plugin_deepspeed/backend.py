@@ -55,6 +55,10 @@ class DeepSpeedBackend:
         return mesh
 
     @hookimpl
+    def axis_sizes(self, config: Config, ranks: int) -> Mapping[str, int]:
+        return meshes.axis_sizes(config, ranks)
+
+    @hookimpl
     def configure_zero(
         self,
         config: Config,
@@ -77,7 +81,7 @@ class DeepSpeedBackend:
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        return memory.estimate(config, plan, model_shape, world=mesh.data.size, trained=trained)
+        return memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=trained)
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
@@ -155,6 +159,7 @@ class DeepSpeedBackend:
     def close_mesh(self, mesh: Mesh) -> bool:
         restore_modules()
         meshes.forget("axes-reset")
+        meshes.close_axes(mesh)
         # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()

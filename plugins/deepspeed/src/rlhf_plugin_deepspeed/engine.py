@@ -84,13 +84,13 @@ class TrainingEngine(InferenceEngine):
             self.order.begin(last=last)
         else:
             # DeepSpeed averages over the ranks; here gradients are sums.
-            loss = loss * self.mesh.data.size
+            loss = loss * self.mesh.shards.size
         optimizer = self.deepspeed.optimizer
         if self.precision == "fp16" and not isinstance(optimizer, ZeROOptimizer):
             # Stage 0 divides by the loss scale in its step but does not multiply by it in backward.
             loss = loss * optimizer.loss_scale
         # One rank has nothing to add up; DeepSpeed would copy gradients into buckets and back.
-        is_single = self.stage == 0 and self.mesh.data.size == 1
+        is_single = self.stage == 0 and self.mesh.shards.size == 1
         with self.deepspeed.no_sync() if is_single else nullcontext():
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 

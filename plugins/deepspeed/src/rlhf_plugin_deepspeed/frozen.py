@@ -33,7 +33,7 @@ def plan_frozen(
     setting = config.backend_section.frozen
     plans = {name: plan_at(config, mesh, shape, WAYS[name]) for name in _frozen_ways(config)}
     sizes = {
-        name: estimate(config, made, shape, world=mesh.data.size, trained=False)["weights"]
+        name: estimate(config, made, shape, world=mesh.shards.size, trained=False)["weights"]
         for name, made in plans.items()
     }
     if setting == "auto":

@@ -2,18 +2,20 @@
 
 import os
 import random
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
 
 import deepspeed
 import numpy as np
 import torch
+from attrs import evolve
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import distributed
 
-from rlhf.engine import Mesh
+from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
@@ -23,6 +25,14 @@ from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, mee
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where users configure torch's allocator; the first is today's name."""
+
+ACROSS = {
+    "data": ("sequence", "tensor"),
+    "shards": ("tensor",),
+    "sequence": ("data", "tensor"),
+    "tensor": ("data", "sequence"),
+}
+"""For each axis, those along which the ranks of one of its groups have the same position."""
 
 
 def join(config: Config, *, timeout: timedelta) -> Mesh:
@@ -49,7 +59,56 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     # DeepSpeed communicates over a copy of the world's group, which otherwise has torch's timeout.
     distributed.distributed_c10d._set_pg_timeout(timeout, groups._clone_world_group())
-    return _mesh(local_rank)
+    sizes = axis_sizes(config, distributed.get_world_size())
+    return _mesh(local_rank, with_groups(distributed.get_rank(), sizes, timeout=timeout))
+
+
+def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
+    """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
+    them."""
+    return divided(ranks)
+
+
+def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
+    """Return the sizes of the axes. Raises RLHFError if `sequence` or `tensor`, as configured, does
+    not divide the ranks, or for both at once."""
+    for setting, size in (("sequence_parallel", sequence), ("tensor_parallel", tensor)):
+        if ranks % size:
+            allowed = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
+            raise RLHFError(
+                f"deepspeed.{setting} is {size}, which does not divide the number of ranks, "
+                f"{ranks}; set it to {' or '.join(allowed)}"
+            )
+    if sequence > 1 and tensor > 1:
+        raise RLHFError(
+            "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set "
+            "one of the two to 1"
+        )
+    return {"data": ranks // (sequence * tensor), "sequence": sequence, "tensor": tensor}
+
+
+def with_groups(rank: int, sizes: Mapping[str, int], *, timeout: timedelta) -> dict[str, Axis]:
+    """Return the axes of these sizes as `rank` sees them, each with its process group. An axis of
+    one rank or of all ranks needs none of its own. Collective."""
+    world = distributed.get_world_size()
+    places = [axes(other, **sizes) for other in range(world)]
+    own = places[rank]
+    for name, across in ACROSS.items():
+        if not 1 < own[name].size < world:
+            continue
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for other, place in enumerate(places):
+            lines.setdefault(tuple(place[each].rank for each in across), []).append(other)
+        group, _ = distributed.new_subgroups_by_enumeration([*lines.values()], timeout=timeout)
+        own[name] = evolve(own[name], group=group)
+    return own
+
+
+def close_axes(mesh: Mesh) -> None:
+    """End the groups of the axes."""
+    for name in ACROSS:
+        if (group := getattr(mesh, name).group) is not None:
+            distributed.destroy_process_group(group)
 
 
 def expand_segments(device: str) -> None:
@@ -123,7 +182,7 @@ def _local_rank() -> int:
     return local_rank
 
 
-def _mesh(local_rank: int) -> Mesh:
+def _mesh(local_rank: int, places: Mapping[str, Axis]) -> Mesh:
     accelerator = get_accelerator()
     world = distributed.get_world_size()
     name = accelerator.device_name()
@@ -131,5 +190,5 @@ def _mesh(local_rank: int) -> Mesh:
     total = int(accelerator.total_memory(local_rank))
     return Mesh(
         rank=distributed.get_rank(), world=world, local_rank=local_rank, device=device,
-        memory=total if name != "cpu" else total // world,
+        memory=total if name != "cpu" else total // world, **places,
     )  # fmt: skip

@@ -49,7 +49,7 @@ def prepare_training(
     """Return an engine that trains `model`. Collective."""
     layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
-    settings = _settings(model, plan, ranks=mesh.data.size, rounded=rounded)
+    settings = _settings(model, plan, ranks=mesh.shards.size, rounded=rounded)
     with rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if plan.stage == 0 and not _is_plain(plan):

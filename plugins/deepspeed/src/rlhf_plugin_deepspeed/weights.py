@@ -50,7 +50,7 @@ def sharded_creation(
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(
         module=module,
-        data_parallel_group=mesh.data.group,
+        data_parallel_group=mesh.shards.group,
         config_dict_or_path=copy.deepcopy(plan.settings),
         remote_device="cpu" if offloaded else None,
     )
@@ -123,7 +123,7 @@ def _has_room(parameters: list[Any], mesh: Mesh) -> bool:
     size = sum(item.ds_numel * item.element_size() for item in parameters)
     room = mesh.memory - get_accelerator().memory_allocated()
     lacks = torch.tensor(float(size > SHARE * room), device=mesh.device)
-    return not mesh.data.max(lacks).item()
+    return not mesh.max(lacks).item()
 
 
 def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> None:

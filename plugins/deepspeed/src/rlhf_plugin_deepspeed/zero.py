@@ -81,7 +81,7 @@ def plan_at(
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
-    ranks = "1 rank" if mesh.data.size == 1 else f"{mesh.data.size} ranks"
+    ranks = "1 rank" if mesh.shards.size == 1 else f"{mesh.shards.size} ranks"
     parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, trained)
     return Plan(
         stage=stage,
@@ -132,7 +132,7 @@ def _choose_stage(
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
     """Return the bytes of states on each accelerator."""
     parts = states(
-        config, shape, stage=stage, world=mesh.data.size,
+        config, shape, stage=stage, world=mesh.shards.size,
         offload_optimizer=resolved.offload_optimizer,
     )  # fmt: skip
     if resolved.offload_param:
@@ -144,7 +144,7 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
 def _zero(
     stage: int, section: DeepSpeedConfig, resolved: Resolved, shape: ModelShape, mesh: Mesh
 ) -> dict[str, Any]:
-    during_backward = stage in (1, 2) and mesh.data.size > 1 and not resolved.offload_optimizer
+    during_backward = stage in (1, 2) and mesh.shards.size > 1 and not resolved.offload_optimizer
     layer = min(max(shape.mean_layer, LEAST_BUCKET), BUCKET)
     reduced, gathered = (
         section.bucket_size or min(most, max(shape.trainable, 1))

@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint venv operator base clean
+.PHONY: demo test test-rest test-all lint docs venv operator base clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
@@ -37,6 +37,10 @@ lint: venv
 	$(BIN)/mypy benchmarks
 	MYPYPATH=core/src:$(subst $() ,:,$(TEMPLATES)) $(BIN)/mypy \
 		$(foreach src,$(TEMPLATES),-p $(notdir $(wildcard $(src)/*)))
+
+# The documentation as a site, in site/.
+docs: venv
+	$(BIN)/mkdocs build --strict
 
 # Compiled at first use, which on a slow machine would take longer than a test may.
 operator: venv
@@ -66,4 +70,4 @@ base: venv
 	cp build/base/model/* core/src/rlhf/demo/base/
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) build dist runs site

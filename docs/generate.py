@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from rlhf import hookspecs
 from rlhf.config.foreign import PROJECTS, Rule
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
@@ -172,12 +174,43 @@ def api_page() -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def llms_page() -> str:
+    """Return llms.txt (https://llmstxt.org), the pages of the site with what each is about."""
+    site = yaml.safe_load((FOLDER.parent / "mkdocs.yml").read_text())
+    parts = [f"# {site['site_name']}", f"> {site['site_description']}"]
+    for section in site["nav"]:
+        for title, pages in section.items():
+            parts += [f"## {title}", "\n".join(map(_link, _leaves(pages)))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _leaves(pages: Any) -> Iterator[str]:
+    """Yield the pages of a part of the site."""
+    if isinstance(pages, str):
+        yield pages
+    else:
+        for titles in pages:
+            for page in titles.values():
+                yield from _leaves(page)
+
+
+def _link(page: str) -> str:
+    """Return a list entry with the page's heading and its first sentence outside of code."""
+    outside = {"index.md": "README.md"}.get(page, page)
+    path = next(path for path in (FOLDER / page, FOLDER.parent / outside) if path.exists())
+    heading, *texts = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split("\n\n")
+    text = next(text for text in map(str.strip, texts) if text and text[0] not in "#|<-")
+    sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0].rstrip(":")
+    return f"- [{heading.removeprefix('# ').strip()}]({page}): {sentence}"
+
+
 PAGES = {
     "hooks.md": hooks_page,
     "configuration.md": configuration_page,
     "backends.md": backends_page,
     "migrate.md": migrate_page,
     "api.md": api_page,
+    "llms.txt": llms_page,
 }
 
 

@@ -83,8 +83,9 @@ def make_run(
     hooks, _ = build_gateways(PlainBackend())
     longest = int(examples.longest_path.max())
     run = RunContext(
-        config, tokenizer, Mesh(), hooks, steps=steps, longest=longest, examples=[examples]
-    )
+        config=config, tokenizer=tokenizer, mesh=Mesh(), hooks=hooks, steps=steps, longest=longest,
+        examples=(examples,),
+    )  # fmt: skip
     run.load("policy", extra=extra, dropout=False).train()
     return run
 

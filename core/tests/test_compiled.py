@@ -201,9 +201,10 @@ def test_compile_is_refused_for_padded_models_before_weights_are_read(tmp_path: 
     words = ["--model.path", str(tmp_path), "--model.kernels", "compile", "--model.dtype", "fp32"]
     config = read_config("sft", overrides=words, inputs=False).config
     hooks, _ = build_gateways(PlainBackend())
+    run = RunContext(config=config, tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8)
     # There are no weights in the folder.
     with pytest.raises(RLHFError) as caught:
-        RunContext(config, None, Mesh(), hooks, steps=1, longest=8).load("policy")
+        run.load("policy")
     assert str(caught.value) == (
         "model.kernels compile needs packed rows, but this model runs on the path 'padded' (its "
         "attention cannot be replaced); remove model.kernels compile"

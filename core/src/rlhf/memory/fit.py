@@ -57,8 +57,9 @@ class StepFit:
         """A step without values."""
         if self.own not in self._known:
             run = Rehearsal(
-                self.config, self.trainer.tokenizer, self.mesh, self.hooks, self.steps,
-                self.longest, tuple(self.examples),
+                config=self.config, tokenizer=self.trainer.tokenizer, mesh=self.mesh,
+                hooks=self.hooks, steps=self.steps, longest=self.longest,
+                examples=tuple(self.examples),
             )  # fmt: skip
             self._known[self.own] = rehearse(self.trainer, run)
         return self._known[self.own]

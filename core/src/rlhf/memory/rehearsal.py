@@ -14,27 +14,24 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rlhf.config.reference_modes import ReferenceMode
-from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.examples import Examples
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Layout, Mesh, ModelShape, rehearsing_on
+from rlhf.engine import Engine, Layout, ModelShape, rehearsing_on
 from rlhf.errors import RLHFError, first_line
 from rlhf.loop.contract import check_setup
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.dropout import without_dropout
+from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
 from rlhf.model.role import POLICY, Role, config_with, layouts_of, plan_model
-from rlhf.model.shape import empty_model, shape_of, shape_of_module
-from rlhf.model.task import Task
+from rlhf.model.shape import shape_of, shape_of_module
 from rlhf.readouts.teachers import TOP_TOKENS
-from rlhf.reference.live import REFERENCE, CachedReference, EngineReference, choose_mode
-from rlhf.reference.teacher import TEACHER, check_teacher
-from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference, Sample, Trainer
+from rlhf.reference.live import REFERENCE
+from rlhf.reference.run_models import RunModels
+from rlhf.trainer import Sample, Trainer
 
 META = torch.device("meta")
 LOOK_AHEAD = 64
@@ -153,73 +150,39 @@ def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
     return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
 
 
-@attrs.define
-class Rehearsal:
-    """An `rlhf.trainer.Run` whose models have shapes and no values."""
+@attrs.define(kw_only=True, eq=False)
+class Rehearsal(RunModels):
+    """An `rlhf.trainer.Run` whose models have shapes and no values. `mesh` has the ranks of the run
+    that is rehearsed."""
 
-    config: Config
-    tokenizer: Any
-    mesh: Mesh
-    """The ranks of the run that is rehearsed."""
-    hooks: BackendGateway
-    steps: int
-    longest: int
-    examples: tuple[Examples, ...]
     device: torch.device = META
-    roles: dict[str, Role] = attrs.field(factory=dict)
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
-    def load(
+    def _load(
         self,
         role: str,
+        config: Config,
+        empty: PackedModel,
+        head: Mapping[str, Any],
         *,
-        model: ModelConfig | None = None,
-        trained: bool = True,
-        task: Task = "causal",
-        labels: int | None = None,
-        extra: Mapping[str, Tensor] | None = None,
-        dropout: bool = True,
-        optim: OptimConfig | None = None,
+        trained: bool,
+        dropout: bool,
     ) -> Engine:
-        """See `rlhf.trainer.Run`. Only the model's configuration is read."""
-        config = config_with(self.config, model, optim)
-        module = empty_model(config, task, labels=labels, extra=extra)
-        shape = shape_of(module)
-        paths, reason = candidates_of(module.causal, self.longest, self.mesh.device)
+        paths, reason = candidates_of(empty.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
         if not dropout:
-            without_dropout(module)
-        engine = self._add(role, module, shape, trained=trained, model=model, optim=optim)
-        self.roles[role] = attrs.evolve(
-            self.roles[role], task=task, labels=labels, extra=extra or {}
-        )
-        return engine
+            without_dropout(empty)
+        return self._add(role, config, empty, shape_of(empty), trained=trained)
 
-    def prepare(
-        self,
-        module: nn.Module,
-        role: str,
-        *,
-        trained: bool = True,
-        optim: OptimConfig | None = None,
-    ) -> Engine:
-        """See `rlhf.trainer.Run`. The module loses its values."""
+    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
         shape, dtype = shape_of_module(module), DTYPES[self.config.model.dtype]
-        return self._add(role, module.to(META, dtype), shape, trained=trained, optim=optim)
+        return self._add(role, config, module.to(META, dtype), shape, trained=trained)
 
     def _add(
-        self,
-        role: str,
-        module: nn.Module,
-        shape: ModelShape,
-        *,
-        trained: bool,
-        model: ModelConfig | None = None,
-        optim: OptimConfig | None = None,
+        self, role: str, config: Config, module: nn.Module, shape: ModelShape, *, trained: bool
     ) -> Engine:
-        config = config_with(self.config, model, optim)
         if role == POLICY:
             layouts = layouts_of(self.hooks, config, self.mesh, shape)
             plan = next(layout.plan for layout in layouts if layout.configured)
@@ -231,10 +194,7 @@ class Rehearsal:
         if not trained:
             module.requires_grad_(False)
         engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.roles[role] = Role(
-            engine=engine, plan=plan, shape=shape, memory={}, trained=trained, model=model,
-            optim=optim,
-        )  # fmt: skip
+        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory={}, trained=trained)
         return engine
 
     def memory(self, layout: Layout) -> dict[str, Mapping[str, int]]:
@@ -255,40 +215,13 @@ class Rehearsal:
             planned[name] = attrs.evolve(role, plan=plan, memory=memory)
         return {name: role.memory for name, role in planned.items()}
 
-    def reference(
-        self,
-        mode: ReferenceMode = "auto",
-        *,
-        every: int | None = None,
-        mix: float = 1.0,
-        live: bool = False,
-    ) -> Reference:
-        """See `rlhf.trainer.Run`."""
-        num_rows = len(self.examples[0])
-        chosen, _ = choose_mode(
-            self.config, mode, num_rows=num_rows, steps=self.steps, every=every, live=live
-        )
-        if chosen == "cache":
-            self._attached[REFERENCE] = None
-            return CachedReference()
-        loaded = self.roles[POLICY]
-        if chosen == "adapter":
-            return EngineReference(loaded.engine, mode="adapter", extra=loaded.extra)
-        engine = self.load(
-            "reference", model=self.config.model, trained=False, task=loaded.task or "causal",
-            labels=loaded.labels, extra=loaded.extra, dropout=False,
-        )  # fmt: skip
-        return EngineReference(engine, mode="engine")
+    def _cache_reference(self, policy: Engine) -> str:
+        self._attached[REFERENCE] = None
+        return ""
 
-    def teacher(
-        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
-    ) -> Engine | None:
-        """See `rlhf.trainer.Run`."""
-        check_teacher(self.config, model, self.tokenizer, top=top)
-        if top is None:
-            return self.load(TEACHER, model=model, trained=False)
+    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
         self._attached[TOP_TOKENS] = 2 * top + 1
-        return None
+        return ""
 
     def sample(self, *arguments: Any, **options: Any) -> list[Sample]:
         raise UnknownError("its setup samples answers, which are not known without values")

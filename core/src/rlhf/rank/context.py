@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs import define, field
 from torch import Tensor, nn
 
-from rlhf.config.reference_modes import ReferenceMode
-from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.examples import Examples
-from rlhf.engine import Engine, Mesh, ModelShape, Plan, free
+from rlhf.engine import Engine, ModelShape, Plan, free
 from rlhf.errors import RLHFError
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.dropout import without_dropout
-from rlhf.model.extra import first_values
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
+from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.role import POLICY, Role, config_with, plan_model
-from rlhf.model.shape import check_positions, empty_model, shape_of, shape_of_module
-from rlhf.model.task import Task
+from rlhf.model.role import POLICY, Role, plan_model
+from rlhf.model.shape import check_positions, shape_of, shape_of_module
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
 from rlhf.rank.phases import Phases
@@ -34,68 +32,35 @@ from rlhf.reference.compute import own_logprobs, with_logprobs
 from rlhf.reference.digest import cache_folder
 from rlhf.reference.live import (
     REFERENCE,
-    CachedReference,
-    EngineReference,
-    Follower,
-    choose_mode,
     evaluating,
 )
-from rlhf.reference.teacher import TEACHER, check_teacher, teacher_folder, top_tokens
-from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference, Sample
+from rlhf.reference.run_models import RunModels
+from rlhf.reference.teacher import TEACHER, teacher_folder, top_tokens
+from rlhf.trainer import Sample
 
 
-class RunContext:
+@define(kw_only=True, eq=False)
+class RunContext(RunModels):
     """The implementation of `rlhf.trainer.Run`."""
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        mesh: Mesh,
-        hooks: BackendGateway,
-        *,
-        steps: int,
-        longest: int,
-        examples: Sequence[Examples] = (),
-        resumed: Path | None = None,
-        fit: StepFit | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.device = mesh.device
-        self.steps = steps
-        self.examples = tuple(examples)
-        self.mesh = mesh
-        self.hooks = hooks
-        self.longest = longest
-        """Tokens of the longest path."""
-        self.resumed = resumed
-        """The checkpoint that the run continues."""
-        self.roles: dict[str, Role] = {}
-        """The loaded models by role."""
-        self.phases = Phases(self.roles, mesh, hooks, fit)
-        self.notes: list[str] = []
-        """Lines for the run's introduction: what was chosen, and why."""
-        self.followers: list[Follower] = []
-        """Frozen engines that move; they are saved and restored with the run."""
+    resumed: Path | None = None
+    """The checkpoint that the run continues."""
+    fit: StepFit | None = None
+    phases: Phases = field(init=False)
 
-    def load(
+    def __attrs_post_init__(self) -> None:
+        self.phases = Phases(self.roles, self.mesh, self.hooks, self.fit)
+
+    def _load(
         self,
         role: str,
+        config: Config,
+        empty: PackedModel,
+        head: Mapping[str, Any],
         *,
-        model: ModelConfig | None = None,
-        trained: bool = True,
-        task: Task = "causal",
-        labels: int | None = None,
-        extra: Mapping[str, Tensor] | None = None,
-        dropout: bool = True,
-        optim: OptimConfig | None = None,
+        trained: bool,
+        dropout: bool,
     ) -> Engine:
-        """See `rlhf.trainer.Run`."""
-        config = config_with(self.config, model, optim)
-        extra = first_values(config, extra or {})
-        empty = empty_model(config, task, labels=labels, extra=extra)
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
@@ -103,9 +68,8 @@ class RunContext:
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
-                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, task=task,
-                labels=labels, extra=extra,
-            )  # fmt: skip
+                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, **head
+            )
             if not dropout:
                 without_dropout(module)
             return module
@@ -117,23 +81,11 @@ class RunContext:
             _compile(engine, config.model, attention)
         if engine.module.layers and trained:
             self.notes.append(engine.module.layers)
-        self.roles[role] = attrs.evolve(
-            self.roles[role], model=model, task=task, labels=labels, extra=extra,
-            attention=attention,
-        )  # fmt: skip
+        self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
 
-    def prepare(
-        self,
-        module: nn.Module,
-        role: str,
-        *,
-        trained: bool = True,
-        optim: OptimConfig | None = None,
-    ) -> Engine:
-        """See `rlhf.trainer.Run`."""
+    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
         shape = shape_of_module(module)
-        config = config_with(self.config, None, optim)
         return self._add(role, config, module, shape, lambda plan: module, trained=trained)
 
     def _add(
@@ -181,67 +133,6 @@ class RunContext:
             # A backend may hold the module for good, so its weights are released one by one.
             free(parameter)
 
-    def reference(
-        self,
-        mode: ReferenceMode = "auto",
-        *,
-        every: int | None = None,
-        mix: float = 1.0,
-        live: bool = False,
-    ) -> Reference:
-        """See `rlhf.trainer.Run`."""
-        chosen, reason = choose_mode(
-            self.config, mode, num_rows=self._num_rows, steps=self.steps, every=every, live=live
-        )
-        note = f"reference  {chosen}: {reason}"
-        if POLICY not in self.roles:
-            raise RLHFError("setup() calls run.reference() before run.load('policy'); swap them")
-        loaded = self.roles[POLICY]
-        policy = loaded.engine
-        if loaded.task is None:
-            raise RLHFError(
-                "run.reference() is of a policy from run.load(); prepare a second module as the "
-                "reference with run.prepare(module, 'reference', trained=False)"
-            )
-        if chosen == "cache":
-            self.notes.append(f"{note}; {self._cache_reference(policy)}")
-            return CachedReference()
-        self.notes.append(note)
-        if chosen == "adapter":
-            return EngineReference(policy, mode="adapter", extra=loaded.extra)
-        engine = self.load(
-            "reference", model=self.config.model, trained=False, task=loaded.task,
-            labels=loaded.labels, extra=loaded.extra, dropout=False,
-        )  # fmt: skip
-        if every is not None:
-            self.followers.append(
-                Follower(engine=engine, source=policy, every=every, mix=mix, hooks=self.hooks)
-            )
-        return EngineReference(engine, mode="engine")
-
-    def teacher(
-        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
-    ) -> Engine | None:
-        """See `rlhf.trainer.Run`."""
-        check_teacher(self.config, model, self.tokenizer, top=top)
-        load = partial(self.load, TEACHER, model=model, trained=False)
-        if top is None:
-            engine = load()
-            size = self.roles[TEACHER].shape.parameters
-            self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
-            return engine
-        done = self._attach(
-            TOP_TOKENS,
-            teacher_folder(self.config, model, self.mesh, top=top, temperature=temperature),
-            load,
-            read=partial(top_tokens, top=top, temperature=temperature),
-            width=2 * top + 1,
-        )
-        if TEACHER in self.roles:
-            self.release(TEACHER)
-        self.notes.append(f"teacher    its {top} most likely tokens: {done}")
-        return None
-
     def sample(
         self,
         engine: Engine,
@@ -259,10 +150,6 @@ class RunContext:
                 tokens=self.config.batch.budget,
             )  # fmt: skip
 
-    @property
-    def _num_rows(self) -> int:
-        return len(self.examples[0]) if self.examples else 0
-
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume
         loads other weights, it is its own reference."""
@@ -274,6 +161,16 @@ class RunContext:
 
             folder = cache_folder("reference", self.config, self.mesh)
             return self._attach(REFERENCE, folder, make_room, read=own_logprobs)
+
+    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
+        folder = teacher_folder(self.config, model, self.mesh, top=top, temperature=temperature)
+        done = self._attach(
+            TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
+            read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
+        )  # fmt: skip
+        if TEACHER in self.roles:
+            self.release(TEACHER)
+        return done
 
     def _attach(
         self,

@@ -52,8 +52,8 @@ def set_up(
     fit, choice = choose_fit(request.config, data, mesh, hooks)
     config, trainer = fit.config, data.trainer
     run = RunContext(
-        config, trainer.tokenizer, mesh, hooks, steps=fit.steps, longest=data.longest,
-        examples=data.parts, resumed=resumed, fit=fit,
+        config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
+        longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
     )  # fmt: skip
     identity = ""
     if folder is not None:

@@ -1,0 +1,163 @@
+"""The part of `rlhf.trainer.Run` that a run and its rehearsal share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from attrs import Factory, define, field
+from torch import Tensor, nn
+
+from rlhf.config.reference_modes import ReferenceMode
+from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.data.examples import Examples
+from rlhf.engine import Engine, Mesh
+from rlhf.errors import RLHFError
+from rlhf.model.extra import first_values
+from rlhf.model.packed import PackedModel
+from rlhf.model.role import POLICY, Role, config_with
+from rlhf.model.shape import empty_model
+from rlhf.model.task import Task
+from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
+from rlhf.reference.teacher import TEACHER, check_teacher
+from rlhf.registry.gateway import BackendGateway
+from rlhf.trainer import Reference
+
+
+@define(kw_only=True, eq=False)
+class RunModels(ABC):
+    """The models of a run by role, with its references and teachers.
+
+    A subclass says how a model becomes an engine and how the examples get values per token.
+    """
+
+    config: Config
+    tokenizer: Any
+    mesh: Mesh
+    hooks: BackendGateway
+    steps: int
+    longest: int
+    """Tokens of the longest path."""
+    examples: tuple[Examples, ...] = ()
+    device: torch.device = Factory(lambda self: self.mesh.device, takes_self=True)
+    roles: dict[str, Role] = field(factory=dict)
+    """The loaded models by role."""
+    notes: list[str] = field(factory=list)
+    """Lines for the run's introduction: what was chosen, and why."""
+    followers: list[Follower] = field(factory=list)
+    """Frozen engines that move; they are saved and restored with the run."""
+
+    def load(
+        self,
+        role: str,
+        *,
+        model: ModelConfig | None = None,
+        trained: bool = True,
+        task: Task = "causal",
+        labels: int | None = None,
+        extra: Mapping[str, Tensor] | None = None,
+        dropout: bool = True,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        """See `rlhf.trainer.Run`."""
+        config = config_with(self.config, model, optim)
+        values = first_values(config, extra or {})
+        head: dict[str, Any] = {"task": task, "labels": labels, "extra": values}
+        empty = empty_model(config, **head)
+        engine = self._load(role, config, empty, head, trained=trained, dropout=dropout)
+        self.roles[role] = attrs.evolve(self.roles[role], model=model, optim=optim, **head)
+        return engine
+
+    def prepare(
+        self,
+        module: nn.Module,
+        role: str,
+        *,
+        trained: bool = True,
+        optim: OptimConfig | None = None,
+    ) -> Engine:
+        """See `rlhf.trainer.Run`."""
+        config = config_with(self.config, None, optim)
+        engine = self._prepare(role, config, module, trained=trained)
+        self.roles[role] = attrs.evolve(self.roles[role], optim=optim)
+        return engine
+
+    def reference(
+        self,
+        mode: ReferenceMode = "auto",
+        *,
+        every: int | None = None,
+        mix: float = 1.0,
+        live: bool = False,
+    ) -> Reference:
+        """See `rlhf.trainer.Run`."""
+        num_rows = len(self.examples[0]) if self.examples else 0
+        chosen, reason = choose_mode(
+            self.config, mode, num_rows=num_rows, steps=self.steps, every=every, live=live
+        )
+        note = f"reference  {chosen}: {reason}"
+        if POLICY not in self.roles:
+            raise RLHFError("setup() calls run.reference() before run.load('policy'); swap them")
+        loaded = self.roles[POLICY]
+        policy = loaded.engine
+        if loaded.task is None:
+            raise RLHFError(
+                "run.reference() is of a policy from run.load(); prepare a second module as the "
+                "reference with run.prepare(module, 'reference', trained=False)"
+            )
+        if chosen == "cache":
+            self.notes.append(f"{note}; {self._cache_reference(policy)}")
+            return CachedReference()
+        self.notes.append(note)
+        if chosen == "adapter":
+            return EngineReference(policy, mode="adapter", extra=loaded.extra)
+        engine = self.load(
+            "reference", model=self.config.model, trained=False, task=loaded.task,
+            labels=loaded.labels, extra=loaded.extra, dropout=False,
+        )  # fmt: skip
+        if every is not None:
+            self.followers.append(
+                Follower(engine=engine, source=policy, every=every, mix=mix, hooks=self.hooks)
+            )
+        return EngineReference(engine, mode="engine")
+
+    def teacher(
+        self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
+    ) -> Engine | None:
+        """See `rlhf.trainer.Run`."""
+        check_teacher(self.config, model, self.tokenizer, top=top)
+        if top is None:
+            engine = self.load(TEACHER, model=model, trained=False)
+            size = self.roles[TEACHER].shape.parameters
+            self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
+            return engine
+        done = self._cache_teacher(model, top=top, temperature=temperature)
+        self.notes.append(f"teacher    its {top} most likely tokens: {done}")
+        return None
+
+    @abstractmethod
+    def _load(
+        self,
+        role: str,
+        config: Config,
+        empty: PackedModel,
+        head: Mapping[str, Any],
+        *,
+        trained: bool,
+        dropout: bool,
+    ) -> Engine:
+        """Add the role of a model from `config`. `empty` is the model without values, and `head`
+        the options of its head."""
+
+    @abstractmethod
+    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
+        """Add the role of a module of the trainer's own."""
+
+    @abstractmethod
+    def _cache_reference(self, policy: Engine) -> str:
+        """Attach the policy's log-probabilities to the examples; return what was done, in words."""
+
+    @abstractmethod
+    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
+        """Attach a teacher's most likely tokens to the examples; return what was done, in words."""

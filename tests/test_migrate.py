@@ -38,6 +38,8 @@ adapter: qlora
 lora_r: 32
 lora_alpha: 16
 lora_target_linear: true
+peft_use_dora: true
+lora_modules_to_save: [embed_tokens, lm_head]
 sequence_len: 2048
 sample_packing: true
 micro_batch_size: 2
@@ -52,6 +54,8 @@ LLAMA_FACTORY = """
 stage: dpo
 model_name_or_path: org/model
 finetuning_type: lora
+use_dora: true
+additional_target: embed_tokens,lm_head
 dataset: pairs, others
 template: llama3
 cutoff_len: 1024
@@ -128,7 +132,10 @@ def test_a_yaml_of_axolotl_becomes_our_configuration(tmp_path: Path) -> None:
     ]
     assert ours["data"]["too_long"] == "drop"
     assert ours["model"]["quantize"] == "nf4"
-    assert ours["lora"] == {"rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear"}
+    assert ours["lora"] == {
+        "rank": 32, "alpha": 16, "dropout": 0.0, "targets": "all-linear", "dora": True,
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    }  # fmt: skip
     assert (ours["batch"]["size"], ours["optim"]["lr"]) == (16, 2e-4)
     assert (ours["optim"]["schedule"], ours["optim"]["warmup"]) == ("cosine", 0.03)
     assert "- optimizer paged_adamw_8bit: AdamW with 32-bit states is used here" in text
@@ -147,7 +154,10 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
         {"path": str(tmp_path / "data" / "p.json"), "columns": {"instruction": "question"}},
         "others",
     ]
-    assert ours["lora"] == {"rank": 8, "dropout": 0.0, "targets": "all-linear"}
+    assert ours["lora"] == {
+        "rank": 8, "dropout": 0.0, "targets": "all-linear", "dora": True,
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    }  # fmt: skip
     assert ours["dpo"] == {"loss": ["sigmoid", {"name": "sft", "weight": 0.1}], "beta": 0.1}
     assert ours["deepspeed"] == {"stage": 2, "offload_optimizer": True}
     assert ours["optim"]["min_lr"] == pytest.approx(0.1)

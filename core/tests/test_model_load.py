@@ -114,6 +114,18 @@ def test_rslora_scales_the_update_by_the_root_of_the_rank(
     assert {layer.scaling["default"] for layer in layers} == {scale}
 
 
+@pytest.mark.parametrize("lora", [{"dora": True}, {"modules_to_save": ("embed_tokens", "norm")}])
+def test_what_is_trained_beside_an_adapter_is_counted_without_weights(
+    llama: str, lora: dict[str, Any]
+) -> None:
+    config = config_of(llama, lora=LoraConfig(rank=4, **lora))
+    module, shape = load(config), shape_of(empty_model(config))
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert trained > shape_of(empty_model(config_of(llama, lora=LoraConfig(rank=4)))).trainable
+    assert trained == shape.trainable
+    assert sum(p.numel() for p in module.parameters()) == shape.parameters
+
+
 def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> None:
     module = load(config_of(llama, lora=LoraConfig(rank=4)))
     for name, parameter in module.named_parameters():

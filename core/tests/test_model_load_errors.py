@@ -10,6 +10,7 @@ from small_models import SIZES, config_of, load, write_model
 from transformers import (
     AutoTokenizer,
     BertConfig,
+    GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -179,6 +180,28 @@ def test_wrong_targets_of_an_adapter_are_reported(llama: str) -> None:
     assert failing(config_of(llama, lora=LoraConfig(targets=("q_proj", "lm_head")))) == (
         "lora.targets names the head lm_head, whose adapter would not affect the "
         "log-probabilities; remove lm_head"
+    )
+
+
+def test_modules_that_cannot_be_trained_whole_are_refused(llama: str, tmp_path: Path) -> None:
+    for name in ("embed_token", "layers"):
+        assert failing(config_of(llama, lora=LoraConfig(modules_to_save=(name,)))).startswith(
+            f"lora.modules_to_save {name} names no module of LlamaForCausalLM; similar names: "
+        )
+    gpt2 = write_model(tmp_path, GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2))
+    assert failing(config_of(gpt2, lora=LoraConfig(modules_to_save=("wte",)))) == (
+        "GPT2LMHeadModel shares one weight between embedding and head, which peft would separate; "
+        "remove wte from lora.modules_to_save"
+    )
+
+
+def test_a_dora_adapter_is_not_trained_further_at_stage_3(llama: str, tmp_path: Path) -> None:
+    load(config_of(llama, lora=LoraConfig(rank=2, dora=True))).model.save_pretrained(tmp_path)
+    config = config_of(llama, model={"adapter": str(tmp_path)})
+    assert load(config).model.peft_config["default"].use_dora
+    assert failing(config, stage=3) == (
+        f"model.adapter {tmp_path} is a DoRA adapter, which cannot be trained at ZeRO stage 3; "
+        "choose stage 2 or lower"
     )
 
 

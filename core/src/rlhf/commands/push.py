@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.extra import EXTRA_FILE
+from rlhf.folder.run_folder import EXTRA_FILE
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Base of the errors of the HTTP library, which is not the same in all releases of huggingface_hub.

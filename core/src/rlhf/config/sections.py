@@ -246,6 +246,10 @@ class LoraConfig:
     """Dropout of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
     """Names of the modules with an adapter, or all-linear (all but the head)."""
+    dora: bool = False
+    """Also train the norm of each row of an adapted weight (DoRA, arXiv 2402.09353)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapter, such as embed_tokens."""
 
 
 @documented

@@ -42,6 +42,10 @@ FOLDERS = ("checkpoints", "model", "errors", RANKS)
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 """Files with a line of JSON for each logged step and evaluation, and for each sample."""
 
+EXTRA_FILE = "extra/parameters.safetensors"
+"""File of a trainer's own parameters in a model folder. It is in a folder of its own, since servers
+such as vLLM load every safetensors file beside the model's."""
+
 FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, SAMPLES)
 """Files that a run writes, besides its lock."""
 

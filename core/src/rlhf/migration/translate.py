@@ -189,9 +189,11 @@ def _lora(migration: Migration) -> None:
         if not switch:
             migration.drop("model.quantize")
         return
+    for name in ("lora.targets", "lora.modules_to_save"):
+        value = settings.get(name)
+        if isinstance(value, str) and ("," in value or name == "lora.modules_to_save"):
+            settings[name] = [each.strip() for each in value.split(",")]
     targets = settings.get("lora.targets")
-    if isinstance(targets, str) and "," in targets:
-        settings["lora.targets"] = [each.strip() for each in targets.split(",")]
     if targets is None:
         note = "peft chooses by the model's family, for Llama and Qwen q_proj and v_proj"
         migration.notes["lora.targets"] = note

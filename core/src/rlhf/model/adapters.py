@@ -1,10 +1,12 @@
 """LoRA adapters: new ones from `train.seed`, and the adapter folders of peft."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 
 from rlhf.config.sections import Config
@@ -33,10 +35,25 @@ def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -
             settings = read_adapter(adapter, task)
             if not shape_only:
                 return load_adapter(causal, adapter, trained=True)
+        was_tied = tied_head(causal) is not None
         try:
-            return get_peft_model(causal, settings, autocast_adapter_dtype=False)
+            model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
         except ValueError as error:
             raise no_such_target(causal, sorted(as_names(settings.target_modules))) from error
+        if was_tied and tied_head(causal) is None:
+            raise RLHFError(
+                f"{type(causal).__name__} shares one weight between embedding and head, which peft "
+                f"would separate; remove {', '.join(settings.modules_to_save)} from "
+                "lora.modules_to_save"
+            )
+        return model
+
+
+def tied_head(causal: Any) -> nn.Parameter | None:
+    """Return the weight that is both input embedding and output head; None if there is none."""
+    head = causal.get_output_embeddings()
+    weight = causal.get_input_embeddings().weight
+    return weight if head is not None and head.weight is weight else None
 
 
 def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
@@ -78,12 +95,28 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
         if unknown or not targets:
             raise no_such_target(causal, unknown)
+    wholes = {
+        name.split(".")[-1]
+        for name, module in causal.named_modules()
+        if not isinstance(module, nn.ModuleList)
+    }
+    for name in lora.modules_to_save:
+        if name not in wholes:
+            near = difflib.get_close_matches(name, wholes - {""}, n=3, cutoff=0.0)
+            raise RLHFError(
+                f"lora.modules_to_save {name} names no module of {type(causal).__name__}; similar "
+                f"names: {', '.join(near)}"
+            )
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=tied_head(causal) is not None
+        and any(name in EMBEDDING_LAYER_NAMES for name in lora.modules_to_save),
         task_type=FORMS[task].peft,
     )
 

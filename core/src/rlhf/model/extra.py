@@ -13,13 +13,11 @@ from transformers.utils import cached_file
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.architecture import resolved
 
 EXTRA_PREFIX = "extra."
 """Prefix of their names in the state dict of a PackedModel."""
-EXTRA_FILE = "extra/parameters.safetensors"
-"""Their file in a model folder. It is in a folder of its own, since servers such as vLLM load every
-safetensors file beside the model's."""
 
 
 def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:

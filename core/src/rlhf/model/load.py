@@ -10,6 +10,7 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
+from rlhf.model.adapters import adapter_settings
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.kernels.layers import change_layers, check_layers
 from rlhf.model.packed import PackedModel
@@ -83,6 +84,11 @@ def load_sharded(
         raise RLHFError(
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
             "remove model.quantize"
+        )
+    if config.model.adapter and adapter_settings(config.model.adapter).use_dora:
+        raise RLHFError(
+            f"model.adapter {config.model.adapter} is a DoRA adapter, which cannot be trained at "
+            "ZeRO stage 3; choose stage 2 or lower"
         )
     with hooks.model_context(plan=plan, role=role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.engine import whole_shape
 from rlhf.errors import RLHFError
-from rlhf.model.extra import EXTRA_FILE
+from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.parts import unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding

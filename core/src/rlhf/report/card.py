@@ -4,6 +4,7 @@ Data and models are named as in the configuration, but of a path outside the wor
 last part is written. Where a run reports to, and what it may hold of the machine, is left out.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.report.chart import number
 from rlhf.report.recorded import Curve, Recorded, read_run
 
@@ -30,7 +32,7 @@ A {kind} trained with rlhf (trainer `{trainer}`) from `{base}`, to step {step}.
 ```
 
 {vllm}
-
+{extra}
 ## Data
 
 {data}
@@ -53,6 +55,15 @@ A {kind} trained with rlhf (trainer `{trainer}`) from `{base}`, to step {step}.
 
 Set `license` at the top of this file before you publish the model. The licenses of the base model
 and of the data apply to it.
+"""
+EXTRA = f"""
+`{EXTRA_FILE}` has parameters of the trainer's own, which neither transformers nor vLLM reads:
+
+```python
+from rlhf.readouts import exported_extra
+
+parameters = exported_extra(path)  # tensors by name
+```
 """
 KINDS = {"causal": "language model", "sequence": "reward model", "token": "process reward model"}
 PIPELINES = {
@@ -92,9 +103,9 @@ def card(run: Recorded, folder: Path, role: str = "policy") -> str:
     text = CARD.format(
         title=f"{base.rsplit('/')[-1]} ({trainer})", trainer=trainer, base=base,
         kind=f"LoRA adapter of a {KINDS[task]}" if adapter else KINDS[task], step=run.step,
-        transformers=_transformers(task, adapter=adapter), vllm=_vllm(task, base, adapter=adapter),
-        data=_data(run), curve=_curve(run.curves), config=_configuration(run.config),
-        versions=_listed(run.versions),
+        transformers=_transformers(task, adapter=adapter), vllm=_vllm(task, base, folder),
+        extra=EXTRA if (folder / EXTRA_FILE).is_file() else "", data=_data(run),
+        curve=_curve(run.curves), config=_configuration(run.config), versions=_listed(run.versions),
     )  # fmt: skip
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{text}"
 
@@ -127,15 +138,18 @@ def _transformers(task: str, *, adapter: bool) -> str:
     )
 
 
-def _vllm(task: str, base: str, *, adapter: bool) -> str:
-    if adapter and task != "causal":
+def _vllm(task: str, base: str, folder: Path) -> str:
+    file = folder / "adapter_config.json"
+    adapter = json.loads(file.read_text()) if file.is_file() else None
+    pooling = " --runner pooling" * (task != "causal")
+    if adapter is None:
+        return f"```bash\nvllm serve MODEL{pooling}\n```"
+    if adapter.get("use_dora") or adapter.get("modules_to_save"):
         return (
             "For vLLM, first merge the adapter with `rlhf merge MODEL MERGED`, then run\n"
-            + _vllm(task, base, adapter=False).replace("MODEL", "MERGED")
+            f"```bash\nvllm serve MERGED{pooling}\n```"
         )
-    options = f"{base} --enable-lora --lora-modules adapter=MODEL" if adapter else "MODEL"
-    options += " --runner pooling" * (task != "causal")
-    return f"```bash\nvllm serve {options}\n```"
+    return f"```bash\nvllm serve {base} --enable-lora --lora-modules adapter=MODEL\n```"
 
 
 def _data(run: Recorded) -> str:

@@ -96,6 +96,14 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
+    # peft reads the base weight outside of its layer's forward.
+    Capability(
+        feature="DoRA adapters",
+        setting="lora.dora",
+        stages=(0, 1, 2),
+        optional_stage=True,
+        alternative="use the preset zero2, which shards what the adapter trains",
+    ),
     Capability(
         feature="master weights and moments in bf16",
         setting="optim.states bf16",

@@ -227,6 +227,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         and section.frozen in ("auto", 0),
         "deepspeed.bucket_size": section.bucket_size is not None,
         "model.quantize": config.model.quantize is not None,
+        "lora.dora": config.lora is not None and config.lora.dora,
         "optim.states bf16": config.optim.states == "bf16",
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,

@@ -23,6 +23,8 @@ KEYS: dict[str, Rule] = {
     "lora_dropout": to("lora.dropout"),
     "lora_target": to("lora.targets", {"all": "all-linear"}),
     "use_rslora": to("lora.rslora", off=(None, False)),
+    "use_dora": to("lora.dora", off=(None, False)),
+    "additional_target": to("lora.modules_to_save"),
     "quantization_bit": to("model.quantize", BITS),
     "dataset": read("data.train"),
     "eval_dataset": read("data.eval"),
@@ -39,11 +41,11 @@ KEYS: dict[str, Rule] = {
     "early_stopping_steps": read("train.patience", "set train.patience and checkpoint.best"),
     "use_swanlab": read("observers", TRACKERS),
     **lost(
-        "additional_target create_new_adapter default_system interleave_probs"
+        "create_new_adapter default_system interleave_probs"
         " loraplus_lr_ratio mask_history moe_aux_loss_coef new_special_tokens_config"
         " add_tokens add_special_tokens pissa_init preserve_thinking ref_model ref_model_adapters"
         " resize_vocab rope_scaling shift_attn streaming tokenized_path tool_format use_adam_mini"
-        " use_apollo use_asft_loss use_badam use_dft_loss use_dora use_eaft_loss use_galore"
+        " use_apollo use_asft_loss use_badam use_dft_loss use_eaft_loss use_galore"
         " use_llama_pro use_muon disable_shuffling train_from_scratch"
     ),
     **unneeded(

@@ -25,6 +25,8 @@ KEYS: dict[str, Rule] = {
     "lora_dropout": to("lora.dropout"),
     "lora_target_modules": to("lora.targets"),
     "use_rslora": to("lora.rslora", off=(None, False)),
+    "use_dora": to("lora.dora", off=(None, False)),
+    "lora_modules_to_save": to("lora.modules_to_save"),
     "load_in_4bit": to("model.quantize", {True: "nf4"}, off=(None, False)),
     "train_dataset": read("data.train"),
     "dataset_name": read("data.train"),
@@ -39,7 +41,7 @@ KEYS: dict[str, Rule] = {
     "chat_template_path": to("data.chat_template", note="this must be a Jinja file here"),
     **lost("max_prompt_length max_completion_length max_target_length", WHOLE_ROW),
     **lost(
-        "load_in_8bit lora_modules_to_save lora_target_parameters use_dora router_aux_loss_coef"
+        "load_in_8bit lora_target_parameters router_aux_loss_coef"
         " eos_token pad_token test_split_size"
     ),
     **unneeded("dtype torch_dtype", "model.dtype"),

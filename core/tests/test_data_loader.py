@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from attrs import frozen
 
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
+from rlhf.data import loader
 from rlhf.data.example import Answer, Example
 from rlhf.data.loader import batches_from
 from rlhf.data.order import RunOrder
@@ -236,6 +238,24 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(
     course = RunOrder(examples=deadly, size=10, tokens=40, shuffle=False)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(batches_from(course, workers=1))
+
+
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "START_SECONDS", 1)
+    hanging = [True]
+
+    def hang() -> None:
+        """Ignore SIGTERM, as a process does in which no Python code runs."""
+        if hanging:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            time.sleep(600)
+
+    os.register_at_fork(after_in_parent=hanging.clear, after_in_child=hang)
+    course = order(examples, config)
+    batch = next(batches_from(course, workers=1))
+    assert batch.rows == tuple(course.step(0).micro[0])
 
 
 def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:

@@ -1,5 +1,6 @@
 """The processes that pack a run's micro-batches ahead of the step."""
 
+import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from rlhf.data.order import RunOrder
 
 NO_STATE_EVERY = 1 << 30
 """Only the plan says where a run is, so the loader never takes a snapshot of its own state."""
+START_SECONDS = 60
+"""How long a worker may take to answer. It answers within milliseconds, unless its fork hung."""
+START_ATTEMPTS = 3
 
 
 def batches_from(
@@ -44,9 +48,29 @@ def batches_from(
             # cheap and safe.
             multiprocessing_context="fork" if workers else None,
             snapshot_every_n_steps=NO_STATE_EVERY,
+            timeout=START_SECONDS if workers else 0,
         )
+        batches = _started(loader)
     as_tensor = _pinned if pin else torch.from_numpy
-    return (map_tensors(batch, as_tensor) for batch in loader)
+    return (map_tensors(batch, as_tensor) for batch in batches)
+
+
+def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
+    """Start the workers, again if one does not answer: before CPython 3.11.10, a process hangs in
+    its fork if another thread of its parent takes the interpreter's lock of thread states at that
+    moment (github.com/python/cpython/issues/112275), as threads of collectives do."""
+    others = multiprocessing.active_children()
+    for _ in range(START_ATTEMPTS - 1):
+        try:
+            return iter(loader)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            # A process that hangs in its fork ignores SIGTERM.
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.kill()
+    return iter(loader)
 
 
 def _as_numpy(batch: PackedBatch) -> PackedBatch:

@@ -63,6 +63,11 @@ def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
             "rank 0 has not entered the checkpoint of step 6; last seen in evaluation of "
             "micro-batch 2, 0 s ago",
         ),
+        (
+            [at(1, "data"), at(1, "backward", 4)],
+            "rank 0 has not entered the backward of micro-batch 4 of step 1; last seen in data, "
+            "0 s ago",
+        ),
         ([at(6, "update"), at(6, "update")], None),
         ([], None),
     ],

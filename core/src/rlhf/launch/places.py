@@ -11,8 +11,8 @@ from attrs import frozen
 
 FORMAT = struct.Struct("<qqqd")
 PHASES = (
-    "set-up", "rollout", "survey", "forward", "backward", "update", "evaluation", "checkpoint",
-    "export",
+    "set-up", "data", "rollout", "survey", "forward", "backward", "update", "evaluation",
+    "checkpoint", "export",
 )  # fmt: skip
 """In the order of a step."""
 SLOW = ("set-up", "rollout")

@@ -91,14 +91,20 @@ def _planned_steps(
     order, rollouts, numbers = session.train_order, session.rollouts, itertools.count(first_step)
     if rollouts is not None:
         return map(rollouts.step, numbers)
+    session.place.enter("data", step=first_step + 1)
     source = batches_from(
         order,
         first_step=first_step,
         workers=session.config.data.workers,
         pin=session.engine.device.type != "cpu",
     )
-    plans = map(order.step, numbers)
-    return ((plan, list(itertools.islice(source, plan.num_batches))) for plan in plans)
+
+    def step(number: int) -> tuple[StepPlan, list[PackedBatch]]:
+        session.place.enter("data", step=number + 1)
+        plan = order.step(number)
+        return plan, list(itertools.islice(source, plan.num_batches))
+
+    return map(step, numbers)
 
 
 def _freeze_heap(device: torch.device) -> None:

@@ -108,20 +108,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     # DeepSpeed's launcher passes it to every rank; LOCAL_RANK in the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=absent, help=absent)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, text in TRAINER_COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            epilog=SETTINGS,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"rlhf {name} NAME {WORDS}",
-        )
-        if name == "plan":
-            _add_hardware(command)
-        command.add_argument("name", metavar="NAME", help="the trainer, or FILE.py:CLASS")
-        words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        words.required = False
+    _add_trainer_commands(commands)
     command = commands.add_parser("plugins", help="list installed plugins without importing them")
     text = "load each plugin; exit 2 if one is broken"
     command.add_argument("check", nargs="?", choices=["check"], help=text)
@@ -149,6 +136,24 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
         add_kinds(command, WORDS)
     return parser
+
+
+def _add_trainer_commands(commands: Any) -> None:
+    """Add the commands that read a configuration."""
+    for name, text in TRAINER_COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=SETTINGS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"rlhf {name} NAME {WORDS}",
+        )
+        if name == "plan":
+            _add_hardware(command)
+        command.add_argument("name", metavar="NAME", help="the trainer, or FILE.py:CLASS")
+        words = command.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        words.required = False
 
 
 def _add_recorded(commands: Any) -> None:

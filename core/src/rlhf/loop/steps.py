@@ -43,44 +43,70 @@ def _take_steps(
 ) -> tuple[str, int, int | None]:
     """Take all steps, with what is due between them. Returns why they ended, the last step, and
     the step of the last evaluation after `first_step`. Collective."""
-    config, engine = session.config, session.engine
     source = _planned_steps(session, first_step=first_step)
-    session.journal.start()
-    if first_step == 0 and config.train.eval_at_start:
-        evaluate(session, step=0)
-    session.journal.start_steps(first_step)
-    stepper = Stepper(session)
-    reason, step, evaluated = stop.stop_at(first_step), first_step, None
-    session.train()
-    if session.evaluation_owed and is_due(config.train.eval_every, step):
-        session.evaluation_owed = False
-        (_, patience), evaluated = judge(session, step=step), step
-        reason = reason or patience
-        save(session, step)
+    pause = _Pause(session, stop)
+    reason, step = pause.before_steps(first_step), first_step
     while step < session.record.steps and reason is None:
         began = time.perf_counter()
-        result = stepper.take(*next(source))
+        result = pause.stepper.take(*next(source))
         if step == first_step:
             # The first step loads compilers.
-            _freeze_heap(engine.device)
+            _freeze_heap(session.engine.device)
         step += 1
         session.journal.step(result)
-        took = time.perf_counter() - began
+        reason = pause.after_step(step, seconds=time.perf_counter() - began)
+    return reason or "done", step, pause.evaluated
+
+
+class _Pause:
+    """What is due between two steps: an evaluation, then a checkpoint."""
+
+    def __init__(self, session: Session, stop: StopWatch) -> None:
+        self.session, self.stop = session, stop
+        self.stepper = Stepper(session)
+        self.evaluated: int | None = None
+        """Step of the last evaluation after the first step."""
+
+    def before_steps(self, step: int) -> str | None:
+        """Start the journal, and evaluate what is due at the first step. Returns why no step
+        follows. Collective."""
+        session, train = self.session, self.session.config.train
+        session.journal.start()
+        if step == 0 and train.eval_at_start:
+            evaluate(session, step=0)
+        session.journal.start_steps(step)
+        session.train()
+        reason = self.stop.stop_at(step)
+        if session.evaluation_owed and is_due(train.eval_every, step):
+            session.evaluation_owed = False
+            _, patience = self._judge(step)
+            reason = reason or patience
+            save(session, step)
+        return reason
+
+    def after_step(self, step: int, *, seconds: float) -> str | None:
+        """Evaluate and save if it is due after a step that took `seconds`. Returns why the run ends
+        with it. Collective."""
+        session = self.session
         complete_if_written(session)
-        reason = stop.reason(step)
+        reason = self.stop.reason(step)
         reason = "done" if step == session.record.steps else reason
-        best, due = False, is_due(config.train.eval_every, step)
+        best, due = False, is_due(session.config.train.eval_every, step)
         if reason is None and due:
-            stepper.raise_if_not_finite()
-            (best, reason), evaluated = judge(session, step=step), step
+            self.stepper.raise_if_not_finite()
+            best, reason = self._judge(step)
         session.evaluation_owed = reason == "signal" and due
-        if reason is not None or best or is_due(config.checkpoint.every, step):
-            stepper.raise_if_not_finite()
+        if reason is not None or best or is_due(session.config.checkpoint.every, step):
+            self.stepper.raise_if_not_finite()
             session.journal.flush()
             began = time.perf_counter()
             save(session, step)
-            stop.check_timeout(took, time.perf_counter() - began)
-    return reason or "done", step, evaluated
+            self.stop.check_timeout(seconds, time.perf_counter() - began)
+        return reason
+
+    def _judge(self, step: int) -> tuple[bool, str | None]:
+        self.evaluated = step
+        return judge(self.session, step=step)
 
 
 def _planned_steps(

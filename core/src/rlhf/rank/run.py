@@ -23,7 +23,7 @@ from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
-from rlhf.rank.dataset import prepare_data
+from rlhf.rank.dataset import Dataset, prepare_data
 from rlhf.rank.set_up import out_of_memory, set_up
 from rlhf.registry.gateway import BackendGateway, load_hooks
 from rlhf.registry.imports import load_object
@@ -50,21 +50,9 @@ def run_rank(
     data = prepare_data(request)
     session = None
     with process_group(config, hooks) as mesh:
+        path, resumed = choose_folder(request, data, mesh, verified=verified)
         try:
-            path = mesh.on_rank_zero(lambda: run_folder.choose(request))
-            resumed = mesh.on_rank_zero(
-                lambda: run_folder.check_resumable(request, path, verified=verified)
-            )
-            if resumed is not None:
-                check_data(resumed, data.train)
-            with writing(path), ExitStack() as stack:
-                folder = mesh.on_rank_zero(
-                    lambda: run_folder.RunFolder(path, fresh=resumed is None), share=False
-                )
-                if folder is not None:
-                    stack.enter_context(folder)
-                marker = places.Marker(path / run_folder.RANKS, mesh.rank)
-                place = stack.enter_context(closing(marker))
+            with opened(path, mesh, fresh=resumed is None) as (folder, place):
                 session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
                 reason = carry_out(request, session, resumed)
                 if folder is not None:
@@ -97,6 +85,34 @@ def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
             hooks.close_mesh(mesh=mesh)
         raise
     hooks.close_mesh(mesh=mesh)
+
+
+def choose_folder(
+    request: Request, data: Dataset, mesh: Mesh, *, verified: bool
+) -> tuple[Path, Path | None]:
+    """Return the run folder and the checkpoint to resume from, if any. Raises RLHFError if the run
+    cannot be resumed. Collective."""
+    path = mesh.on_rank_zero(lambda: run_folder.choose(request))
+    resumed = mesh.on_rank_zero(
+        lambda: run_folder.check_resumable(request, path, verified=verified)
+    )
+    if resumed is not None:
+        check_data(resumed, data.train)
+    return path, resumed
+
+
+@contextmanager
+def opened(
+    path: Path, mesh: Mesh, *, fresh: bool
+) -> Iterator[tuple[run_folder.RunFolder | None, places.Marker]]:
+    """Open the run folder, locked on rank 0 and None on others, and this rank's marker in it; close
+    both. Collective."""
+    with writing(path), ExitStack() as stack:
+        folder = mesh.on_rank_zero(lambda: run_folder.RunFolder(path, fresh=fresh), share=False)
+        if folder is not None:
+            stack.enter_context(folder)
+        marker = places.Marker(path / run_folder.RANKS, mesh.rank)
+        yield folder, stack.enter_context(closing(marker))
 
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:

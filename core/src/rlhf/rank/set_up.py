@@ -55,55 +55,76 @@ def set_up(
         config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
         longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
     )  # fmt: skip
-    identity = ""
-    if folder is not None:
-        identity = folder.identity()
-        memory = memory_lines(fit, choice, path)
-        introduce_run(request, data, mesh, path=path, steps=run.steps, more=memory)
-        folder.write_summary(id=identity, **summary(fit, data))
-    trainer.setup(run)
-    check_setup(trainer, run.roles)
-    policy = run.roles["policy"]
-    check_samples(request.name, trainer, config, policy)
-    random_state.spread(config.train.seed, mesh.shards.rank)
+    identity = introduce(request, data, fit, choice, path, folder)
+    load_models(request.name, trainer, run)
+    random_state.spread(config.train.seed, mesh.data.rank)
+    train_order, *eval_orders = orders(trainer, run)
     trained = {name: role for name, role in run.roles.items() if role.trained}
     contract = Contract(trainer, trained)
-    # Not `data.parts`: those of the run have the values that its setup computed.
-    train_order, *eval_orders = (
-        RunOrder.from_config(
-            part, config, trainer, shuffle=not number,
-            rank=mesh.data.rank, ranks=mesh.data.size, device=mesh.device,
-        )
-        for number, part in enumerate(run.examples)
-    )  # fmt: skip
-    rollouts = None
-    if trainer.needs_rollout():
-        rollouts = Rollouts(trainer, train_order, mesh, place)
     record = RunRecord(
         name=request.name, folder=path, config=config, steps=run.steps, id=identity,
         settings=leaves(to_tree(config)), plan=plans_of(run),
     )  # fmt: skip
-    journal = Journal(
-        folder=folder, observers=observers, record=record, engine=policy.engine,
-        speed=Speed(
-            shapes=[role.shape for role in trained.values()],
-            peak=peak_of(mesh.device, mesh.world),
-        ),
-        derive=trainer.derive,
-    )  # fmt: skip
-    engines = [model.engine for model in trained.values()]
-    engines += [follower.engine for follower in run.followers]
+    speed = Speed(
+        shapes=[role.shape for role in trained.values()], peak=peak_of(mesh.device, mesh.world)
+    )
+    saved = [role.engine for role in trained.values()]
+    saved += [follower.engine for follower in run.followers]
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
-        contract=contract, survey=Survey(contract, mesh), trained=trained, journal=journal,
+        contract=contract, survey=Survey(contract, mesh), trained=trained,
+        journal=Journal(
+            folder=folder, observers=observers, record=record, speed=speed, derive=trainer.derive,
+            engine=trained["policy"].engine,
+        ),
         followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
-        rollouts=rollouts, folder=folder, checkpoint_bytes=num_bytes(engines, hooks, mesh),
+        rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
+        folder=folder, checkpoint_bytes=num_bytes(saved, hooks, mesh),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:
         introduce_models(request, run, folder)
     return session
+
+
+def introduce(
+    request: Request,
+    data: Dataset,
+    fit: StepFit,
+    choice: str,
+    path: Path,
+    folder: RunFolder | None,
+) -> str:
+    """Print what the run will do and begin its summary, before weights are read. Returns the run's
+    identity on rank 0."""
+    if folder is None:
+        return ""
+    identity = folder.identity()
+    memory = memory_lines(fit, choice, path)
+    introduce_run(request, data, fit.mesh, path=path, steps=fit.steps, more=memory)
+    folder.write_summary(id=identity, **summary(fit, data))
+    return identity
+
+
+def load_models(name: str, trainer: Trainer, run: RunContext) -> None:
+    """Have the trainer load its models, and check what it has loaded. Collective."""
+    trainer.setup(run)
+    check_setup(trainer, run.roles)
+    check_samples(name, trainer, run.config, run.roles["policy"])
+
+
+def orders(trainer: Trainer, run: RunContext) -> list[RunOrder]:
+    """Return the order of the training rows, then that of the held-out ones if there are any. They
+    are those of `run`, which have the values that `setup` computed."""
+    data = run.mesh.data
+    return [
+        RunOrder.from_config(
+            part, run.config, trainer, shuffle=not number,
+            rank=data.rank, ranks=data.size, device=run.device,
+        )
+        for number, part in enumerate(run.examples)
+    ]  # fmt: skip
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:

@@ -190,12 +190,17 @@ def compare(
     if nll:
         target = torch.arange(plain.shape[-1], device=raw.device) == places
         gradient = gradient + weights[:, None] * nll * (probabilities - target.float())
+    return read, _by_raw(gradient, logits, scale=scale, softcap=softcap).to(raw.dtype)
+
+
+def _by_raw(gradient: Tensor, logits: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    """Return the derivative by raw logits from the one by `logits`, scaled and capped [n, V]."""
     if scale != 1.0:
         gradient = gradient * scale
     if softcap is not None:
         # d/dx of softcap * tanh(x / softcap).
         gradient = gradient * (1 - (logits / softcap).square())
-    return read, gradient.to(raw.dtype)
+    return gradient
 
 
 def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

@@ -76,12 +76,8 @@ def read_config(
     names, layers = as_sections([file, *(nested(*item) for item in words.overrides)])
     observers = tuple((each, load_record(find("observer", each)).config) for each in names)
     cls = config_class(trainer.name, plugin.config, backend.name, record.config, observers, name)
-
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
-    sections = ("model", "data", "optim", "observers", trainer.name, backend.name)
-    tree: dict[str, Any] = {section: {} for section in sections}
-    for layer in layers:
-        tree = merge(cls, tree, layer)
+    tree = _merged(cls, ("model", "data", "optim", "observers", trainer.name, backend.name), layers)
     tree["observers"] = {each: tree["observers"].get(each) for each in names}
     for dotted, value in record.defaults(tree[backend.name]).items() if record.defaults else ():
         tree = merge(cls, nested(dotted, value), tree)
@@ -104,6 +100,16 @@ def read_config(
         origin=trainer,
         trainer=trainer.value if ":" in name else name,
     )
+
+
+def _merged(
+    cls: type, sections: Sequence[str], layers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the layers as one tree, each over the one before, which has `sections` at least."""
+    tree: dict[str, Any] = {section: {} for section in sections}
+    for layer in layers:
+        tree = merge(cls, tree, layer)
+    return tree
 
 
 def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> dict[str, Any]:

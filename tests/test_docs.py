@@ -1,7 +1,6 @@
 """Every command and every YAML in the docs runs; every generated page says what the code says."""
 
 import importlib.util
-import io
 import os
 import re
 import shlex
@@ -9,15 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from doc_blocks import FENCED, commands, in_place
 from guide_package import install_guide
-from rlhf.commands.main import main
 from rlhf.demo import rows
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
@@ -29,7 +27,8 @@ from sft_runs import Inputs
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/**/README.md"))]
 PAGES = [page for page in PAGES if not {".venv", "build", "templates"} & set(page.parts)]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK_PAGES = [page for page in PAGES if page.name != "tutorial.md"]
+"""Those whose blocks are run here; tests/test_tutorial.py runs those of the tutorial."""
 SHELL = re.compile(r"(lm_eval|rlhf|torchrun|pip|make|srun|git) ")
 DEMO = re.compile(r"rlhf run (?!.*(--model|\.yaml))")
 """The demos, which have tests of their own: here they end after two steps."""
@@ -45,7 +44,7 @@ def blocks(kind: str) -> list[Any]:
     """The fenced blocks of that kind, with their page."""
     return [
         pytest.param(block, id=f"{page.relative_to(ROOT)} {block.split()[0]}")
-        for page in PAGES
+        for page in BLOCK_PAGES
         for name, block in FENCED.findall(page.read_text())
         if name == kind
     ]
@@ -54,14 +53,12 @@ def blocks(kind: str) -> list[Any]:
 def shell_blocks() -> list[Any]:
     """The commands of each shell block with its page and line; a command counts once."""
     found, seen = [], set()
-    for page in PAGES:
+    for page in BLOCK_PAGES:
         text = page.read_text()
         for match in FENCED.finditer(text):
             if match[1] != "bash" and not (match[1] == "" and SHELL.match(match[2])):
                 continue
-            commands = match[2].replace("\\\n", " ")
-            lines = (line.split("#")[0].strip() for line in commands.splitlines())
-            new = [line for line in lines if line and line not in seen]
+            new = [line for line in commands(match[2]) if line not in seen]
             seen.update(new)
             number = text.count("\n", 0, match.start()) + 1
             # Under these a block starts several processes, most of a minute each.
@@ -105,16 +102,6 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "[rlhf.extensions]\nsmall-buckets = small_buckets:plugin\n"
     )
     return folder
-
-
-def in_place(words: list[str], folder: str, cache: str) -> tuple[int, str]:
-    """`rlhf WORDS` in that folder, in a rank of the pool: exit code and complaint."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    os.environ |= {"RLHF_CACHE": cache, "TRACKIO_DIR": f"{folder}/trackio", "WANDB_MODE": "offline"}
-    with redirect_stderr(io.StringIO()) as errors:
-        code = main(words)
-    return code, "" if code == 0 else errors.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ with the code."""
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def api_page() -> str:
         module = importlib.import_module(name)
         parts += [f"## {name}", _text(module.__doc__)]
         for public in _public_names(module):
-            parts += _entry(public, getattr(module, public))
+            parts += _entry(module, public)
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -282,9 +283,10 @@ def _public_names(module: ModuleType) -> list[str]:
     ]
 
 
-def _entry(name: str, value: Any) -> Iterator[str]:
+def _entry(module: ModuleType, name: str) -> Iterator[str]:
     """Yield the paragraphs about one public name."""
     yield f"### {name}"
+    value = inspect.unwrap(getattr(module, name))
     node = _definition(value)
     if getattr(value, "__module__", None) == SECTIONS:
         yield f"{_text(value.__doc__)}\nIts fields are in [configuration.md](configuration.md)."
@@ -293,7 +295,18 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     elif node is not None:
         yield from _function(node, "")
     else:
-        yield f"`{name}: {type(value).__name__}`"
+        yield from _constant(module, name)
+
+
+def _constant(module: ModuleType, name: str) -> Iterator[str]:
+    """Yield the definition and the docstring of a constant or a type alias."""
+    body = ast.parse(inspect.getsource(module)).body
+    for item, below in itertools.pairwise(body):
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == name:
+            yield _block(ast.unparse(item))
+            match below:
+                case ast.Expr(ast.Constant(str(text))):
+                    yield _text(text)
 
 
 def _definition(value: Any) -> ast.ClassDef | Function | None:

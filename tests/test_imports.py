@@ -13,6 +13,7 @@ ROOMS = (
     *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
+    *("sharding", "devices"),
 )
 """The rooms and public modules of core from top to bottom. Each imports only from those below it;
 imports for type checkers are not counted."""

@@ -5,11 +5,7 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -20,7 +16,16 @@ from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config
+from rlhf.devices import Deferred, fused_on, has_triton, on_device, rehearsing_on
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.sharding import Sharding, free, is_sharded, register_sharding, whole_shape
+
+__all__ = [
+    "GIB", "Axis", "Deferred", "Engine", "EngineState", "Fragment", "LaterOutcome", "Layout",
+    "Mesh", "ModelShape", "Plan", "Readout", "SavedState", "Sharding", "StateKind", "StepOutcome",
+    "axes", "free", "fused_on", "gib", "has_triton", "is_sharded", "on_device", "register_sharding",
+    "rehearsing_on", "save_weights", "whole_shape",
+]  # fmt: skip
 
 T = TypeVar("T")
 GIB = 2**30
@@ -218,29 +223,6 @@ class Mesh:
         return Axis(rank=self.rank, size=self.world)
 
 
-class Deferred:
-    """A copy of `values` [K] to the host that runs while the device continues.
-
-    Reading a number from a device otherwise stops the host until all earlier work is done.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._event = None
-        if values.device.type == "cpu":
-            self._host = values.detach().clone()
-            return
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._host.copy_(values.detach(), non_blocking=True)
-        self._event = torch.get_device_module(values.device).Event()
-        self._event.record()
-
-    def read(self) -> list[float]:
-        """Return the values as floats; wait for the copy if it has not ended."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
-
-
 @documented
 @frozen(kw_only=True)
 class StepOutcome:
@@ -358,46 +340,6 @@ class Engine(Protocol):
         """Switch dropout and recomputation off."""
 
 
-class Sharding(Protocol):
-    """How a backend shards parameters. At ZeRO-3 a parameter is empty outside of a forward."""
-
-    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
-        """Return the shape of the whole parameter; None if this backend has not sharded it."""
-
-    def shard(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's part of a sharded parameter; None if there is none."""
-
-
-_shardings: list[Sharding] = []
-
-
-def register_sharding(sharding: Sharding) -> None:
-    """Make a backend's way of sharding known for the rest of the process.
-
-    Call it before the first parameter is sharded; registering an equal object again has no effect.
-    """
-    if sharding not in _shardings:
-        _shardings.append(sharding)
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter as it was created, whether or not it is sharded."""
-    shapes = (sharding.whole_shape(parameter) for sharding in _shardings)
-    return next((shape for shape in shapes if shape is not None), parameter.shape)
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Return whether a backend has divided the parameter among the ranks."""
-    return any(sharding.whole_shape(parameter) is not None for sharding in _shardings)
-
-
-def free(parameter: Tensor) -> None:
-    """Release the memory of a parameter that is not used again, and that of its shard."""
-    for held in (parameter, *(sharding.shard(parameter) for sharding in _shardings)):
-        if held is not None:
-            held.data = held.data.new_empty(0)
-
-
 def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write whole weights from the host, for the hook `export_weights`: a model folder, or
     model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
@@ -414,41 +356,3 @@ def gib(size: float) -> str:
     """Return a number of bytes in GiB, with one decimal place, or three below 1 GiB."""
     value = size / GIB
     return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
-
-
-def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Return numbers, or rows of them, as a tensor on `device`, without waiting for the device as
-    `torch.tensor(..., device=...)` does."""
-    host = torch.tensor(values)
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-_rehearsed = ContextVar("rehearsed", default="")
-"""The kind of device that the meta device represents; empty for this machine's."""
-
-
-@contextmanager
-def rehearsing_on(kind: str) -> Iterator[None]:
-    """Let the meta device represent a kind of device that this machine may not have."""
-    before = _rehearsed.set(kind)
-    try:
-        yield
-    finally:
-        _rehearsed.reset(before)
-
-
-def fused_on(kind: str) -> bool:
-    """Return whether a kind of device ("cuda", "cpu") runs kernels written in Triton. The meta
-    device, on which a run is rehearsed, represents that of `rehearsing_on`, or else this
-    machine's accelerator."""
-    if kind == "meta":
-        kind = _rehearsed.get() or ("cuda" if torch.cuda.is_available() else "cpu")
-    return kind == "cuda" and has_triton()
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return find_spec("triton") is not None

@@ -7,7 +7,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rlhf.engine import Deferred, Mesh
+from rlhf.devices import Deferred
+from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.trainer import Loss, Term
 

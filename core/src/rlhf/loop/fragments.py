@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf.engine import GIB, Engine, EngineState, Fragment, Mesh, whole_shape
+from rlhf.engine import GIB, Engine, EngineState, Fragment, Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.registry.gateway import BackendGateway
+from rlhf.sharding import whole_shape
 
 PLAIN = "state.json"
 WEIGHT = "weight"

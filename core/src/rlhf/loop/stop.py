@@ -9,7 +9,8 @@ import time
 from types import FrameType
 
 from rlhf.config.sections import Config
-from rlhf.engine import Deferred, Mesh, on_device
+from rlhf.devices import Deferred, on_device
+from rlhf.engine import Mesh
 from rlhf.launch.signals import PARENT, catch, quit_on_next_ctrl_c
 
 

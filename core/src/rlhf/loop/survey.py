@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
-from rlhf.engine import Mesh, on_device
+from rlhf.devices import on_device
+from rlhf.engine import Mesh
 from rlhf.loop.contract import Contract, check_names
 
 EXAMPLES, ANSWERS = "examples", "answers"

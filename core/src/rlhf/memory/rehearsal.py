@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.engine import Engine, Layout, ModelShape, rehearsing_on
+from rlhf.devices import rehearsing_on
+from rlhf.engine import Engine, Layout, ModelShape
 from rlhf.errors import RLHFError, first_line
 from rlhf.loop.contract import check_setup
 from rlhf.memory.estimate import Estimate

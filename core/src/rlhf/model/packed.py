@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Readout, is_sharded
+from rlhf.engine import Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
@@ -19,6 +19,7 @@ from rlhf.model.masks import Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.save import save_weights
 from rlhf.model.unfold import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
+from rlhf.sharding import is_sharded
 
 PathName = Literal["tree", "packed", "padded", "separate"]
 """How packed batches are computed, the best path first.

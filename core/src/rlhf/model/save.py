@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf.engine import whole_shape
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.parts import unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding
+from rlhf.sharding import whole_shape
 
 SCORED_BY = "rlhf_trainer"
 """Key of an exported config.json: the trainer whose scorer opens the model."""

@@ -10,10 +10,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
-from rlhf.engine import whole_shape
 from rlhf.errors import RLHFError
 from rlhf.model.adapters import with_adapter
 from rlhf.model.task import Task
+from rlhf.sharding import whole_shape
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 """torch's own normalisation modules."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine, ModelShape, Plan, free
+from rlhf.engine import Engine, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
@@ -36,6 +36,7 @@ from rlhf.reference.live import (
 )
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.teacher import TEACHER, teacher_folder, top_tokens
+from rlhf.sharding import free
 from rlhf.trainer import Sample
 
 

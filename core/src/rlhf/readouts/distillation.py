@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine, Readout, fused_on
+from rlhf.devices import fused_on
+from rlhf.engine import Engine, Readout
 from rlhf.model.head import Head
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum

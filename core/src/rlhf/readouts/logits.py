@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf.engine import fused_on
+from rlhf.devices import fused_on
 
 LOGIT_ROWS = 2048
 """Rows of logits that exist at the same time without fused kernels: 1.2 GiB in float32 at a

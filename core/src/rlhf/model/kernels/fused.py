@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from rlhf.engine import fused_on
+from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.model.kernels.forwards import replace_forward, replaced_forward
 from rlhf.model.kernels.gates import Product, factors, gates_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch import config as functorch
 
 from rlhf.config.sections import ModelConfig
-from rlhf.engine import fused_on
+from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.model.flex import in_blocks, let_recompile
 from rlhf.model.kernels.forwards import replace_forward

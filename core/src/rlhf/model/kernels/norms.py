@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf.engine import whole_shape
 from rlhf.model.kernels.forwards import replace_forward
 from rlhf.model.kernels.meta import MetaNorm
+from rlhf.sharding import whole_shape
 
 EPSILONS = ("variance_epsilon", "eps")
 """Names of a norm's epsilon."""

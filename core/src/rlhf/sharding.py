@@ -1,0 +1,46 @@
+"""What core knows of parameters that a backend has divided among the ranks."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Sharding(Protocol):
+    """How a backend shards parameters. At ZeRO-3 a parameter is empty outside of a forward."""
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
+        """Return the shape of the whole parameter; None if this backend has not sharded it."""
+
+    def shard(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's part of a sharded parameter; None if there is none."""
+
+
+_shardings: list[Sharding] = []
+
+
+def register_sharding(sharding: Sharding) -> None:
+    """Make a backend's way of sharding known for the rest of the process.
+
+    Call it before the first parameter is sharded; registering an equal object again has no effect.
+    """
+    if sharding not in _shardings:
+        _shardings.append(sharding)
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter as it was created, whether or not it is sharded."""
+    shapes = (sharding.whole_shape(parameter) for sharding in _shardings)
+    return next((shape for shape in shapes if shape is not None), parameter.shape)
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether a backend has divided the parameter among the ranks."""
+    return any(sharding.whole_shape(parameter) is not None for sharding in _shardings)
+
+
+def free(parameter: Tensor) -> None:
+    """Release the memory of a parameter that is not used again, and that of its shard."""
+    for held in (parameter, *(sharding.shard(parameter) for sharding in _shardings)):
+        if held is not None:
+            held.data = held.data.new_empty(0)

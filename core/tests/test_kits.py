@@ -132,7 +132,7 @@ def _observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_an_observer_that_raises_fails_and_a_sound_one_passes(tmp_path: Path) -> None:
     inputs = short_run(tmp_path, "demonstration")
     inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
-    inputs += ["--checkpoint.every", "2"]
+    inputs += ["--checkpoint.every", "2", "--train.samples", "2"]
 
     def watched(name: str) -> tuple[ObserverConformance, Watched]:
         kit = type("Kit", (ObserverConformance,), {"observer": name})()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +65,22 @@ def curves(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that are one number, named as curves: `train/loss`, `eval/loss`."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     return {name if "eval/" in name[:5] else f"train/{name}": numbers[name] for name in numbers}
+
+
+def sample_table(
+    step: int, samples: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[list[Any]]]:
+    """Return the samples of `on_samples` as a table: the names of its columns, and a row for each
+    answer. A list of scores becomes text."""
+    scored = any("scores" in sample for sample in samples)
+    rows = [
+        [step, sample["row"], sample["prompt"], answer, score][: 4 + scored]
+        for sample in samples
+        for answer, score in zip_longest(sample["answers"], sample.get("scores", ()))
+    ]
+    for row in rows:
+        row[4:] = [str(score) if isinstance(score, list) else score for score in row[4:]]
+    return ["step", "row", "prompt", "answer", "score"][: 4 + scored], rows
 
 
 @documented

@@ -1,11 +1,12 @@
 """The observer with the real library and a store in SQLite."""
 
+import json
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from rlhf.testing import tell
+from rlhf.testing import ObserverConformance, tell
 from rlhf_observer_mlflow import MlflowConfig
 from rlhf_observer_mlflow.observer import Mlflow
 
@@ -14,6 +15,13 @@ from rlhf_observer_mlflow.observer import Mlflow
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store for all tests: to create one takes seconds."""
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def _address(uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The store of the tests as everybody's, and its files in a folder of the test."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path, uri: str) -> None:
@@ -33,6 +41,26 @@ def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path, ur
         (step, pytest.approx(1 / step)) for step in range(1, 6)
     ]
     assert run.data.metrics["eval/loss"] == 0.5
+
+
+def test_the_samples_of_an_evaluation_are_an_artifact(tmp_path: Path, uri: str) -> None:
+    store = MlflowClient(tracking_uri=uri)
+    store.create_experiment("shown", artifact_location=(tmp_path / "artifacts").as_uri())
+    for _ in range(2):  # A resumed run writes the same file again.
+        tell(Mlflow(MlflowConfig(experiment="shown", uri=uri)), tmp_path, [1])
+    (file,) = tmp_path.glob("artifacts/*/artifacts/samples/step-000001.json")
+    assert json.loads(file.read_text()) == {
+        "columns": ["step", "row", "prompt", "answer", "score"],
+        "data": [
+            [1, "rows.jsonl:1", "1 + 1 =", "2", 0.5],
+            [1, "rows.jsonl:1", "1 + 1 =", "3\n|", -1.0],
+        ],
+    }
+
+
+@pytest.mark.usefixtures("_address")
+class TestMlflow(ObserverConformance):
+    observer = "mlflow"
 
 
 def test_an_address_with_a_password_is_refused_since_the_run_folder_records_it() -> None:

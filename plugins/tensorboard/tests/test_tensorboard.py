@@ -25,6 +25,20 @@ def test_steps_and_evaluations_become_curves(tmp_path: Path) -> None:
     }
 
 
+def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
+    tell(TensorBoard(), tmp_path, [2])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (shown,) = events.Tensors("samples/text_summary")
+    assert shown.step == 2
+    assert shown.tensor_proto.string_val[0].decode().splitlines() == [
+        "| step | row | prompt | answer | score |",
+        "| --- | --- | --- | --- | --- |",
+        "| 2 | rows.jsonl:1 | 1 + 1 = | 2 | 0.5 |",
+        "| 2 | rows.jsonl:1 | 1 + 1 = | 3<br>\\| | -1.0 |",
+    ]
+
+
 def test_a_resumed_run_hides_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:
     tell(TensorBoard(), tmp_path, range(1, 5))
     tell(TensorBoard(), tmp_path, range(3, 5))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import tell
+from rlhf.testing import ObserverConformance, tell
 
 
 @pytest.fixture
@@ -38,5 +38,13 @@ def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path) ->
     assert names == ["step-000004", "step-000005"]
     settings = SQLiteStorage.get_run_config("mine", name)
     assert (settings["optim.lr"], settings["plan"]["policy"]["stage"]) == (1e-5, 2)
+    tables = [row["samples"]["_value"] for row in rows if "samples" in row]
+    assert len(tables) == 2
+    assert [row["answer"] for row in tables[0]] == ["2", "3\n|"]
     (alert,) = SQLiteStorage.get_alerts("mine")
     assert (alert["title"], alert["text"]) == ("failed", "a device was lost")
+
+
+@pytest.mark.usefixtures("store")
+class TestTrackio(ObserverConformance):
+    observer = "trackio"

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.testing import tell
+from rlhf.testing import ObserverConformance, tell
 from rlhf_observer_wandb import WandbConfig
 from rlhf_observer_wandb.observer import Wandb
 
@@ -20,8 +21,12 @@ BLOCK, HEADER = 32768, struct.Struct("<IHB")
 
 
 @pytest.fixture(autouse=True)
-def _wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A key that must not be written anywhere."""
+def _wandb(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """A key that must not be written anywhere. Tables keep temporary folders until the process
+    ends."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("tables")))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield
@@ -70,6 +75,21 @@ def test_configuration_curves_and_the_checkpoint_are_in_the_run(tmp_path: Path) 
     written = {item.key: item.value_json for update in summaries for item in update}
     assert written["checkpoint"].endswith('step-000003"')
     assert [it.exit.exit_code for it in records(tmp_path) if it.HasField("exit")] == [0]
+
+
+def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
+    tell(Wandb(OFFLINE), tmp_path, [1])
+    wandb.teardown()
+    (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval/samples_*.table.json")
+    assert json.loads(file.read_text())["data"] == [
+        [1, "rows.jsonl:1", "1 + 1 =", "2", 0.5],
+        [1, "rows.jsonl:1", "1 + 1 =", "3\n|", -1.0],
+    ]
+
+
+class TestWandb(ObserverConformance):
+    observer = "wandb"
+    words = ("--observers.wandb.mode", "offline")
 
 
 def test_a_resumed_run_has_the_same_id_and_a_failed_one_another_exit_code(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A short run as observers hear of it, without training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.sections import Config
 from rlhf.hookspecs import RunRecord
@@ -10,15 +11,19 @@ from rlhf.registry.observers import hooks_of
 SETTINGS = {"model.path": "base", "optim.lr": 1e-5, "data.train": [{"path": "rows.jsonl"}]}
 PLAN = {"policy": {"summary": "ZeRO 2, bf16", "stage": 2, "trained": True}}
 
+SAMPLES: list[Mapping[str, Any]] = [
+    {"row": "rows.jsonl:1", "prompt": "1 + 1 =", "answers": ["2", "3\n|"], "scores": [0.5, -1.0]}
+]
+
 
 def tell(
     observer: object, folder: Path, steps: Sequence[int], *, error: BaseException | None = None
 ) -> RunRecord:
     """Call the hooks of `observer` as a run of these steps in `folder`, and return its record.
 
-    The loss of step k is 1 / k. After the last step there are an evaluation (`eval/loss` 0.5), a
-    checkpoint and the end, with `error`. Another call for the folder is the same run, resumed. What
-    the observer raises is raised.
+    The loss of step k is 1 / k. After the last step there are an evaluation (`eval/loss` 0.5) with
+    samples, a checkpoint and the end, with `error`. Another call for the folder is the same run,
+    resumed. What the observer raises is raised.
     """
     run = RunRecord(
         name="sft", folder=folder, config=Config(), steps=steps[-1], id=f"id-of-{folder.name}",
@@ -29,6 +34,7 @@ def tell(
     for step in steps:
         hooks.on_step(run=run, step=step, metrics={"loss": 1 / step, "counts": [1.0, 2.0]})
     hooks.on_eval(run=run, step=steps[-1], metrics={"eval/loss": 0.5})
+    hooks.on_samples(run=run, step=steps[-1], samples=SAMPLES)
     checkpoint = folder / "checkpoints" / f"step-{steps[-1]:06}"
     hooks.on_checkpoint(run=run, step=steps[-1], directory=checkpoint)
     hooks.on_finish(run=run, error=error)

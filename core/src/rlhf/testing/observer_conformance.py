@@ -27,11 +27,12 @@ from rlhf.testing.curves import Metrics, weights, without_timings
 from rlhf.testing.promises import promise
 
 EVENTS = [
-    ("start",), ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("checkpoint", 2),
-    ("step", 3), ("step", 4), ("checkpoint", 4), ("eval", 4), ("finish", None),
+    ("start",), ("eval", 0), ("samples", 0), ("step", 1), ("step", 2), ("eval", 2), ("samples", 2),
+    ("checkpoint", 2), ("step", 3), ("step", 4), ("checkpoint", 4), ("eval", 4), ("samples", 4),
+    ("finish", None),
 ]  # fmt: skip
-"""What happens in a run of four steps with an evaluation and a checkpoint after every second. After
-the last step, the run saves before it evaluates."""
+"""What happens in a run of four steps with an evaluation, samples and a checkpoint after every
+second. After the last step, the run saves before it evaluates."""
 
 
 class Recorder:
@@ -51,6 +52,10 @@ class Recorder:
     @hookimpl
     def on_eval(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
         self.events.append(("eval", step))
+
+    @hookimpl
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.events.append(("samples", step))
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:
@@ -129,7 +134,7 @@ class ObserverConformance:
         folder = tmp_path_factory.mktemp(f"observer-{cls.observer}")
         inputs = tiny.short_run(folder, "demonstration")
         inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
-        inputs += ["--checkpoint.every", "2"]
+        inputs += ["--checkpoint.every", "2", "--train.samples", "2"]
         yield Watched(cls.observer, folder, inputs, cls.words)
         os.environ.pop("RLHF_CACHE", None)
         if before is not None:

@@ -5,13 +5,14 @@ are.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 from rlhf_observer_mlflow import MlflowConfig
 
 TAG = "rlhf.run"
@@ -20,8 +21,8 @@ AT_ONCE = 100
 
 
 class Mlflow:
-    """Sends configuration and plans as parameters, curves as metrics, the newest checkpoint as a
-    tag."""
+    """Sends configuration and plans as parameters, curves as metrics, samples as artifacts, the
+    newest checkpoint as a tag."""
 
     def __init__(self, config: MlflowConfig) -> None:
         self._experiment = config.experiment
@@ -51,6 +52,12 @@ class Mlflow:
         self._client.log_batch(self._id, metrics=values)
 
     on_eval = on_step
+
+    @hookimpl
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = sample_table(step, samples)
+        table = {"columns": columns, "data": rows}
+        self._client.log_dict(self._id, table, f"samples/step-{step:06}.json")
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

@@ -1,29 +1,45 @@
-"""Logged numbers as curves, in `tensorboard/` of the run folder."""
+"""Logged numbers as curves and samples as text, in `tensorboard/` of the run folder."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 
 
 class TensorBoard:
-    """Writes every logged number as a scalar. A resumed run hides what was logged after its
-    checkpoint."""
+    """Writes every logged number as a scalar, and samples as a table. A resumed run hides what was
+    logged after its checkpoint."""
 
     def __init__(self) -> None:
-        self._writer: SummaryWriter | None = None
+        self._made: SummaryWriter | None = None
+
+    def _writer(self, run: RunRecord, step: int) -> SummaryWriter:
+        if self._made is None:
+            self._made = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
+        return self._made
 
     @hookimpl
     def on_step(self, run: RunRecord, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step)
         for name, value in curves(metrics).items():
-            self._writer.add_scalar(name, value, step)
+            self._writer(run, step).add_scalar(name, value, step)
 
     on_eval = on_step
 
     @hookimpl
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = sample_table(step, samples)
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+        self._writer(run, step).add_text("samples", text, step)
+
+    @hookimpl
     def on_finish(self, run: RunRecord, error: BaseException | None) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._made is not None:
+            self._made.close()
+
+
+def _cell(value: Any) -> str:
+    """Return a value as a cell of a table in Markdown."""
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -1,16 +1,18 @@
 """A run of Trackio for each run, which a resumed run continues."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import trackio
 
-from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 from rlhf_observer_trackio import TrackioConfig
 
 
 class Trackio:
-    """Sends configuration, plans, curves and the names of checkpoints; an alert if a run fails."""
+    """Sends configuration, plans, curves, samples and the names of checkpoints; an alert if a run
+    fails."""
 
     def __init__(self, config: TrackioConfig) -> None:
         self._config = config
@@ -33,6 +35,11 @@ class Trackio:
         self._run.log(curves(metrics), step=step)
 
     on_eval = on_step
+
+    @hookimpl
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = sample_table(step, samples)
+        self._run.log({"samples": trackio.Table(columns=columns, data=rows)}, step=step)
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

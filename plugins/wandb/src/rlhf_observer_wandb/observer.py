@@ -1,16 +1,17 @@
 """A run of Weights & Biases for each run, which a resumed run continues."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import wandb
 
-from rlhf.hookspecs import RunRecord, curves, hookimpl
+from rlhf.hookspecs import RunRecord, curves, hookimpl, sample_table
 from rlhf_observer_wandb import WandbConfig
 
 
 class Wandb:
-    """Sends configuration, plans, curves and the newest checkpoint."""
+    """Sends configuration, plans, curves, samples and the newest checkpoint."""
 
     def __init__(self, config: WandbConfig) -> None:
         self._config = config
@@ -41,6 +42,12 @@ class Wandb:
         self._run.log({"step": step, **curves(metrics)})
 
     on_eval = on_step
+
+    @hookimpl
+    def on_samples(self, run: RunRecord, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = sample_table(step, samples)
+        table = wandb.Table(columns=columns, data=rows)
+        self._run.log({"step": step, "eval/samples": table})
 
     @hookimpl
     def on_checkpoint(self, run: RunRecord, step: int, directory: Path) -> None:

@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf.data.packing import blank_batch
 from rlhf.engine import register_sharding
+from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel
 from rlhf.model.unfold import (
     branches_of,
-    in_whole_blocks,
     padded_groups,
     padded_rows,
     padded_way_back,
+    rounded_up,
     unshared,
 )
 from rlhf.testing.ranks import ranks_fixture
@@ -99,8 +100,8 @@ def test_ranks_with_unequal_rows_make_equally_many_passes(pair: Any) -> None:
 
 def test_a_row_in_whole_blocks_holds_the_same_trees() -> None:
     batch = batch_of(SPANS)
-    row = in_whole_blocks(batch)
+    row = rounded_up(batch, BLOCK)
     assert len(row.tokens) == 128
     assert torch.equal(row.tokens[: len(batch.tokens)], batch.tokens)
     assert row.example[len(batch.tokens) :].tolist() == [-1] * (128 - len(batch.tokens))
-    assert in_whole_blocks(row) is row
+    assert rounded_up(row, BLOCK) is row

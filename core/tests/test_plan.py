@@ -129,3 +129,30 @@ def test_where_nothing_fits_the_exit_code_says_so(words, capsys):
 def test_bad_hardware_is_refused(options, message, words, capsys):
     assert main(["plan", "sft", *words, *options]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_sequence_ranks_divide_activations_and_the_states(words, capsys):
+    tokens = ("--batch.tokens", "200", "--model.recompute", "none", "--deepspeed.stage", "2")
+    options = (*words, *tokens, "--gpus", "4", "--gpu-memory", "1")
+    axis = ("--deepspeed.sequence_parallel", "4")
+    (_, data), (_, sequence) = (planned(capsys, *options, *more) for more in ((), axis))
+    (whole,), (part,) = (
+        [row["parts"] for row in report["layouts"] if row["layout"] == "ZeRO 2"]
+        for report in (data, sequence)
+    )
+    assert part["optimizer"] == whole["optimizer"]
+    assert part["activations"] < 0.4 * whole["activations"]
+
+
+def test_a_plan_refuses_a_sequence_size_that_does_not_divide(words, capsys):
+    axis = ("--deepspeed.sequence_parallel", "3")
+    assert main(["plan", "sft", *words, *axis, "--gpus", "4", "--gpu-memory", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: deepspeed.sequence_parallel is 3, which does not divide the number of ranks, 4; "
+        "set it to 1 or 2 or 4\n"
+    )
+    assert main(["plan", "sft", *words, *axis, "--gpus", "3", "--gpu-memory", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: no plan: RLHFError: the model has 4 attention heads, which 3 sequence ranks do not "
+        "divide; set sequence_parallel to 1\n"
+    )

@@ -18,6 +18,7 @@ from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.long_examples import Heads, cudnn_agrees, long_examples
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
+from rlhf.model.sequence import own_part, to_heads, to_tokens
 
 NAME = "rlhf_tree"
 """Without "sdpa", "flash" or "flex" in it, for which transformers would run its own checks."""
@@ -65,11 +66,8 @@ def tree_attention(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if isinstance(attention_mask, TreeMask):
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
-        if query.device.type == "meta":
-            output = MetaAttention.apply(query, key, value)
-        else:
-            attend = cuda_tree if query.device.type == "cuda" else split_tree
-            output = attend(query, key, value, attention_mask, dropout=dropout, **options)
+        attend = row_attention if attention_mask.tree.sequence.size == 1 else divided_attention
+        output = attend(query, key, value, attention_mask, dropout=dropout, **options)
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -78,6 +76,32 @@ def tree_attention(
     else:
         output = attend_example(query, key, value, attention_mask, dropout=dropout, **options)
     return output.transpose(1, 2).contiguous(), None
+
+
+def row_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any
+) -> Tensor:
+    """Compute attention of a whole row by what is fastest on its device."""
+    if query.device.type == "meta":
+        return MetaAttention.apply(query, key, value)
+    attend = cuda_tree if query.device.type == "cuda" else split_tree
+    return attend(query, key, value, mask, **options)
+
+
+def divided_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: TreeMask,
+    *,
+    sinks: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Compute attention where each rank has a part of the row. Collective."""
+    axis, heads = mask.tree.sequence, query.shape[1]
+    query, key, value = (to_heads(states, axis, heads=heads) for states in (query, key, value))
+    own = None if sinks is None else sinks[own_part(heads, axis)]
+    return to_tokens(row_attention(query, key, value, mask, sinks=own, **options), axis)
 
 
 def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:

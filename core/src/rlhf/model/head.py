@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
+from rlhf.engine import Axis
 from rlhf.model.task import label_head
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -38,6 +39,8 @@ class Head:
     """Bound of the logits, which are squashed by tanh; None if there is none."""
     extra: Mapping[str, Tensor] = field(factory=dict)
     """The trainer's own parameters (`extra` of `Run.load`)."""
+    sequence: Axis = field(factory=Axis)
+    """Ranks that have the same hidden states and divide the predictions."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of `hidden` [N, H] in float32. Only for a few rows: all logits

@@ -48,7 +48,9 @@ def load_model(
         causal = load_whole(architecture, config, task, dtype, device=mesh.device)
     layers = change_layers(decoder(causal), config.model, mesh.device)
     own = {name: value.to(mesh.device, dtype, copy=True) for name, value in (extra or {}).items()}
-    return PackedModel(prepare_trainable(causal, config, task), layers=layers, extra=own)
+    return PackedModel(
+        prepare_trainable(causal, config, task), layers=layers, extra=own, sequence=mesh.sequence
+    )
 
 
 def load_whole(

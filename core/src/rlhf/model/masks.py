@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from rlhf.data.batch import PackedBatch
+from rlhf.engine import Axis
 
 BLOCK = 128
 """Tokens along each side of a block in flex attention's sparse mask (its default)."""
@@ -33,9 +34,11 @@ class Tree:
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
     - `longest`: tokens of the longest path.
     - `long`: whether the row is a few long and plainly causal examples.
+    - `sequence`: the ranks that divide the row.
     """
 
-    def __init__(self, batch: PackedBatch) -> None:
+    def __init__(self, batch: PackedBatch, sequence: Axis | None = None) -> None:
+        self.sequence = sequence or Axis()
         num_tokens = len(batch.tokens)
         row = torch.arange(num_tokens, device=batch.tokens.device)
         self.owner = torch.where(batch.example < 0, len(batch.spans) + row, batch.example).int()

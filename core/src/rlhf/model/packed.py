@@ -1,6 +1,7 @@
 """The module that a backend prepares: a transformers model over packed batches, with a readout."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Readout
+from rlhf.engine import Axis, Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import read_head
-from rlhf.model.masks import Tree, TreeTokens
+from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.save import save_weights
-from rlhf.model.unfold import in_whole_blocks, padded_groups, padded_rows, padded_way_back, unshared
+from rlhf.model.sequence import all_rows, own_part
+from rlhf.model.unfold import padded_groups, padded_rows, padded_way_back, rounded_up, unshared
 from rlhf.sharding import is_sharded
 
 PathName = Literal["tree", "packed", "padded", "separate"]
@@ -51,6 +53,7 @@ class PackedModel(nn.Module):
         path: PathName = "tree",
         layers: str = "",
         extra: Mapping[str, Tensor] | None = None,
+        sequence: Axis | None = None,
     ) -> None:
         super().__init__()
         attention.register()
@@ -60,6 +63,8 @@ class PackedModel(nn.Module):
         """One line on fused or compiled layers for the start of the run; empty without them."""
         self.extra = nn.ParameterDict(extra or {})
         """The trainer's own parameters, which a readout gets with the head."""
+        self.sequence = sequence or Axis()
+        """The ranks that divide the tokens of a packed row."""
         self.own_attention = own_attention(self.causal)
         self.path = path
 
@@ -93,7 +98,9 @@ class PackedModel(nn.Module):
     def forward(self, batch: PackedBatch, readout: Readout) -> dict[str, Tensor]:
         """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""
         hidden = self.hidden(batch)
-        head = attrs.evolve(read_head(self.causal), extra=dict(self.extra.items()))
+        head = attrs.evolve(
+            read_head(self.causal), extra=dict(self.extra.items()), sequence=self.sequence
+        )
         return dict(readout(hidden, head, batch))
 
     def save_weights(self, weights: Mapping[str, Tensor], directory: Path) -> None:
@@ -111,6 +118,11 @@ class PackedModel(nn.Module):
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Return the last hidden states [T, H] by the current path; only inside `forward`."""
+        if batch.inputs and self.sequence.size > 1:
+            raise RLHFError(
+                f"the model's extra inputs ({', '.join(sorted(batch.inputs))}) belong to a whole "
+                "row, which sequence ranks divide; set sequence_parallel to 1"
+            )
         if self.path == "tree":
             return self.packed_row(batch)
         if batch.inputs:
@@ -124,16 +136,21 @@ class PackedModel(nn.Module):
         return self.padded(batch, most=len(batch.tokens) if self.path == "padded" else 0)
 
     def packed_row(self, batch: PackedBatch) -> Tensor:
-        """Return the hidden states [T, H] of one row under our attention."""
-        num_tokens = len(batch.tokens)
-        if batch.tokens.device.type == "cuda":
-            batch = in_whole_blocks(batch)
-        return self.backbone(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
-            attention_mask=TreeTokens.of(Tree(batch)),
+        """Return the hidden states [T, H] of one row under our attention. Collective if ranks
+        divide the row."""
+        num_tokens, axis = len(batch.tokens), self.sequence
+        # Flex attention has no kernel for part of a block.
+        block = BLOCK if batch.tokens.device.type == "cuda" else 1
+        batch = rounded_up(batch, math.lcm(block, axis.size))
+        size = len(batch.tokens)
+        own = own_part(size, axis)
+        hidden = self.backbone(
+            input_ids=batch.tokens[None, own],
+            position_ids=batch.positions[None, own],
+            attention_mask=TreeTokens.of(Tree(batch, axis)),
             **batch.inputs,
-        )[0, :num_tokens]
+        )[0]
+        return all_rows(hidden, size, axis)[:num_tokens]
 
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:
         """Return the hidden states [T, H] by the model's own attention, in groups of at most `most`

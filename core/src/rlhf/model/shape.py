@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.config.sections import Config
-from rlhf.engine import ModelShape
+from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
@@ -15,6 +15,7 @@ from rlhf.model.kernels.fused import check_gates_known
 from rlhf.model.kernels.layers import rehearse_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of, num_parameters
+from rlhf.model.sequence import check_heads
 from rlhf.model.task import Task
 from rlhf.model.trainable import prepare_trainable
 
@@ -25,6 +26,7 @@ def empty_model(
     *,
     labels: int | None = None,
     extra: Mapping[str, Tensor] | None = None,
+    mesh: Mesh | None = None,
 ) -> PackedModel:
     """Return the model of `config` on the meta device, with adapters, frozen parameters and
     recomputation: its parameters have shapes and no values."""
@@ -32,10 +34,14 @@ def empty_model(
     dtype = DTYPES[config.model.dtype]
     with torch.device("meta"):
         causal = from_config(architecture, config, task, dtype=dtype)
+    mesh = mesh or Mesh()
+    check_heads(architecture, mesh)
     check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
     own = {name: value.to("meta", dtype) for name, value in (extra or {}).items()}
-    return PackedModel(prepare_trainable(causal, config, task, shape_only=True), extra=own)
+    return PackedModel(
+        prepare_trainable(causal, config, task, shape_only=True), extra=own, sequence=mesh.sequence
+    )
 
 
 def shape_of(module: PackedModel) -> ModelShape:

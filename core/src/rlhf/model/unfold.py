@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
-from rlhf.model.masks import BLOCK
 
 
 def branches_of(batch: PackedBatch) -> list[list[int]]:
@@ -41,10 +40,10 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
     return row, way_back(batch, branches, lengths)
 
 
-def in_whole_blocks(batch: PackedBatch) -> PackedBatch:
-    """Return the batch with T rounded up to whole blocks, since flex attention has no kernel for
-    part of one. The new tokens see only themselves."""
-    missing = -len(batch.tokens) % BLOCK
+def rounded_up(batch: PackedBatch, size: int) -> PackedBatch:
+    """Return the batch with T rounded up to a multiple of `size`. The new tokens see only
+    themselves."""
+    missing = -len(batch.tokens) % size
     if not missing:
         return batch
     pad = torch.nn.functional.pad

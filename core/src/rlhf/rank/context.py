@@ -23,6 +23,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, Role, plan_model
+from rlhf.model.sequence import check_path
 from rlhf.model.shape import check_positions, shape_of, shape_of_module
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
@@ -65,7 +66,9 @@ class RunContext(RunModels):
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
-        check_packed(config.model, paths[0] if paths else "separate", reason)
+        best = paths[0] if paths else "separate"
+        check_packed(config.model, best, reason)
+        check_path(best, reason, self.mesh.sequence)
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
@@ -77,6 +80,7 @@ class RunContext(RunModels):
 
         engine = self._add(role, config, empty, shape_of(empty), read, trained=trained)
         attention = choose_path(engine, self.mesh, longest=self.longest)
+        check_path(attention.path, attention.reason, self.mesh.sequence)
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
             _compile(engine, config.model, attention)

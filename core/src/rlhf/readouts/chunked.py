@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
+from rlhf.model.sequence import all_rows, own_part
 from rlhf.readouts import logits as chunks
 
 
@@ -77,18 +78,21 @@ def chunked_sum(
     it may overwrite, the values [len(names), n] in float32, and, if `with_gradient`, the derivative
     of the scalar by the logits [n, V] in their dtype. `total(values)` returns the scalar. The
     gradient is computed together with the value, `chunk` predictions at a time (default: a few
-    thousand, by vocabulary and device), and only scaled in backward.
+    thousand, by vocabulary and device), and only scaled in backward. Sequence ranks divide the
+    predictions; `rows` are numbers among all of them.
     """
-    states, targets = predictions(hidden, batch)
+    axis, own = head.sequence, own_part(len(batch.predict), head.sequence)
+    states, targets = predictions(hidden, batch, own)
     inputs = (states, head.weight, head.bias)
     grad = torch.is_grad_enabled()
     needed = [grad and item is not None and item.requires_grad for item in inputs]
-    count, chunk = len(batch.predict), chunk or chunks.rows_at_once(head.weight)
+    count, chunk = own.stop - own.start, chunk or chunks.rows_at_once(head.weight)
     values = states.new_empty(len(names), len(states), dtype=torch.float32)
     gradients = Gradients(*inputs, needed, chunk, unscaled=True)
 
     def act(rows: slice, logits: Tensor) -> None:
-        values[:, rows], gradient = read(rows, logits, targets[rows], any(needed))
+        places = slice(rows.start + own.start, rows.stop + own.start)
+        values[:, rows], gradient = read(places, logits, targets[rows], any(needed))
         if any(needed):
             # Rows that only fill a block have no gradient.
             gradient[max(count - rows.start, 0) :] = 0
@@ -97,15 +101,23 @@ def chunked_sum(
     with torch.no_grad():
         chunks.each_chunk(act, *inputs, chunk)
         parts = values[:, :count]
-        known = total(parts), gradients.total()
-    return KnownGradient.apply(known, *inputs), dict(zip(names, parts, strict=True))
+        if axis.size > 1:
+            parts = all_rows(parts.T, len(batch.predict), axis).T
+        known = total(parts) / axis.size, gradients.total()
+    # The ranks' shares add up to the value, and the gradient of each reaches all of them.
+    share = KnownGradient.apply(known, *inputs)
+    value = share if axis.size == 1 else all_rows(share[None], axis.size, axis).sum()
+    return value, dict(zip(names, parts, strict=True))
 
 
-def predictions(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return hidden states [M, H] and targets [M] of the batch's N predictions. On some devices
-    products are computed for M > N rows; the rows behind N are not read."""
-    rows = chunks.round_up(len(batch.predict), hidden.device)
-    places, targets = (chunks.pad_rows(item, rows) for item in (batch.predict_from, batch.predict))
+def predictions(
+    hidden: Tensor, batch: PackedBatch, own: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """Return hidden states [M, H] and targets [M] of the batch's N predictions, or of its `own`. On
+    some devices products are computed for M > N rows; the rows behind N are not read."""
+    places, targets = batch.predict_from[own], batch.predict[own]
+    rows = chunks.round_up(len(places), hidden.device)
+    places, targets = (chunks.pad_rows(item, rows) for item in (places, targets))
     return hidden.index_select(0, places), targets
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
+from rlhf.model.sequence import all_rows, own_part
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import ChunkedLogprobs, chunked_sum, predictions
 
@@ -33,7 +34,9 @@ def token_logprobs(
     predictions at a time (default: a few thousand, by vocabulary and device) and are computed again
     in backward.
     """
-    states, targets = predictions(hidden, batch)
+    count = len(batch.predict)
+    own = own_part(count, head.sequence)
+    states, targets = predictions(hidden, batch, own)
     values = ChunkedLogprobs.apply(
         states,
         head.weight,
@@ -43,7 +46,9 @@ def token_logprobs(
         None if head.softcap is None else head.softcap / temperature,
         chunk or chunks.rows_at_once(head.weight),
     )
-    return {name: value[: len(batch.predict)] for name, value in zip(READ, values, strict=True)}
+    parts = (value[: own.stop - own.start] for value in values)
+    whole = (all_rows(part, count, head.sequence) for part in parts)
+    return dict(zip(READ, whole, strict=True))
 
 
 def summed_logprobs(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class RunModels(ABC):
         config = config_with(self.config, model, optim)
         values = first_values(config, extra or {})
         head: dict[str, Any] = {"task": task, "labels": labels, "extra": values}
-        empty = empty_model(config, **head)
+        empty = empty_model(config, mesh=self.mesh, **head)
         engine = self._load(role, config, empty, head, trained=trained, dropout=dropout)
         self.roles[role] = attrs.evolve(self.roles[role], model=model, optim=optim, **head)
         return engine

@@ -87,6 +87,12 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="remove it or use the preset zero1",
     ),
+    # Our own attention; DeepSpeed only adds up over all ranks of both axes.
+    Capability(
+        feature="tokens of a row divided over ranks",
+        setting="deepspeed.sequence_parallel",
+        excludes=("model.kernels compile", "model.fp8"),
+    ),
     Capability(
         feature="4-bit base under LoRA",
         setting="model.quantize",

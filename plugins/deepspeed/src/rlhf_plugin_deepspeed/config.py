@@ -125,7 +125,6 @@ class DeepSpeedConfig:
 
     removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tensor_parallel": (1,),
-        "sequence_parallel": (1,),
     }
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set
@@ -140,6 +139,10 @@ class DeepSpeedConfig:
     default: the preset's."""
     offload_param: bool | None = None
     """Weights on the CPU between uses, stage 3; default: the preset's."""
+    sequence_parallel: int = field(default=1, validator=validators.ge(1))
+    """Number of ranks that divide the tokens of each packed row, for rows that are too long for one
+    accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of ranks and the
+    model's attention heads."""
     frozen: Literal["auto", 0, 3, "offload"] = "auto"
     """Models that are not trained, such as a reference or a teacher: 0 holds them whole on every
     rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
@@ -226,6 +229,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "deepspeed.persistence_threshold": section.persistence_threshold is not None
         and section.frozen in ("auto", 0),
         "deepspeed.bucket_size": section.bucket_size is not None,
+        "deepspeed.sequence_parallel": section.sequence_parallel > 1,
         "model.quantize": config.model.quantize is not None,
         "lora.dora": config.lora is not None and config.lora.dora,
         "optim.states bf16": config.optim.states == "bf16",

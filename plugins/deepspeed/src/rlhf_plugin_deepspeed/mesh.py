@@ -66,7 +66,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
     """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
     them."""
-    return divided(ranks)
+    return divided(ranks, sequence=config.backend_section.sequence_parallel)
 
 
 def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:

@@ -82,6 +82,8 @@ def plan_at(
         **_precision(precision, stage=stage, rounded=rounded),
     }
     ranks = "1 rank" if mesh.shards.size == 1 else f"{mesh.shards.size} ranks"
+    if mesh.sequence.size > 1:
+        ranks += f" (data {mesh.data.size} x sequence {mesh.sequence.size})"
     parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, trained)
     return Plan(
         stage=stage,

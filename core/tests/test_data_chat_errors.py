@@ -60,7 +60,7 @@ def test_content_that_a_template_rewrites_is_not_dropped() -> None:
         ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "a message has no content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, TALK[1]]},
-            "chatml has no form for a part that is no text",
+            "chatml has no form for a part that is not text",
         ),
         ({"messages": TALK, "tools": [{"type": "function"}]}, "chatml has no form for tools"),
     ],

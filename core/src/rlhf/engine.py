@@ -329,8 +329,8 @@ class Engine(Protocol):
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update the weights, clear the gradients, advance the schedule. Collective.
 
-        A non-finite gradient never reaches a weight. Engines of several roles run their forwards
-        and backwards in turns, and step one after the other.
+        A non-finite gradient never reaches a weight. Engines of several roles alternate
+        their forwards and backwards, and step one after the other.
         """
 
     def train(self) -> None:

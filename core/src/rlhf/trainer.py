@@ -267,7 +267,7 @@ class Run(Protocol):
 
         `extra` are parameters of the trainer by name, with their first values. A readout gets them
         as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also
-        beside an adapter; of those, matrices have weight decay.
+        with an adapter; matrices among them have weight decay.
         """
 
     def prepare(

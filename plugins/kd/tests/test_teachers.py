@@ -121,7 +121,7 @@ def test_more_tokens_than_there_are_cannot_be_kept(words: Words, tmp_path: Path)
         tiny.run("kd", words("many", "--kd.cache_top", "295"), str(tmp_path), True)
     assert str(error.value) == (
         "kd.cache_top 295 must be less than the 295 tokens of the vocabulary; lower it, or remove "
-        "it to run the teacher beside the policy"
+        "it to run the teacher alongside the policy"
     )
 
 

@@ -27,8 +27,8 @@ TRAINER_COMMANDS = {
     "run": "train: rlhf run sft --model Qwen/Qwen3-0.6B --data chats.jsonl",
     "config": "print every setting with its value, as YAML",
     "inspect": "show the rows as the model sees them",
-    "plan": "what a step takes of the accelerators, at each ZeRO stage and offload",
-    "verify": "take two steps in several ways; exit 1 if hardware or a stop changes the curve",
+    "plan": "estimate the device memory of a step, for each ZeRO stage and offload",
+    "verify": "check in two steps that layout and resume keep the curve; exit 1 if not",
 }
 FOLDER_COMMANDS = {
     "export": ("CHECKPOINT", "write a model folder from RUN/checkpoints/step-N, or from RUN"),
@@ -113,9 +113,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     text = "load each plugin; exit 2 if one is broken"
     command.add_argument("check", nargs="?", choices=["check"], help=text)
     command.add_argument("--json", **AS_JSON, help="print the list as JSON")
-    text = (
-        "what this machine has, what a feature lacks, and the remedy; exit 2 if a run cannot start"
-    )
+    text = "check this machine: what is missing and the remedy; exit 2 if no run can start"
     command = commands.add_parser("doctor", help=text, description=text)
     command.add_argument("--json", **AS_JSON, help="print the findings as JSON")
     for name, (source, text) in FOLDER_COMMANDS.items():
@@ -158,11 +156,11 @@ def _add_trainer_commands(commands: Any) -> None:
 
 def _add_recorded(commands: Any) -> None:
     """Add the commands that read run folders."""
-    text = "one HTML page about runs, side by side: curves, evaluation, memory, differences"
+    text = "write an HTML page that compares runs: curves, evaluation, memory, settings"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("runs", metavar="RUN", nargs="+", help="a run folder")
     command.add_argument("--output", default="report.html", help="the page; default: report.html")
-    text = "upload model/ of a run to a hub: weights, tokenizer, config and card, no other file"
+    text = "upload the model of a run to a hub: weights, tokenizer, config and card only"
     command = commands.add_parser("push", help=text, description=text)
     command.add_argument("run", metavar="RUN", help="a run folder, or a model folder")
     command.add_argument("name", metavar="NAME", help="the repository, as in OWNER/MODEL")
@@ -175,7 +173,7 @@ def _add_recorded(commands: Any) -> None:
 
 def _add_new(commands: Any) -> None:
     """Add the command that writes a plugin."""
-    text = "write a small plugin with its tests, to change into another one"
+    text = "write a small working plugin with its tests, as a starting point"
     command = commands.add_parser("new", help=text, description=text)
     command.add_argument("kind", choices=["trainer", "backend", "observer", "extension"])
     command.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
@@ -185,7 +183,7 @@ def _add_new(commands: Any) -> None:
 
 def _add_migrate(commands: Any) -> None:
     """Add the command that reads files of other projects."""
-    text = "write a configuration of TRL, Axolotl, LLaMA-Factory or OpenRLHF as one of rlhf"
+    text = "convert a configuration of TRL, Axolotl, LLaMA-Factory or OpenRLHF"
     command = commands.add_parser("migrate", help=text, description=text)
     command.add_argument("source", metavar="FILE", help="YAML, JSON or a shell script")
     text = "the file to write; default: standard output"

@@ -110,9 +110,10 @@ class DataConfig:
     eval: tuple[DataEntry, ...] = ()
     """Held-out rows, likewise."""
     max_tokens: int = field(default=4096, validator=positive)
-    """Most tokens of a prompt plus one answer."""
+    """Maximum number of tokens of a prompt plus one answer."""
     too_long: Literal["drop", "cut", "error"] = "drop"
-    """Longer rows are dropped, cut at the end, or an error. Their share is printed."""
+    """What to do with longer rows: drop them, cut them at the end, or report an error. The share of
+    such rows is printed."""
     chat_template: str | None = None
     """File with a Jinja chat template, or `chatml`, instead of the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = field(
@@ -201,8 +202,8 @@ class TrainConfig:
     eval_at_start: bool = False
     """Also evaluate before the first step."""
     samples: int = field(default=0, validator=not_negative)
-    """Held-out rows of which each evaluation shows and stores the policy's own answers, the most
-    likely ones, or the scores of their answers for reward models."""
+    """Number of held-out rows for which each evaluation prints and stores the policy's most likely
+    answer, or, for reward models, the scores of the row's answers."""
     patience: int | None = field(default=None, validator=optional(positive))
     """Stop after this many evaluations in a row without an improvement of `checkpoint.best`."""
 
@@ -217,7 +218,8 @@ class CheckpointConfig:
     keep: int = field(default=3, validator=positive)
     """How many checkpoints to keep; older ones are deleted once a new one is complete."""
     max_gb: float | None = field(default=None, validator=optional(positive))
-    """Most gigabytes (10^9 bytes) of all kept checkpoints; older ones are deleted as with keep."""
+    """Maximum size of all kept checkpoints in gigabytes (10^9 bytes); older ones are deleted as
+    with keep."""
     async_: bool = False
     """Copy the state to host memory between steps, and write it while training continues. Needs
     host memory for a copy."""

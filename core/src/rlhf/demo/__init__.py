@@ -10,10 +10,12 @@ from typing import Any
 
 from rlhf.demo import arithmetic
 from rlhf.demo.arithmetic import Problem, problems
-from rlhf.demo.report import print_before_and_after
+from rlhf.demo.report import LOG_RATIOS, print_before_and_after
 from rlhf.errors import RLHFError
 
-__all__ = ["Problem", "base_model_folder", "print_before_and_after", "problems", "rows"]
+__all__ = [
+    "LOG_RATIOS", "Problem", "base_model_folder", "print_before_and_after", "problems", "rows",
+]  # fmt: skip
 
 FORMATS: dict[str, Callable[[arithmetic.Problem, random.Random], dict[str, Any]]] = {
     "demonstration": arithmetic.demonstration,

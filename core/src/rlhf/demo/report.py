@@ -4,6 +4,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+LOG_RATIOS = {
+    "rewards/margins": ("reward of right minus wrong", "8.3f"),
+    "logps/chosen": ("log-probability of right", "8.1f"),
+    "logps/rejected": ("log-probability of wrong", "8.1f"),
+    "loss": ("loss", "8.3f"),
+}
+"""Metrics of trainers whose reward is beta times an answer's log-ratio to the reference, which is 0
+at the start."""
+
 
 def print_before_and_after(folder: Path, title: str, shown: Mapping[str, tuple[str, str]]) -> None:
     """Print under `title` a line for each of `shown`, {metric: (what it is, format)}, of the run in

@@ -20,7 +20,7 @@ CHATML = (
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% elif message['content'] is iterable %}{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% else %}{{ raise_exception('chatml has no form for a part that is no text') }}{% endif %}"
+    "{% else %}{{ raise_exception('chatml has no form for a part that is not text') }}{% endif %}"
     "{% endfor %}"
     "{% else %}{{ raise_exception('a message has no content') }}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

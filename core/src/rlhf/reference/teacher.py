@@ -50,7 +50,7 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
     if top is not None and top >= size:
         raise RLHFError(
             f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
-            "vocabulary; lower it, or remove it to run the teacher beside the policy"
+            "vocabulary; lower it, or remove it to run the teacher alongside the policy"
         )
 
 

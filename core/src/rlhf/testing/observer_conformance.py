@@ -161,7 +161,7 @@ class ObserverConformance:
         runs.watched()
         assert runs.recorder.events == EVENTS
 
-    @promise("an observer goes on where a run is resumed", "testing.md, Observers")
+    @promise("an observer continues in a resumed run", "testing.md, Observers")
     def test_it_watches_a_resumed_run(self, runs: Watched) -> None:
         assert without_timings(runs.resumed())[-1] == without_timings(runs.alone())[-1]
         assert not runs.failure("resumed"), runs.failure("resumed")

@@ -146,7 +146,7 @@ CAPABILITIES = (
         precisions=("fp16",),
     ),
     Capability(
-        feature="communication beside computation",
+        feature="communication during computation",
         setting=f"{RAW}zero_optimization.overlap_comm",
         kind=bool,
         stages=(1, 2, 3),

@@ -132,8 +132,8 @@ class DeepSpeedConfig:
     parameters on the CPU). `_cpuoffload` is another spelling of `_offload`."""
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
-    weights. auto is the preset's, else the fastest in which a step fits the accelerator; where that
-    is not known, the smallest whose states fit 60 % of its memory."""
+    weights. auto: the preset's stage, else the fastest in which a step fits the accelerator; if
+    that is not known, the lowest whose states fit 60 % of its memory."""
     offload_optimizer: bool | None = None
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""
@@ -148,9 +148,9 @@ class DeepSpeedConfig:
     rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
     models take at most 60 % of the accelerator's memory (0) or 80 % (3)."""
     offload_states: Literal["auto", "always", "never"] = "auto"
-    """The optimizer's states, masters and gradients on the host in evaluations, while a reference
-    is cached, and while answers are generated, there with the weights of other models; auto: if
-    that would not fit the accelerator."""
+    """Move the optimizer's states, masters and gradients to the host during evaluations, while a
+    reference is cached, and while answers are generated (then also the weights of other models).
+    auto: only if the phase would otherwise not fit the accelerator."""
     timeout: float = field(
         default=30.0, validator=validators.and_(validators.gt(0), validators.le(10**6))
     )
@@ -166,8 +166,9 @@ class DeepSpeedConfig:
     """Which patches of DeepSpeed are installed: all of docs/backends.md, or only those that correct
     results need. A DeepSpeed newer than the tested ones gets only those."""
     config: dict[str, Any] = field(factory=dict, validator=allowed_keys)
-    """Keys of DeepSpeed's own JSON beside the preset, such as `{zero_optimization: {overlap_comm:
-    false}}`. docs/backends.md lists them; a key that another setting decides is an error."""
+    """Keys of DeepSpeed's own JSON on top of the preset, such as
+    `{zero_optimization: {overlap_comm: false}}`. docs/backends.md lists them; a key that another
+    setting decides is an error."""
 
 
 def resolve(section: DeepSpeedConfig) -> Resolved:

@@ -3,18 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf.demo import print_before_and_after
+from rlhf.demo import LOG_RATIOS, print_before_and_after
 
-SHOWN = {
-    "rewards/accuracies": ("right answer gained more than wrong", "8.1%"),
-    "rewards/margins": ("reward of right minus wrong", "8.3f"),
-    "logps/chosen": ("log-probability of right", "8.1f"),
-    "logps/rejected": ("log-probability of wrong", "8.1f"),
-    "loss": ("loss", "8.3f"),
-}
+ACCURACY = {"rewards/accuracies": ("right answer gained more than wrong", "8.1%")}
 
 
 def report(config: Any, folder: Path) -> None:
-    """Print the held-out metrics before and after. The reward of an answer is beta times its
-    log-ratio to the reference, 0 at the start."""
-    print_before_and_after(folder, "held-out pairs", SHOWN)
+    """Print the held-out metrics before and after."""
+    print_before_and_after(folder, "held-out pairs", {**ACCURACY, **LOG_RATIOS})

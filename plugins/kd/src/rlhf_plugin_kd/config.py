@@ -35,7 +35,7 @@ class KDConfig:
     """Share of the tokens' negative log-likelihood in the loss; the rest is the divergence."""
     cache_top: int | None = field(default=None, validator=validators.optional(validators.gt(0)))
     """Keep the teacher's so many most likely tokens of every prediction on disk, and all others as
-    one outcome more; null runs the teacher beside the student, over the whole vocabulary."""
+    one outcome more; null runs the teacher alongside the student, over the whole vocabulary."""
     on_policy: float = field(default=0.0, validator=share)
     """Share of the rows whose answer the student writes again in every step (GKD's lambda)."""
     teacher_answers: float = field(default=0.0, validator=share)

@@ -17,6 +17,7 @@ import yaml
 from doc_blocks import FENCED, commands, in_place
 from guide_package import install_guide
 from rlhf.demo import rows
+from rlhf.loop.fragments import SavedEngine
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
 from rlhf.testing import write_rows
@@ -38,6 +39,8 @@ BEARER = "Bearer secret"
 """What docs/serve.md sends as the token."""
 ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
 """Files that the docs name, and the format of their rows."""
+EXTENSIONS = {"small-buckets": "SmallBuckets", "adamax": "AdamaxExtension"}
+"""The classes of the extensions in docs/plugins.md."""
 
 
 def blocks(kind: str) -> list[Any]:
@@ -92,16 +95,30 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "axolotl.yaml").write_text("base_model: base-model\nsequence_len: 512\n")
     install_guide(folder)
-    adapter = "from rlhf.hookspecs import hookimpl\nclass E:\n    @hookimpl(wrapper=True)\n"
-    adapter += "    def close_mesh(self, mesh):\n        return (yield)\nplugin = E()\n"
-    (folder / "small_buckets.py").write_text(adapter)
-    info = folder / "small_buckets-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small-buckets\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[rlhf.extensions]\nsmall-buckets = small_buckets:plugin\n"
-    )
+    install_extensions(folder)
     return folder
+
+
+def install_extensions(folder: Path) -> None:
+    """Write the extensions of docs/plugins.md into a folder of sys.path as a distribution."""
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    for name, declared in EXTENSIONS.items():
+        (code,) = (code for _, code in FENCED.findall(page) if f"class {declared}:" in code)
+        (folder / f"{name.replace('-', '_')}.py").write_text(code)
+    info = folder / "page_extensions-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: page-extensions\nVersion: 1.0\n")
+    entries = "".join(f"{name} = {name.replace('-', '_')}:plugin\n" for name in EXTENSIONS)
+    (info / "entry_points.txt").write_text(f"[rlhf.extensions]\n{entries}")
+
+
+def test_the_extension_of_the_docs_brings_its_optimizer(
+    place: Path, inputs: Inputs, one: Ranks
+) -> None:
+    words = ["run", "sft", "--extensions", "adamax", "--output", "runs/adamax", "--train.stop_at"]
+    assert one.run(in_place, [*words, "2"], str(place), str(inputs.cache)) == [(0, "")]
+    saved = SavedEngine(place / "runs/adamax/checkpoints/step-000002/policy")
+    assert "exp_inf" in saved.kinds(next(iter(saved.weights())))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -294,8 +294,9 @@ class SavedState(Protocol):
     more: Mapping[str, Any]
     """`EngineState.more` as it was saved."""
 
-    def holds(self, name: str, kind: str) -> bool:
-        """Return whether the checkpoint has this value."""
+    def kinds(self, name: str) -> Collection[str]:
+        """Return the kinds of values that the checkpoint has of a weight: `weight`, and what the
+        optimizer kept."""
 
     def read(self, name: str, kind: str, offset: int, into: Tensor) -> None:
         """Fill `into`, flat, with the elements from `offset` on, reading no others. Raises

@@ -90,9 +90,9 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
 
 
 def checkpoint_bytes(config: Config, trained: Sequence[Role]) -> int:
-    """Return the bytes of a checkpoint: of each trained weight the highest precision and two
-    moments, and frozen weights unless they are the base of an adapter."""
-    state = 3 * (2 if config.optim.states == "bf16" else 4)
+    """Return the bytes of a checkpoint: of each trained weight the highest precision and
+    the optimizer's states, and frozen weights unless they are the base of an adapter."""
+    state = (1 + config.optim.num_states) * (2 if config.optim.states == "bf16" else 4)
     frozen = 4 if config.model.dtype == "fp32" else 2
     total = 0
     for role in trained:

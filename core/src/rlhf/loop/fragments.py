@@ -5,7 +5,8 @@ describes the format.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from rlhf.sharding import whole_shape
 
 PLAIN = "state.json"
 WEIGHT = "weight"
-MOMENTS = 2
-"""States of AdamW for each trained weight, in the dtype of its master."""
+STEP = "step"
+"""The kind that counts the updates of a weight, one number."""
 LARGEST = 2 * GIB
 """Bytes after which a rank begins another file: of tensors on a device, so much is on the host at
 once."""
@@ -70,15 +71,18 @@ def copied_to_host(fragments: Sequence[Fragment], device: torch.device) -> list[
     return copies
 
 
-def num_bytes(engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh) -> int:
-    """Return the bytes of a checkpoint of these engines, which are known before the first step.
+def num_bytes(
+    engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh, *, num_states: int
+) -> int:
+    """Return the bytes of a checkpoint of these engines, which are known before the first step; the
+    optimizer has `num_states` tensors for each trained weight, in the dtype of its master.
     Collective."""
     own = 0
     for engine in engines:
         trained = {name for name, item in engine.module.named_parameters() if item.requires_grad}
         for item in own_fragments(hooks.save_checkpoint(engine=engine), mesh):
             if item.kind == WEIGHT:
-                own += item.values.nbytes * (1 + MOMENTS * (item.name in trained))
+                own += item.values.nbytes * (1 + num_states * (item.name in trained))
     return sum(mesh.gather(own))
 
 
@@ -116,22 +120,22 @@ class SavedEngine:
         plain = json.loads((folder / PLAIN).read_text())
         self.shapes: dict[str, list[int]] = plain["shapes"]
         self.more: Mapping[str, Any] = plain["more"]
-        self._slices: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+        self._slices: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
         for path in sorted(folder.glob("rank-*.safetensors")):
             file = safe_open(path, "pt")
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 name, kind, offset = key.rsplit("/", 2)
                 entry = (int(offset), file.get_slice(key))
-                self._slices.setdefault((name, kind), []).append(entry)
+                self._slices[name].setdefault(kind, []).append(entry)
 
-    def holds(self, name: str, kind: str) -> bool:
-        """Return whether the checkpoint has this value."""
-        return (name, kind) in self._slices
+    def kinds(self, name: str) -> Collection[str]:
+        """Return the kinds of values that the checkpoint has of a weight."""
+        return self._slices.get(name, {}).keys()
 
     def read(self, name: str, kind: str, offset: int, into: Tensor) -> None:
         """Fill `into`, flat, with the elements from `offset` on, reading no others."""
         end, filled = offset + into.numel(), 0
-        for start, values in self._slices.get((name, kind), []):
+        for start, values in self._slices.get(name, {}).get(kind, []):
             first, last = max(start, offset), min(start + values.get_shape()[0], end)
             if first < last:
                 into[first - offset : last - offset] = values[first - start : last - start].to(
@@ -146,11 +150,11 @@ class SavedEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that were saved, whole and on the host. Floats are float32."""
-        names = (name for name in self.shapes if self.holds(name, WEIGHT))
+        names = (name for name in self.shapes if WEIGHT in self.kinds(name))
         return {name: self._whole(name) for name in names}
 
     def _whole(self, name: str) -> Tensor:
-        dtype = self._slices[name, WEIGHT][0][1][:0].dtype
+        dtype = self._slices[name][WEIGHT][0][1][:0].dtype
         whole = torch.empty(
             self.shapes[name], dtype=torch.float32 if dtype.is_floating_point else dtype
         )

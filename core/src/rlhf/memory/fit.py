@@ -196,8 +196,10 @@ class StepFit:
         if tokens and fewer < estimate.peak:
             peaks[f"set batch.tokens to {tokens}"] = fewer
         others = {"set model.recompute to full": self.under(self.own[0], "full")}
-        if self.config.optim.states == "fp32" and self.config.model.dtype == "bf16":
-            optim = attrs.evolve(self.config.optim, states="bf16")
+        optim = self.config.optim
+        is_adamw = (optim.name, optim.states) == ("adamw", "fp32")
+        if is_adamw and self.config.model.dtype == "bf16":
+            optim = attrs.evolve(optim, states="bf16")
             rounded = attrs.evolve(self.config, optim=optim)
             others["use optim.states bf16"] = self.with_config(rounded, self.layout)
         for setting, fit in others.items():

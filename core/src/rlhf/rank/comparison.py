@@ -12,12 +12,11 @@ from torch import Tensor
 
 from rlhf.folder.checkpoints import MANIFEST, step_folder
 from rlhf.folder.run_folder import logged
-from rlhf.loop.fragments import WEIGHT, SavedEngine
+from rlhf.loop.fragments import STEP, WEIGHT, SavedEngine
 
 STEPS = 2
 GRADIENT = "exp_avg"
-"""Adam's first moment: after one step the clipped gradient, up to a factor."""
-KINDS = (WEIGHT, GRADIENT, "exp_avg_sq")
+"""The first state of every optimizer: after one step the clipped gradient, up to a factor."""
 
 
 @frozen(kw_only=True)
@@ -91,10 +90,8 @@ def first_changed(run: Path, reference: Path) -> str:
     for role in sorted(path.name for path in folders[0].iterdir() if path.is_dir()):
         here, there = (SavedEngine(folder / role) for folder in folders)
         for name in here.shapes:
-            for kind in KINDS:
-                if here.holds(name, kind) and not _flat(here, name, kind).equal(
-                    _flat(there, name, kind)
-                ):
+            for kind in here.kinds(name):
+                if kind != STEP and not _flat(here, name, kind).equal(_flat(there, name, kind)):
                     return f"step {STEPS}: {_called(name, kind)} of the {role}"
     return f"step {STEPS}: {changed[0]}"
 
@@ -108,7 +105,7 @@ def _differing(
         SavedEngine(step_folder(folder / "checkpoints", step) / "policy")
         for folder in (run, reference)
     )
-    trained = [name for name in there.shapes if there.holds(name, GRADIENT)]
+    trained = [name for name in there.shapes if GRADIENT in there.kinds(name)]
     sizes = [_flat(there, name, GRADIENT).square().sum().item() for name in trained]
     count = sum(math.prod(there.shapes[name]) for name in trained)
     floor = bounds.floor * math.sqrt(sum(sizes) / max(count, 1)) or 1.0

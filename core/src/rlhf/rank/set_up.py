@@ -80,7 +80,8 @@ def set_up(
         followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
-        folder=folder, checkpoint_bytes=num_bytes(saved, hooks, mesh),
+        folder=folder,
+        checkpoint_bytes=num_bytes(saved, hooks, mesh, num_states=config.optim.num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:

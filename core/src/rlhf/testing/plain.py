@@ -28,8 +28,6 @@ from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class PlainEngine:
     """A module and its optimizer."""
@@ -141,6 +139,8 @@ class PlainBackend:
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
     ) -> Optimizer:
         optim = config.optim
+        if optim.name != "adamw":
+            raise RLHFError(f"the plain backend has no {optim.name}; set optim.name to adamw")
         filled = [dict(group) for group in groups if group["params"]]
         return AdamW(filled, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=0.0)
 
@@ -167,10 +167,10 @@ class PlainBackend:
     def load_checkpoint(self, engine: PlainEngine, saved: SavedState) -> bool:
         if engine.optimizer is not None:
             for name, parameter in engine.module.named_parameters():
-                if saved.holds(name, "step"):
+                if kinds := {*saved.kinds(name)} - {"weight", "step"}:
                     state = engine.optimizer.state[parameter]
                     state["step"] = torch.zeros(())
-                    state |= {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+                    state |= {kind: torch.zeros_like(parameter) for kind in kinds}
         for item in _fragments(engine):
             saved.read(item.name, item.kind, item.offset, item.values)
         return True

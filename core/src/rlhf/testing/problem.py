@@ -90,9 +90,10 @@ def configure(
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     states: Literal["fp32", "bf16"] = "fp32",
     clip: float = 0.5,
+    optimizer: Literal["adamw", "lion", "sgd"] = "adamw",
 ) -> BackendConfig:
     """A configuration whose clipping is active and whose decay shows."""
-    optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states)
+    optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states, name=optimizer)
     return BackendConfig(model=ModelConfig(dtype=dtype), optim=optim, section=section)
 
 

@@ -71,8 +71,7 @@ class DeepSpeedBackend:
         if not trained:
             return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
         offloaded = resolve(config.backend_section).offload_optimizer
-        rounded = config.optim.states == "bf16"
-        name, reason = optimizers.choose(offloaded=offloaded, rounded=rounded)
+        name, reason = optimizers.choose(config.optim, offloaded=offloaded)
         return zero.plan(
             config, mesh, model_shape, optimizer=name, reason=reason, occupied=occupied
         )

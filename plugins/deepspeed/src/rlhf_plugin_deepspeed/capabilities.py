@@ -116,6 +116,10 @@ CAPABILITIES = (
         precisions=("bf16",),
         excludes=("deepspeed.offload_optimizer",),
     ),
+    *(
+        Capability(feature=title, setting=f"optim.name {name}", excludes=("optim.states bf16",))
+        for name, title in (("lion", "Lion"), ("sgd", "SGD with momentum"))
+    ),
     Capability(
         feature="layers compiled by torch.compile",
         setting="model.kernels compile",

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import Tensor, distributed, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from rlhf.engine import EngineState, Fragment, SavedState
+from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.optimizer import replay_steps
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.weights import buffers, synchronize
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
 
@@ -51,8 +52,8 @@ def engine_state(engine: InferenceEngine) -> EngineState:
         values = {"weight": piece.of(piece.master)}
         state = optimizer.state.get(piece.master)
         if state:
-            values |= {kind: piece.of(state[kind]) for kind in MOMENTS}
-            if piece.offset == 0:
+            values |= {kind: piece.of(state[kind]) for kind in _kinds(optimizer, piece.master)}
+            if piece.offset == 0 and piece.master in steps:
                 values["step"] = torch.tensor([steps[piece.master]])
         fragments += [
             Fragment(
@@ -118,19 +119,20 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
         by_master[piece.master].append(piece)
         saved.read(names[piece.parameter], "weight", piece.offset, piece.of(piece.master))
     for master, parts in by_master.items():
-        # A parameter that never had a gradient has no state.
-        moved = [part for part in parts if saved.holds(names[part.parameter], "step")]
-        if not moved:
-            continue
-        state = optimizer.state[master]
-        state |= {kind: torch.zeros_like(master) for kind in MOMENTS}
-        step = torch.zeros(len(moved))
-        for number, part in enumerate(moved):
+        steps = []
+        for part in parts:
             name = names[part.parameter]
-            saved.read(name, "step", 0, step[number : number + 1])
-            for kind in MOMENTS:
+            # A parameter that never had a gradient has no state.
+            for kind in sorted({*saved.kinds(name)} - {"weight", "step"}):
+                state = optimizer.state[master]
+                if kind not in state:
+                    state[kind] = torch.zeros_like(master)
                 saved.read(name, kind, part.offset, part.of(state[kind]))
-        state["step"] = _step(optimizer, master, int(step.max()))
+            if "step" in saved.kinds(name):
+                steps.append(torch.zeros(1))
+                saved.read(name, "step", 0, steps[-1])
+        if steps:
+            optimizer.state[master]["step"] = _step(optimizer, master, int(max(steps)))
     replay_steps(optimizer)
     _publish(engine, chain.from_iterable(by_master.values()))
 
@@ -216,10 +218,25 @@ def _scaler(engine: TrainingEngine) -> Any:
     return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
 
 
+def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
+    """Return the names of an optimizer's states of one tensor. Raises RLHFError for one that cannot
+    be divided as the weights are."""
+    kinds = [kind for kind in optimizer.state[master] if kind != "step"]
+    for kind in kinds:
+        value = optimizer.state[master][kind]
+        if not isinstance(value, Tensor) or value.shape != master.shape:
+            raise RLHFError(
+                f"{type(optimizer).__name__} keeps {kind}, which does not have one element per "
+                "weight; checkpoints of every layout need that: use another optimizer"
+            )
+    return kinds
+
+
 def _steps(optimizer: Optimizer) -> dict[Tensor, int]:
     """Return the number of updates of each tensor. FusedAdam counts those of a group in its last
     one."""
-    steps = {tensor: int(state["step"]) for tensor, state in optimizer.state.items() if state}
+    states = optimizer.state.items()
+    steps = {tensor: int(state["step"]) for tensor, state in states if "step" in state}
     if isinstance(optimizer, FusedAdam):
         for group in optimizer.param_groups:
             moved = [tensor for tensor in group["params"] if tensor in steps]
@@ -228,7 +245,7 @@ def _steps(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 def _step(optimizer: Optimizer, master: Tensor, step: int) -> Tensor | int:
-    """Return the number of updates as the optimizer keeps it."""
-    if isinstance(optimizer, AdamW):
-        return torch.tensor(float(step), device=master.device)
-    return step
+    """Return the number of updates as the optimizer keeps it: torch's as a tensor."""
+    if isinstance(optimizer, FusedAdam | DeepSpeedCPUAdam | RoundedAdamW):
+        return step
+    return torch.tensor(float(step), device=master.device)

@@ -234,6 +234,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "model.quantize": config.model.quantize is not None,
         "lora.dora": config.lora is not None and config.lora.dora,
         "optim.states bf16": config.optim.states == "bf16",
+        f"optim.name {config.optim.name}": True,
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,
     }

@@ -10,6 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig, Resolved, resolve, settings_of
+from rlhf_plugin_deepspeed.optimizer import TITLES
 from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.zero import offloads, plan_at
 
@@ -39,7 +40,9 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
                 name=f"ZeRO {target.stage}{offloads(target)}",
                 settings=_settings(section, target),
                 config=run,
-                plan=plan_at(run, mesh, shape, target, trained="AdamW"),
+                plan=plan_at(
+                    run, mesh, shape, target, trained=TITLES.get(config.optim.name, "AdamW")
+                ),
                 cost=STAGE_COSTS[int(target.stage)]
                 + OPTIMIZER_COST * target.offload_optimizer
                 + WEIGHTS_COST * target.offload_param,

@@ -27,18 +27,19 @@ class Bytes:
     gradient: int
     master: int
     optimizer: int
-    """Adam's two moments."""
+    """The optimizer's states: AdamW's two moments, one of Lion and SGD."""
 
 
 def bytes_per_parameter(config: Config, *, stage: int) -> Bytes:
-    """Return the bytes of each state. Adam's two moments and the master weights are fp32, or bf16
-    with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
+    """Return the bytes of each state. The optimizer's states and the master weights are fp32, or
+    bf16 with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
+    kept = 4 * config.optim.num_states
     if config.model.dtype == "fp32":
-        return Bytes(weight=4, gradient=4, master=0 if stage == 0 else 4, optimizer=8)
+        return Bytes(weight=4, gradient=4, master=0 if stage == 0 else 4, optimizer=kept)
     if config.optim.states == "bf16":
         # The weights are rounded themselves, at stage 3 a copy of them.
         return Bytes(weight=2, gradient=2, master=2 if stage == 3 else 0, optimizer=4)
-    return Bytes(weight=2, gradient=2, master=4, optimizer=8)
+    return Bytes(weight=2, gradient=2, master=4, optimizer=kept)
 
 
 def states(
@@ -126,6 +127,8 @@ def _updating(config: Config, shape: ModelShape, size: Bytes, *, stage: int, wor
     if stage == 0 and world > 1:
         # Gradients are reduced in separate buckets, over bf16 states in float32.
         taken += (size.weight + (4 if rounded else 0)) * min(shape.trainable, BUCKET)
+    if config.optim.name == "lion":
+        taken += 4 * share  # The signs.
     if rounded and not fused_on("meta"):
         # The update computes in float32, on a part of the weights at a time.
         taken += 28 * min(share, CHUNK)

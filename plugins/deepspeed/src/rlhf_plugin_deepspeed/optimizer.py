@@ -1,4 +1,5 @@
-"""AdamW (arXiv 1711.05101): DeepSpeed's compiled ones, or torch's where they cannot be built."""
+"""Optimizers by `optim.name`. AdamW (arXiv 1711.05101) is DeepSpeed's compiled one, or torch's
+where that cannot be built."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +12,20 @@ from torch.optim import AdamW, Optimizer
 
 from rlhf.plugin import OptimConfig
 from rlhf_plugin_deepspeed.building import compiled
+from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"
+TITLES = {"lion": "Lion", "sgd": "SGD with momentum"}
 
 
-def choose(*, offloaded: bool, rounded: bool = False) -> tuple[str, str]:
-    """Return the optimizer's name, and the reason where it is not DeepSpeed's; the same on every
-    rank of a host."""
-    if rounded:
+def choose(config: OptimConfig, *, offloaded: bool) -> tuple[str, str]:
+    """Return the optimizer's name, and the reason where it is not DeepSpeed's AdamW; the same on
+    every rank of a host."""
+    if config.name in RULES:
+        return TITLES[config.name], ""
+    if config.states == "bf16":
         return ROUNDED, ""
     if not offloaded and get_accelerator().device_name() == "cpu":
         # DeepSpeed's FusedAdam for the CPU takes a compiler and 40 s; torch's needs neither and is
@@ -42,8 +47,11 @@ def build(
     ]
     # DeepSpeed drops empty groups later, when a schedule has already counted them.
     filled = [group for group in trainable if group["params"]]
-    name, _ = choose(offloaded=offloaded, rounded=config.states == "bf16")
-    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas}
+    if rule := RULES.get(config.name):
+        return FirstMomentOptimizer(filled, rule=rule, **settings)
+    settings["eps"] = config.eps
+    name, _ = choose(config, offloaded=offloaded)
     if name == ROUNDED:
         return RoundedAdamW(filled, seed=seed, **settings)
     if name == "DeepSpeedCPUAdam":

@@ -75,8 +75,8 @@ def plan_at(
         # They wait for the device before every forward and in every step.
         "timers": {"throughput": {"enabled": False}},
         "zero_force_ds_cpu_optimizer": False,
-        # DeepSpeed only knows its own and torch's AdamW.
-        "zero_allow_untested_optimizer": rounded,
+        # DeepSpeed only knows its own and torch's AdamW; an extension may bring another.
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": _zero(stage, section, resolved, shape, mesh)
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),

@@ -17,8 +17,8 @@ ADAMW: dict[str, Any] = {
     name: {}
     for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 }
-"""Names of AdamW, the only optimizer here."""
-ONLY_ADAMW = "AdamW with 32-bit states is used here"
+"""Names of AdamW with 32-bit states."""
+ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for Lion and SGD"
 PACKING = (
     "packing is always on here. There, a batch counts packed rows; here, batch.size counts "
     "examples: multiply it by the examples in a packed row"

@@ -1,0 +1,162 @@
+"""Optimizers beside AdamW: values by hand, the same curve in every layout, exact resumes, and one
+that an extension brings."""
+
+import pytest
+import torch
+
+from rlhf.errors import RLHFError
+from rlhf.testing.problem import Case, configure, follow
+from rlhf.testing.ranks import shared
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
+from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
+from rlhf_plugin_deepspeed.memory import bytes_per_parameter
+from rlhf_plugin_deepspeed.weights import gathered
+
+NAMES = tuple(RULES)
+LAYOUTS = (
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2},
+    # Norms and biases stay whole on every rank.
+    {"stage": 3, "persistence_threshold": 40},
+    {"preset": "zero2_offload"},
+    {"preset": "zero3_offload", "persistence_threshold": 0},
+)
+
+
+class Adamax(DeepSpeedBackend):
+    """The backend as the extension of docs/plugins.md leaves it."""
+
+    def build_optimizer(self, groups, config, plan):
+        filled = [dict(group) for group in groups if group["params"]]
+        return torch.optim.Adamax(filled, lr=config.optim.lr, betas=config.optim.betas)
+
+
+class Adafactor(DeepSpeedBackend):
+    """An optimizer that keeps rows and columns."""
+
+    def build_optimizer(self, groups, config, plan):
+        return torch.optim.Adafactor([dict(group) for group in groups], lr=config.optim.lr)
+
+
+def run(case, kind=DeepSpeedBackend):
+    """The outcome and the final weights, on whichever rank this is."""
+    backend = kind()
+    try:
+        outcome, engine, mesh = follow(backend, case)
+        weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    except RLHFError as error:
+        return str(error)
+    backend.close_mesh(mesh)
+    return outcome, weights
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        # Signs of 0.1 x 2, 0.1 x -1 and then of 0.9 x 0.02 + 0.1 x -3, 0.9 x -0.01 + 0.1 x -1.
+        ("lion", (0.9 * (0.9 * 1.0 - 0.1) + 0.1, 0.9 * (0.9 * -2.0 + 0.1) + 0.1)),
+        # 2, -1 and then 0.9 x 2 - 3, 0.9 x -1 - 1.
+        ("sgd", (0.9 * (0.9 * 1.0 - 0.2) + 0.12, 0.9 * (0.9 * -2.0 + 0.1) + 0.19)),
+    ],
+)
+def test_two_steps_are_those_by_hand(name, weights):
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    groups = [{"params": [parameter], "weight_decay": 1.0}]
+    optimizer = FirstMomentOptimizer(groups, rule=RULES[name], lr=0.1, betas=(0.9, 0.99))
+    for gradient in ([2.0, -1.0], [-3.0, -1.0]):
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert parameter.tolist() == pytest.approx(weights)
+
+
+def test_sgd_is_that_of_torch():
+    ours, theirs = (torch.nn.Parameter(torch.arange(5.0)) for _ in range(2))
+    rule, betas = RULES["sgd"], (0.9, 0.999)
+    pairs = (
+        (ours, FirstMomentOptimizer([{"params": [ours]}], rule=rule, lr=0.1, betas=betas)),
+        (theirs, torch.optim.SGD([theirs], lr=0.1, momentum=0.9)),
+    )
+    for step in range(3):
+        for parameter, optimizer in pairs:
+            parameter.grad = torch.arange(5.0).cos() + step
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(single):
+    """The curves on one rank at stage 0, by optimizer."""
+    config = DeepSpeedConfig(stage=0)
+    return {
+        name: single.run(run, Case(config=configure(config, optimizer=name)))[0][0]
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_curve_is_the_same_in_every_layout(pair, whole, name, settings):
+    config = configure(DeepSpeedConfig(**settings), optimizer=name)
+    for outcome, _ in pair.run(run, Case(config=config, micro_batches=2)):
+        assert outcome.losses == pytest.approx(whole[name].losses, rel=1e-5)
+        assert outcome.norms == pytest.approx(whole[name].norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_keeps_fp32_masters(pair, whole, name, settings):
+    config = configure(DeepSpeedConfig(**settings), optimizer=name, dtype="bf16")
+    outcome, _ = pair.run(run, Case(config=config))[0]
+    assert outcome.losses == pytest.approx(whole[name].losses, rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_continues_to_the_last_bit(pair, tmp_path, name, settings, dtype):
+    config = configure(DeepSpeedConfig(**settings), optimizer=name, dtype=dtype)
+    frozen = ("model.layers.0.up.weight", "model.layers.1.norm.bias")
+    options = {"config": config, "steps": 6, "micro_batches": 2, "frozen": frozen}
+    straight, weights = pair.run(run, Case(**options, save=(2, tmp_path)))[0]
+    later, weights_later = pair.run(run, Case(**options, load=tmp_path))[0]
+    assert later.losses == straight.losses[2:]
+    assert all(torch.equal(weights[key], weights_later[key]) for key in weights)
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedBackend, Adamax])
+@pytest.mark.parametrize(("source", "target"), [(2, 0), (3, 2)])
+def test_a_checkpoint_continues_in_another_layout(tmp_path, kind, source, target):
+    def case(stage, **options):
+        name = "lion" if kind is DeepSpeedBackend else "adamw"
+        config = configure(DeepSpeedConfig(stage=stage), optimizer=name)
+        return Case(config=config, steps=6, **options)
+
+    straight, _ = shared(2).run(run, case(source, save=(3, tmp_path)), kind)[0]
+    ((later, _),) = shared(1).run(run, case(target, load=tmp_path), kind)
+    assert later.losses == pytest.approx(straight.losses[3:], rel=1e-5)
+
+
+def test_states_that_no_other_layout_could_read_are_not_saved(single, tmp_path):
+    case = Case(config=configure(DeepSpeedConfig(stage=0)), steps=1, save=(1, tmp_path))
+    assert single.run(run, case, Adafactor) == [
+        "Adafactor keeps row_var, which does not have one element per weight; checkpoints of every "
+        "layout need that: use another optimizer"
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_states_are_refused(name):
+    config = configure(DeepSpeedConfig(stage=2), optimizer=name, dtype="bf16", states="bf16")
+    with pytest.raises(RLHFError) as error:
+        check(config)
+    assert str(error.value) == (
+        f"optim.name {name} cannot be combined with optim.states bf16; remove one of the two"
+    )
+
+
+@pytest.mark.parametrize(("name", "size"), [("adamw", 8), ("lion", 4), ("sgd", 4)])
+def test_the_estimate_knows_the_number_of_states(name, size):
+    config = configure(DeepSpeedConfig(stage=2), optimizer=name)
+    assert bytes_per_parameter(config, stage=2).optimizer == size

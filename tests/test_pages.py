@@ -57,7 +57,7 @@ def test_a_method_is_where_the_paper_index_says(row: list[str]) -> None:
 
 def test_every_paper_of_the_sources_is_in_the_index() -> None:
     named = set().union(*map(papers, SOURCES))
-    assert named == papers(ROOT / "docs" / "papers.md")
+    assert named == papers(ROOT / "docs" / "papers.md"), "add a row to docs/papers.md"
 
 
 @cache

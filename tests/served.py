@@ -18,6 +18,8 @@ from transformers import LlamaConfig
 from rlhf.testing import short_run, tiny
 
 TOKEN = "a-token"
+QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
+ANSWERS = ["The answer is 4.", "5", "It is 4, since 2 + 2 = 4."]
 
 
 @frozen
@@ -116,3 +118,8 @@ def train(trainer: str, format: str, folder: Path) -> Path:
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     tiny.run(trainer, [*words, "--output", str(run)], str(folder / "cache"), True)
     return run
+
+
+def score(*answers: Any, prompt: Any = QUESTION) -> dict[str, Any]:
+    """Return the body of a request to `/v1/score`."""
+    return {"items": [{"prompt": prompt, "answers": list(answers)}]}

@@ -278,3 +278,48 @@ def test_a_value_read_a_step_later_names_its_step_and_changes_no_weight(
         assert f"{inputs.train} line " in message
         assert column(sft_runs.read_metrics(tmp_path / "run"), "step") == [1]
         assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+WAITING = """
+import sys, time
+import torch
+from torch import distributed
+import rlhf.__main__ as script
+
+rank, code, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+def main():
+    store_of_ranks = distributed.FileStore(store, 2)
+    distributed.init_process_group("gloo", store=store_of_ranks, rank=rank, world_size=2)
+    values = torch.ones(10)
+    values.attribute = 1
+    if rank == 1:
+        time.sleep(0.3)
+        distributed.all_reduce(values)
+        time.sleep(0.7)
+        return 0
+    main.group = distributed.group.WORLD
+    sys.setswitchinterval(1000)
+    distributed.all_reduce(values, async_op=True)
+    del values
+    began = time.monotonic()
+    while time.monotonic() - began < 0.6:
+        pass
+    return code
+
+script.main = main
+script.run_process()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_thread_that_waits_for_the_interpreters_lock_does_not_abort_a_finished_process(
+    code: int, tmp_path: Path
+) -> None:
+    """It has received the other rank's values, and frees a tensor that Python knows."""
+    command = [sys.executable, "-c", WAITING]
+    words = [str(code), str(tmp_path / "store")]
+    with subprocess.Popen([*command, "1", *words]) as other:
+        ended = subprocess.run([*command, "0", *words], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (code, "")
+        assert other.wait() == 0

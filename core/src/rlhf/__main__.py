@@ -1,8 +1,32 @@
-"""`python -m rlhf`: the same command for torchrun, srun and the deepspeed launcher."""
+"""`rlhf` and `python -m rlhf`, the same command for torchrun, srun and the deepspeed launcher."""
 
+import atexit
+import os
 import sys
+from typing import Never
 
 from rlhf.commands.main import main
 
+
+def run_process() -> Never:
+    """Run the command and end the process, without the interpreter's own end: before CPython 3.14
+    that aborts the process if a thread of a collective waits for the interpreter's lock."""
+    code = 1
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    # The first function that is registered is called last.
+    atexit.register(leave)
+    try:
+        code = main()
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else 1
+        raise
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

@@ -96,7 +96,21 @@ def leaked(trainer: Mine, batch: PackedBatch) -> Tensor:
     return found[0]
 
 
+TOTALS = {"answers": 4.0, "examples": 4.0, "tokens": 40.0}
 LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
+    "a term per what nobody counts": (
+        lambda trainer, batch: Loss((Term(-trainer.logprobs(batch).sum(), per="rows"),)),
+        "Mine.loss() returned a term 0 per 'rows', which is not a known count; use one of "
+        "answers, examples, tokens",
+    ),
+    "a metric per what nobody counts": (
+        lambda trainer, batch: Loss(
+            (term(trainer, batch),),
+            {"least": (torch.tensor(1.0), "min"), "right": (torch.tensor(1.0), "pairs")},
+        ),
+        "Mine.loss() returned the metric 'right' per 'pairs', which is not a known count; use one "
+        "of answers, examples, tokens",
+    ),
     "nothing": (
         lambda trainer, batch: None,
         'Mine.loss() returned NoneType instead of a Loss; return Loss((Term(sum, per="tokens"),))',
@@ -170,7 +184,7 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
 def test_a_loss_that_core_cannot_use_is_refused(fault: str, session: Session) -> None:
     returns, text = LOSSES[fault]
     with pytest.raises(RLHFError) as error:
-        contract(session, returns).loss(first_batch(session))
+        contract(session, returns).loss(first_batch(session), TOTALS)
     assert str(error.value).endswith(text)
     assert fault.startswith("the head") or str(error.value) == text
 
@@ -218,7 +232,7 @@ def test_calls_of_the_models_are_watched_once_and_leave_no_hook(session: Session
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     before = [len(each) for each in hooks]
     checked = contract(session, lambda trainer, batch: Loss((term(trainer, batch),)))
-    first, second = (checked.loss(first_batch(session)) for _ in range(2))
+    first, second = (checked.loss(first_batch(session), TOTALS) for _ in range(2))
     assert torch.equal(first.terms[0].sum, second.terms[0].sum)
     assert [len(each) for each in hooks] == before
 
@@ -226,7 +240,7 @@ def test_calls_of_the_models_are_watched_once_and_leave_no_hook(session: Session
 def test_an_evaluation_needs_no_gradient(session: Session) -> None:
     checked = contract(session, lambda trainer, batch: Loss((term(trainer, batch),)))
     with torch.no_grad():
-        assert not checked.loss(first_batch(session)).terms[0].sum.requires_grad
+        assert not checked.loss(first_batch(session), TOTALS).terms[0].sum.requires_grad
 
 
 def test_parameters_that_no_optimizer_trains_are_refused(session: Session) -> None:

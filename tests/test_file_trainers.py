@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import sft_runs
 from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
+from rlhf.readouts import exported_extra, exported_model
 from rlhf.testing import Ranks, column, tiny, without_timings
 from sft_runs import Inputs
 
@@ -72,6 +74,47 @@ def test_a_run_of_a_file_is_resumed_and_exported(
         f"{file}, the file of a trainer, does not exist; correct the path (for a run folder: "
         "`trainer` in its versions.json)"
     )
+
+
+OWN = (
+    FILE.replace(
+        'self.policy = run.load("policy")',
+        'self.policy = run.load("policy", extra={"scale": torch.ones(3)})',
+    )
+    .replace(
+        "(-logprobs).pow(self.config.power).sum()",
+        "(self.policy(batch, scaled)['scaled']).sum()",
+    )
+    .replace("from attrs", "import torch\nfrom attrs")
+    + """
+
+def scaled(hidden, head, batch):
+    return {"scaled": -token_logprobs(hidden, head, batch)["logprobs"] * head.extra["scale"].mean()}
+"""
+)
+
+
+def test_an_adapter_of_a_file_is_exported_and_merged_with_its_own_parameters(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    file = tmp_path / "scaled_runs.py"
+    file.write_text(OWN)
+    run = tmp_path / "run"
+    words = sft_runs.words(inputs, run, "--train.steps", "2", "--lora", "2")
+    one.run(tiny.run, f"{file}:Powered", words, str(inputs.cache))
+    tiny.command("export", str(run), str(tmp_path / "exported"))
+    tiny.command("merge", str(run), str(tmp_path / "merged"))
+    adapter = "adapter_model.safetensors"
+    assert (tmp_path / "exported" / adapter).read_bytes() == (run / "model" / adapter).read_bytes()
+    trained = exported_extra(run / "model")["scale"]
+    assert not torch.equal(trained, torch.ones(3))
+    for folder in (tmp_path / "exported", tmp_path / "merged"):
+        assert torch.equal(exported_extra(folder)["scale"], trained)
+        card = (folder / "README.md").read_text()
+        assert "`extra/parameters.safetensors` has parameters of the trainer's own" in card
+        assert "(trainer `" in card
+        assert str(tmp_path) not in card
+    assert exported_model(tmp_path / "merged", "causal").config.model_type == "llama"
 
 
 @pytest.mark.matrix

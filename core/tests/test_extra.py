@@ -24,6 +24,8 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import exported_extra, exported_model, scores
+from rlhf.scorer import Scorer
+from rlhf.trainer import Row
 
 EXTRA = {"thresholds": torch.tensor([-1.0, 0.5, 2.0, 3.0]), "mixing": torch.eye(2)}
 
@@ -190,3 +192,24 @@ def test_labels_that_cannot_be_are_refused(task: Any, labels: Any, text: str, ba
     with pytest.raises(RLHFError) as error:
         empty_model(config_of(base), task, labels=labels)
     assert str(error.value) == text
+
+
+class Ratings(Scorer):
+    """Ratings from scores and thresholds."""
+
+    def encode(self, prompt: Any, answers: Any) -> Row:
+        return Row(prompt, answers, {"ends": [[len(each.tokens) - 1] for each in answers]})
+
+    def scores(self, logits: torch.Tensor) -> list[float]:
+        return (logits[:, :1] > self.extra["thresholds"].float()).sum(1).tolist()
+
+
+def test_a_scorer_has_the_trainer_s_own_parameters(base: str, tmp_path: Path) -> None:
+    module = load(base, labels=1)
+    scorer = Ratings(export(module, tmp_path / "model"), task="sequence")
+    assert scorer.extra.keys() == EXTRA.keys()
+    (logits,) = scorer.read([1, 2, 3], [Answer([4, 5])])
+    thresholds = module.extra["thresholds"].detach()
+    assert scorer.scores(logits) == [float((logits[0, 0] > thresholds).sum())]
+    scorer.pack()
+    assert torch.allclose(scorer.read([1, 2, 3], [Answer([4, 5])])[0], logits, atol=1e-5)

@@ -20,6 +20,7 @@ from rlhf.data.tokens import Row
 from rlhf.engine import Mesh
 from rlhf.model.architecture import DTYPES
 from rlhf.model.exported import exported_model
+from rlhf.model.extra import exported_extra
 from rlhf.model.head import Head
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
@@ -57,6 +58,8 @@ class Scorer(abc.ABC):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.config = model.config
         self.device = torch.device(device)
+        self.extra = exported_extra(self.folder)
+        """The trainer's own parameters, on the host."""
         self.precision = next(name for name, kind in DTYPES.items() if kind == model.dtype)
         self.module = PackedModel(model.to(device).eval(), path="separate")
 
@@ -69,7 +72,7 @@ class Scorer(abc.ABC):
     @abc.abstractmethod
     def scores(self, logits: Tensor) -> list[float]:
         """Return the scores of an answer from the logits [N, L] at its N ends, in float32 on the
-        host."""
+        host. `self.extra` has the trainer's own parameters."""
 
     def pack(self, *, longest: int = MAX_TOKENS) -> AttentionPath:
         """From now on compute many answers in one row, and a prompt once for all its answers if the

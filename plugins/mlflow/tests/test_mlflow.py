@@ -17,7 +17,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _address(uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The store of the tests as everybody's, and its files in a folder of the test."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -58,7 +58,6 @@ def test_the_samples_of_an_evaluation_are_an_artifact(tmp_path: Path, uri: str) 
     }
 
 
-@pytest.mark.usefixtures("_address")
 class TestMlflow(ObserverConformance):
     observer = "mlflow"
 

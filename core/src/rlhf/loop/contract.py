@@ -22,6 +22,7 @@ from rlhf.data.example import Example
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.journal.sums import EXTREMES, Totals
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import POLICY, Role
@@ -49,13 +50,14 @@ class Contract:
         check_survey(values, batch, call)
         return dict(values)
 
-    def loss(self, batch: PackedBatch) -> Loss:
-        """Return the trainer's loss of a micro-batch. Collective."""
+    def loss(self, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return the trainer's loss of a micro-batch, in a step with these totals. Collective."""
         call = call_of(self.trainer, "loss")
         training = torch.is_grad_enabled()
         with self._watching("loss" if training else "loss of an evaluation", call) as outputs:
             loss = self.trainer.loss(batch)
         check_loss(loss, call, training=training)
+        check_counts(loss, totals, call)
         if training:
             check_roles(loss, self.trained.keys(), call)
         if training and outputs is not None:
@@ -132,6 +134,18 @@ def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
                 raise RLHFError(
                     f"{type(trainer).__name__}.{name} is a{kind} that no optimizer trains; {remedy}"
                 )
+
+
+def check_counts(loss: Loss, totals: Totals, call: str) -> None:
+    """Raise RLHFError for a term or a metric that is per something that is not counted."""
+    counted = {f"a term {number}": term.per for number, term in enumerate(loss.terms)}
+    counted |= {f"the metric {name!r}": per for name, (_, per) in loss.metrics.items() if per != ""}
+    for what, per in counted.items():
+        if per not in totals and not (per in EXTREMES and what.startswith("the metric")):
+            raise RLHFError(
+                f"{call} returned {what} per {per!r}, which is not a known count; use one of "
+                f"{', '.join(sorted(totals))}"
+            )
 
 
 def check_loss(loss: Any, call: str, *, training: bool) -> None:

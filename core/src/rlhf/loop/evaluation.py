@@ -76,5 +76,5 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
             totals[name] = totals.get(name, 0.0) + value
         with torch.no_grad():
             for batch in batches:
-                sums.add_terms(session.contract.loss(batch))
+                sums.add_terms(session.contract.loss(batch, step_totals))
     return sums, totals

@@ -32,7 +32,7 @@ class Stepper:
         sums = Sums(session.mesh)
         for number, batch in enumerate(batches, start=1):
             session.place.enter("forward", batch=number)
-            loss = session.contract.loss(batch)
+            loss = session.contract.loss(batch, totals)
             losses = {role: weighted_loss(part, totals) for role, part in by_role(loss).items()}
             whole = torch.stack([*losses.values()]).sum()
             sums.add(loss, whole)

@@ -43,8 +43,8 @@ def test_an_old_run_is_read_for_export_and_for_resuming(name: str, tmp_path: Pat
 
 
 def test_a_removed_setting_with_another_value_is_refused(tmp_path: Path) -> None:
-    recorded("sft", tmp_path, {"deepspeed": {"tensor_parallel": 2}})
-    with pytest.raises(RLHFError, match=r"deepspeed\.tensor_parallel: unknown setting"):
+    recorded("sft", tmp_path, {"train": {"trace": 2}})
+    with pytest.raises(RLHFError, match=r"train\.trace: unknown setting"):
         read_config("sft", recorded=tmp_path / "config.yaml")
 
 
@@ -58,7 +58,7 @@ def test_a_removed_value_is_refused_with_what_replaces_it(tmp_path: Path) -> Non
     ) in str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["rm.loss bradley_terry", "deepspeed.tensor_parallel 1"])
+@pytest.mark.parametrize("setting", ["rm.loss bradley_terry", "train.trace 1"])
 def test_a_removed_setting_is_refused_as_unknown(setting: str, tmp_path: Path) -> None:
     dotted, value = setting.split()
     section, name = dotted.split(".")

@@ -60,6 +60,8 @@ class ModelShape:
     lookup: int = 0
     """Number of parameters of the embedding if it is only looked up; 0 if the head is tied to
     it."""
+    tensor: int = 1
+    """The largest number of ranks over which its layers can be divided; its divisors can too."""
 
     @property
     def mean_layer(self) -> int:
@@ -76,6 +78,8 @@ class Plan:
     """ZeRO stage, 0 to 3; at 3 the weights are sharded too."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
+    tensor: int = 1
+    """Number of ranks over which the layers are divided."""
     settings: dict[str, Any] = field(factory=dict)
     """The backend's own configuration (DeepSpeed's JSON)."""
     offload_states: Literal["auto", "always", "never"] = "never"

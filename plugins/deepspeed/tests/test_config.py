@@ -10,7 +10,9 @@ from plans import config
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
+from rlhf.testing import read_config
 from rlhf_plugin_deepspeed import capabilities
+from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check, resolve
 
 REFUSED = [
@@ -70,6 +72,60 @@ def test_a_quantized_base_is_refused_at_stage_3():
     assert str(error.value) == (
         "model.quantize has no effect at ZeRO stage 3, only at stages 0 to 2; use the preset "
         "zero2, which shards what the adapter trains"
+    )
+
+
+TENSOR_REFUSED = [
+    (
+        {"stage": 3},
+        {},
+        "deepspeed.tensor_parallel has no effect at ZeRO stage 3, only at stages 0 to 2; use the "
+        "preset zero2, or remove it: stage 3 divides all weights itself",
+    ),
+    ({}, {"dtype": "fp16"}, "deepspeed.tensor_parallel needs model.dtype fp32 or bf16"),
+    (
+        {},
+        {"quantize": "nf4"},
+        "deepspeed.tensor_parallel cannot be combined with model.quantize; remove one of the two",
+    ),
+    (
+        {},
+        {"kernels": "compile"},
+        "deepspeed.tensor_parallel cannot be combined with model.kernels compile; remove one of "
+        "the two",
+    ),
+    (
+        {},
+        {"fp8": "tensorwise"},
+        "deepspeed.tensor_parallel cannot be combined with model.fp8; remove one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "model", "text"), TENSOR_REFUSED, ids=str)
+def test_a_tensor_axis_is_refused_with_what_it_cannot_divide(settings, model, text):
+    run = config(tensor_parallel=2, **settings)
+    with pytest.raises(RLHFError) as error:
+        check(evolve(run, model=ModelConfig(**{"dtype": "bf16", **model})))
+    assert str(error.value) == text
+
+
+def test_dora_is_refused_under_a_tensor_axis():
+    words = ["--lora.dora", "true", "--deepspeed.tensor_parallel", "2"]
+    with pytest.raises(RLHFError) as error:
+        read_config("sft", overrides=words, inputs=False)
+    assert str(error.value) == (
+        "deepspeed.tensor_parallel cannot be combined with lora.dora; remove one of the two"
+    )
+
+
+def test_a_tensor_axis_needs_a_tested_deepspeed(monkeypatch):
+    monkeypatch.setattr(section_of, "installed_version", lambda: "0.19.4")
+    with pytest.raises(RLHFError) as error:
+        check(config(tensor_parallel=2))
+    assert str(error.value) == (
+        "deepspeed.tensor_parallel needs deepspeed 0.19.8, but 0.19.4 is installed; run pip "
+        "install 'deepspeed>=0.19.8,<0.20'"
     )
 
 

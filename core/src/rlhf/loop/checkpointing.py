@@ -96,7 +96,8 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     if session.rollouts is not None:
         session.rollouts.load(folder, state["step"])
     step, ranks = state["step"], state["ranks"]
-    if ranks == mesh.world:
+    shards = state.get("shards", ranks)
+    if (ranks, shards) == (mesh.world, mesh.shards.size):
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
         return step, ""
     random_state.spread(session.config.train.seed, mesh.shards.rank, step)
@@ -145,6 +146,7 @@ def _state(session: Session, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "ranks": session.mesh.world,
+        "shards": session.mesh.shards.size,
         "data": _data(session.train_order.examples),
         "schedules": {role: schedule.state_dict() for role, schedule in schedules(session).items()},
         "trainer": session.trainer.state(),

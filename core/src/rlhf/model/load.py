@@ -45,7 +45,9 @@ def load_model(
     if plan.stage == 3:
         causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
     else:
-        causal = load_whole(architecture, config, task, dtype, device=mesh.device)
+        # A device need not have room for layers that are divided later.
+        device = mesh.device if plan.tensor == 1 else torch.device("cpu")
+        causal = load_whole(architecture, config, task, dtype, device=device)
     layers = change_layers(decoder(causal), config.model, mesh.device)
     own = {name: value.to(mesh.device, dtype, copy=True) for name, value in (extra or {}).items()}
     return PackedModel(

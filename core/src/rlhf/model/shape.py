@@ -1,5 +1,6 @@
 """What is known of a configured model before any weight is read: its shape and its positions."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,13 @@ from rlhf.model.parts import decoder, layers_of, num_parameters
 from rlhf.model.sequence import check_heads
 from rlhf.model.task import Task
 from rlhf.model.trainable import prepare_trainable
+
+TENSOR_FAMILIES = (
+    "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo", "qwen2",
+    "qwen3", "smollm3", "starcoder2",
+)  # fmt: skip
+"""`model_type`s whose layers can be divided, as tests show. transformers' plans of others divide
+more than linear layers, or nobody has tried them."""
 
 
 def empty_model(
@@ -59,7 +67,18 @@ def shape_of(module: PackedModel) -> ModelShape:
         layers=text.num_hidden_layers,
         head=head.numel(),
         lookup=0 if embedding is head else embedding.numel(),
+        tensor=most_tensor_ranks(text),
     )
+
+
+def most_tensor_ranks(config: Any) -> int:
+    """Return over how many ranks the layers of a model can be divided at most by transformers' plan
+    of its family; 1 for other families."""
+    if config.model_type not in TENSOR_FAMILIES:
+        return 1
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return math.gcd(heads, groups, config.intermediate_size)
 
 
 def shape_of_module(module: nn.Module) -> ModelShape:

@@ -36,6 +36,7 @@ from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
+from rlhf_plugin_deepspeed.tensor import check_divides, divided
 from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.weights import gathered, kept_whole, load, mix, sharded_creation
 
@@ -68,6 +69,9 @@ class DeepSpeedBackend:
         trained: bool,
         occupied: int,
     ) -> Plan:
+        if trained:
+            check_divides(model_shape, mesh.tensor.size, path=config.model.path)
+        model_shape = divided(model_shape, mesh.tensor.size)
         if not trained:
             return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
         offloaded = resolve(config.backend_section).offload_optimizer
@@ -80,11 +84,13 @@ class DeepSpeedBackend:
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
+        model_shape = divided(model_shape, plan.tensor)
         return memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=trained)
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
-        return layouts(config, mesh, model_shape)
+        check_divides(model_shape, mesh.tensor.size, path=config.model.path)
+        return layouts(config, mesh, divided(model_shape, mesh.tensor.size))
 
     @hookimpl
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:

@@ -135,6 +135,16 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="use the preset zero2",
     ),
+    Capability(
+        feature="layers divided over ranks (tensor parallelism)",
+        setting="deepspeed.tensor_parallel",
+        least="0.19.8",
+        stages=(0, 1, 2),
+        precisions=("fp32", "bf16"),
+        excludes=("model.quantize", "lora.dora", "model.kernels compile", "model.fp8"),
+        optional_stage=True,
+        alternative="use the preset zero2, or remove it: stage 3 divides all weights itself",
+    ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
     Capability(

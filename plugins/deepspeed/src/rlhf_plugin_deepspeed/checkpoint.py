@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from rlhf.engine import EngineState, Fragment, SavedState
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.optimizer import replay_steps
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -42,10 +43,10 @@ class Piece:
 
 
 def engine_state(engine: InferenceEngine) -> EngineState:
-    """Return views of what this rank holds."""
+    """Return views of what this rank holds. Collective over the tensor axis."""
     fragments = list(_untrained(engine))
     if not isinstance(engine, TrainingEngine):
-        return EngineState(fragments=fragments)
+        return EngineState(fragments=list(of_whole(fragments, engine.module, engine.mesh)))
     names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
     steps = _steps(optimizer)
     for piece in pieces(engine):
@@ -64,11 +65,13 @@ def engine_state(engine: InferenceEngine) -> EngineState:
         ]  # fmt: skip
     scaler = _scaler(engine)
     more = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
-    return EngineState(fragments=fragments, more={"scaler": more})
+    whole = list(of_whole(fragments, engine.module, engine.mesh))
+    return EngineState(fragments=whole, more={"scaler": more})
 
 
 def restore(engine: InferenceEngine, saved: SavedState) -> None:
     """Restore what `engine_state` returned, of any layout. Collective."""
+    saved = SavedParts(saved, engine.module)
     offload: Any = None
     if engine.stage == 3:
         optimizer = engine.runner.optimizer

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
@@ -78,7 +78,7 @@ REFUSED = {
     for name in names.split()
 } | {
     "compile": "DeepCompile is not supported; set model.kernels to compile",
-    "tensor_parallel": "tensor parallelism is not supported",
+    "tensor_parallel": "deepspeed.tensor_parallel decides it",
 }
 """Why a key of DeepSpeed's JSON cannot be set."""
 
@@ -123,9 +123,6 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
-    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tensor_parallel": (1,),
-    }
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set
     model.dtype); zero1_offload, zero2_offload (optimizer on the CPU), zero3_offload (optimizer and
@@ -143,6 +140,10 @@ class DeepSpeedConfig:
     """Number of ranks that divide the tokens of each packed row, for rows that are too long for one
     accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of ranks and the
     model's attention heads."""
+    tensor_parallel: int = field(default=1, validator=validators.ge(1))
+    """Number of ranks that divide the layers of the model (Megatron-LM, arXiv 1909.08053), stages 0
+    to 2, for models that do not fit one accelerator; it divides the ranks, the attention heads, the
+    key-value heads and the width of the feed-forward layers."""
     frozen: Literal["auto", 0, 3, "offload"] = "auto"
     """Models that are not trained, such as a reference or a teacher: 0 holds them whole on every
     rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
@@ -237,6 +238,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         f"optim.name {config.optim.name}": True,
         "model.kernels compile": config.model.kernels == "compile",
         "model.fp8": config.model.fp8 is not None,
+        "deepspeed.tensor_parallel": section.tensor_parallel > 1,
     }
     raw = [f"{RAW}{key}" for key, _ in leaves(section.config)]
     return [name for name, is_on in settings.items() if is_on] + raw

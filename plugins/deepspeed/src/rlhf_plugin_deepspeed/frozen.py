@@ -52,7 +52,8 @@ def plan_frozen(
 
 def _frozen_ways(config: Config) -> list[Way]:
     """Return the values of `deepspeed.frozen` that the model allows."""
-    names = [name for name in settings_of(config, Resolved(stage=0)) if name.startswith("model.")]
+    settings = settings_of(config, Resolved(stage=0))
+    names = [name for name in settings if name.startswith(("model.", "deepspeed.tensor"))]
     ways = [name for name, way in WAYS.items() if way.stage in stages_for(names)]
     setting = config.backend_section.frozen
     if setting not in ("auto", *ways):

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -66,7 +67,8 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
     """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
     them."""
-    return divided(ranks, sequence=config.backend_section.sequence_parallel)
+    section = config.backend_section
+    return divided(ranks, sequence=section.sequence_parallel, tensor=section.tensor_parallel)
 
 
 def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
@@ -89,12 +91,13 @@ def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]
 
 def with_groups(rank: int, sizes: Mapping[str, int], *, timeout: timedelta) -> dict[str, Axis]:
     """Return the axes of these sizes as `rank` sees them, each with its process group. An axis of
-    one rank or of all ranks needs none of its own. Collective."""
+    one rank or of all ranks needs none of its own, except `shards`, whose group DeepSpeed is told.
+    Collective."""
     world = distributed.get_world_size()
     places = [axes(other, **sizes) for other in range(world)]
     own = places[rank]
     for name, across in ACROSS.items():
-        if not 1 < own[name].size < world:
+        if own[name].size == world or (own[name].size == 1 and name != "shards"):
             continue
         lines: dict[tuple[int, ...], list[int]] = {}
         for other, place in enumerate(places):
@@ -102,6 +105,31 @@ def with_groups(rank: int, sizes: Mapping[str, int], *, timeout: timedelta) -> d
         group, _ = distributed.new_subgroups_by_enumeration([*lines.values()], timeout=timeout)
         own[name] = evolve(own[name], group=group)
     return own
+
+
+class Groups:
+    """The groups of the axes as DeepSpeed asks for them, by Megatron-LM's names."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._data, self._model = mesh.shards, mesh.tensor
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._data.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data.rank
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model.group or distributed.group.WORLD
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._model.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model.rank
 
 
 def close_axes(mesh: Mesh) -> None:

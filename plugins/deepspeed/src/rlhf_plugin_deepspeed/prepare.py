@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
+from rlhf_plugin_deepspeed.mesh import Groups
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import replace
@@ -31,6 +32,7 @@ from rlhf_plugin_deepspeed.stepping import (
     sharded_step,
     stage_3_step,
 )
+from rlhf_plugin_deepspeed.tensor import divide
 from rlhf_plugin_deepspeed.versions import installed_version, older
 from rlhf_plugin_deepspeed.weights import sharded_creation
 
@@ -49,9 +51,12 @@ def prepare_training(
     """Return an engine that trains `model`. Collective."""
     layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
-    settings = _settings(model, plan, ranks=mesh.shards.size, rounded=rounded)
+    settings = _settings(model, plan, mesh, rounded=rounded)
     with rate_zero(optimizer), reduced_by_parameter(layers):
-        runner, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        runner, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings,
+            mpu=Groups(mesh) if mesh.tensor.size > 1 else None,
+        )  # fmt: skip
     if plan.stage == 0 and not _is_plain(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
@@ -84,12 +89,12 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
-def _settings(model: nn.Module, plan: Plan, *, ranks: int, rounded: bool) -> dict[str, Any]:
+def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:
     """Return DeepSpeed's settings for training. A copy: the plan stays as it was recorded, and
     DeepSpeed writes into the dictionary."""
     settings = copy.deepcopy(plan.settings)
     zero = settings["zero_optimization"]
-    if rounded or _is_plain(plan):
+    if rounded or _is_plain(plan) or (plan.stage == 0 and mesh.tensor.size > 1):
         # Clipped by the update over bf16 states, or by our step; DeepSpeed's clipping at stage 0
         # takes a loop over all gradients, twice.
         settings["gradient_clipping"] = 0.0
@@ -103,7 +108,9 @@ def _settings(model: nn.Module, plan: Plan, *, ranks: int, rounded: bool) -> dic
         # of a gradient that has an empty shard while another stream still reads it. (It also
         # divides a gradient that fills a bucket by itself in place. This affects only embeddings
         # and heads, whose gradients are not read elsewhere.)
-        zero["contiguous_gradients"] = "offload_optimizer" in zero and _some_empty(model, ranks)
+        zero["contiguous_gradients"] = "offload_optimizer" in zero and _some_empty(
+            model, mesh.shards.size
+        )
     return settings
 
 
@@ -149,6 +156,8 @@ def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype).contiguous()
+    if plan.tensor > 1:
+        divide(model, mesh.tensor)
     if plan.stage < 3:
         return []
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):

@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rlhf.engine import Deferred, LaterOutcome, StepOutcome
+from rlhf.engine import Axis, Deferred, LaterOutcome, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.patches.checks import sharded_norm
+from rlhf_plugin_deepspeed.tensor import part_of
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 CHECKS_BY_NORM = "0.19.8"
@@ -19,7 +20,7 @@ CLIP_EPS = 1e-6
 
 def plain_step(engine: TrainingEngine) -> StepOutcome:
     """Step with torch's own optimizer, stage 0 in fp32: DeepSpeed neither checks nor clips."""
-    norm = float(whole_norm(engine.module))
+    norm = float(whole_norm(engine.module, engine.mesh.tensor))
     if not math.isfinite(norm):
         engine.deepspeed.zero_grad()
         return StepOutcome(moved=False, grad_norm=norm)
@@ -31,7 +32,10 @@ def plain_step(engine: TrainingEngine) -> StepOutcome:
 
 def mastered_step(engine: TrainingEngine) -> StepOutcome:
     """Step over fp32 masters at stage 0, in bf16 and fp16."""
-    norm = float(whole_norm(engine.module)) / engine.loss_scale()
+    norm = float(whole_norm(engine.module, engine.mesh.tensor)) / engine.loss_scale()
+    if engine.mesh.tensor.size > 1:
+        # DeepSpeed clips by a norm that counts flat gradients on one rank of the axis.
+        torch._foreach_mul_(gradients(engine.module), _factor(engine, norm))
     moved, skipped = _update(engine)
     return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
 
@@ -62,7 +66,7 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
     """Step with `RoundedAdamW`, which clips and skips on the device: the host does not wait for the
     norm."""
     if engine.stage == 0:
-        norm = whole_norm(engine.module)
+        norm = whole_norm(engine.module, engine.mesh.tensor)
     else:
         norm = sharded_norm(engine.deepspeed.optimizer)
     factor = ((engine.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
@@ -72,6 +76,13 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
     if engine.schedule is not None:
         engine.schedule.step()
     return LaterOutcome(Deferred(norm[None]))
+
+
+def _factor(engine: TrainingEngine, norm: float) -> float:
+    """Return what clips a gradient of this norm; NaN, which skips the step, if it is not finite."""
+    if not math.isfinite(norm):
+        return math.nan
+    return min(1.0, engine.clip / (norm + CLIP_EPS)) if engine.clip else 1.0
 
 
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:
@@ -95,11 +106,19 @@ def _deepspeeds_norm(engine: TrainingEngine, *, moved: bool) -> float:
     return norm if moved or not math.isfinite(norm) else math.inf
 
 
-def whole_norm(module: nn.Module) -> Tensor:
-    """Return the norm of the gradient at stage 0, where every rank holds all of it. DeepSpeed has
-    none without masters, and with torch's optimizer in fp16 a scaled one."""
-    norms = torch._foreach_norm(gradients(module), 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+def whole_norm(module: nn.Module, axis: Axis) -> Tensor:
+    """Return the norm of the gradient at stage 0, where every rank holds all of it, or of divided
+    layers its part along the tensor axis. DeepSpeed has none without masters, and with torch's
+    optimizer in fp16 a scaled one. Collective."""
+    gradients(module)
+    # What tensor ranks hold alike counts on the first.
+    counted = [
+        item.grad for item in module.parameters()
+        if item.grad is not None and (axis.rank == 0 or part_of(item))
+    ]  # fmt: skip
+    norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm if axis.size == 1 else axis.sum(norm.square()).sqrt()
 
 
 def gradients(module: nn.Module) -> list[Tensor]:

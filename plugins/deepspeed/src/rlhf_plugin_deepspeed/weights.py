@@ -16,6 +16,7 @@ from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
+from rlhf_plugin_deepspeed.tensor import whole
 
 GENERATION = -1
 """Stands for a module among those that use a weight, whose numbers begin at 0."""
@@ -88,7 +89,8 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
         if trained_only and not parameter.requires_grad:
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            value = parameter.detach().to("cpu", copy=True) if first else torch.empty(0)
+            value = whole(parameter)
+            value = value.to("cpu", copy=True) if first else torch.empty(0)
         for name in aliases:
             yield name, value
     if trained_only:

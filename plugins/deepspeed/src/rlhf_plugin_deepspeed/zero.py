@@ -81,18 +81,27 @@ def plan_at(
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
-    ranks = "1 rank" if mesh.shards.size == 1 else f"{mesh.shards.size} ranks"
-    if mesh.sequence.size > 1:
-        ranks += f" (data {mesh.data.size} x sequence {mesh.sequence.size})"
+    ranks = _ranks(mesh)
+    tensor = 1 if shape.tensor % mesh.tensor.size else mesh.tensor.size
     parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, trained)
     return Plan(
         stage=stage,
+        tensor=tensor,
         precision=precision,
         settings=overlay(settings, section.config),
         offload_states="never" if resolved.offload_optimizer else section.offload_states,
         summary=", ".join(filter(None, parts)) + offloads(resolved),
         patches=patches,
     )
+
+
+def _ranks(mesh: Mesh) -> str:
+    """Return the number of ranks, with the sizes of the axes if there are several."""
+    size = mesh.shards.size * mesh.tensor.size
+    others = {"sequence": mesh.sequence.size, "tensor": mesh.tensor.size}
+    more = "".join(f" x {name} {each}" for name, each in others.items() if each > 1)
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    return f"{ranks} (data {mesh.data.size}{more})" if more else ranks
 
 
 def offloads(resolved: Resolved) -> str:

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed
 
 from rlhf_plugin_deepspeed.patches.install import replace
+from rlhf_plugin_deepspeed.tensor import part_of
 
 
 def check_once(optimizer: Any, patches: Collection[str]) -> None:
@@ -48,9 +49,15 @@ def sharded_norm(optimizer: Any) -> Tensor:
     """
     every = chain.from_iterable(optimizer.averaged_gradients.values())
     shards = [item for item in every if not getattr(item, "_zero_padding", False)]
+    if optimizer.model_parallel_rank > 0:
+        # What tensor ranks hold alike counts on the first.
+        owners = chain.from_iterable(optimizer.params_in_partition)
+        shards = [item for item, owner in zip(shards, owners, strict=True) if part_of(owner)]
     total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())
     if shards:
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)
         total += torch.stack(list(norms)).square().sum()
     distributed.all_reduce(total, group=optimizer.dp_process_group)
+    if optimizer.model_parallel_group is not None:
+        distributed.all_reduce(total, group=optimizer.model_parallel_group)
     return total.sqrt()

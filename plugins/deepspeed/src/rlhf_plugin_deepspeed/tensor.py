@@ -1,0 +1,217 @@
+"""Tensor parallelism: linear layers divided over the ranks of the tensor axis, after Megatron-LM
+(arXiv 1909.08053, section 3).
+
+Which layers, and how, is transformers' own plan of a family (`base_model_tp_plan` of its config).
+Weights stay plain tensors, each rank's part of a whole one, so that ZeRO, peft and the kernels need
+not know. DeepSpeed's AutoTP replaces modules, which peft's adapters and frozen models without an
+engine have not; its first forward also compares its inputs, which are no tensors here.
+"""
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, distributed, nn
+from torch.autograd.function import once_differentiable
+
+from rlhf.engine import Axis, ModelShape, register_sharding
+from rlhf.errors import RLHFError
+
+DIMS = {"colwise": 0, "rowwise": 1}
+"""The dimension of a weight [out, in] that a style divides."""
+PARTIAL = {"colwise": "lora_A", "rowwise": "lora_B"}
+"""The factor of an adapter that stays whole: its gradient is a sum over the axis."""
+PART = "tensor_part"
+
+
+@frozen(eq=False)
+class Part:
+    """This rank's part of a parameter, equal in size on all ranks of the axis."""
+
+    axis: Axis
+    dim: int
+    shape: torch.Size
+    """Of the whole parameter."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements of a part."""
+        return self.shape.numel() // self.axis.size
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole parameter."""
+        return whole.chunk(self.axis.size, self.dim)[self.axis.rank].clone()
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole parameter. Collective."""
+        parts = [torch.empty_like(part) for _ in range(self.axis.size)]
+        distributed.all_gather(parts, part.contiguous(), group=self.axis.group)
+        return torch.cat(parts, self.dim)
+
+
+class TensorSharding:
+    """What core asks of divided parameters (`rlhf.engine.Sharding`)."""
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
+        """Return the shape of the whole parameter; None for one that is not divided."""
+        part = part_of(parameter)
+        return None if part is None else part.shape
+
+    def shard(self, parameter: Tensor) -> Tensor | None:
+        """Return None: the parameter itself is the part."""
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorSharding)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
+    """Raise RLHFError unless the layers of a model can be divided over so many ranks."""
+    if shape.tensor % size == 0:
+        return
+    if shape.tensor == 1:
+        raise RLHFError(
+            f"deepspeed.tensor_parallel is {size}, but the layers of {path} cannot be divided "
+            "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead"
+        )
+    sizes = [str(each) for each in range(1, shape.tensor + 1) if shape.tensor % each == 0]
+    raise RLHFError(
+        f"deepspeed.tensor_parallel is {size}, which does not divide the heads and the "
+        f"feed-forward layers of {path}; set it to {' or '.join(sizes)}"
+    )
+
+
+def divided(shape: ModelShape, size: int) -> ModelShape:
+    """Return what one of so many ranks has of a model: the whole embedding and head, and a part of
+    the layers if they can be divided."""
+    if shape.tensor % size:
+        return shape
+    ends = shape.head + shape.lookup
+    parameters = ends + (shape.parameters - ends) // size
+    return evolve(shape, parameters=parameters, trainable=min(shape.trainable, parameters))
+
+
+def part_of(parameter: Tensor) -> Part | None:
+    """Return which part of a parameter this rank has; None for a whole one."""
+    return getattr(parameter, PART, None)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return the value of a parameter, gathered over the tensor axis. Collective."""
+    part = part_of(parameter)
+    return parameter.detach() if part is None else part.whole(parameter.detach())
+
+
+def divide(model: nn.Module, axis: Axis) -> None:
+    """Divide the layers of `model` over the ranks of `axis`, in place."""
+    register_sharding(TensorSharding())
+    shared = Shared(axis)
+    for module, style in planned(model):
+        if style == "colwise":
+            module.register_forward_pre_hook(partial(_share, shared))
+        elif style == "rowwise":
+            linear: Any = getattr(module, "base_layer", module)
+            if linear.bias is not None:
+                # Added once, to the sum.
+                linear.forward = partial(_product, linear)
+            module.register_forward_hook(partial(_add_up, axis, linear))
+        for name, parameter in module.named_parameters():
+            _divide(name, parameter, style, axis)
+
+
+def planned(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules of the family's plan with their style."""
+    configs = (getattr(part, "config", None) for part in model.modules())
+    plans = (getattr(config, "base_model_tp_plan", None) for config in configs)
+    plan: Mapping[str, str] = next(filter(None, plans), {})
+    styles = [
+        (re.compile(r"(.*\.)?" + re.escape(name).replace(r"\*", r"\d+")), style)
+        for name, style in plan.items()
+    ]
+    for name, module in model.named_modules():
+        for pattern, style in styles:
+            if pattern.fullmatch(name):
+                yield module, style
+
+
+def _divide(name: str, parameter: nn.Parameter, style: str, axis: Axis) -> None:
+    if style not in DIMS or PARTIAL[style] in name:
+        if parameter.requires_grad:
+            parameter.register_hook(partial(_summed, axis))
+    elif style == "colwise" or parameter.ndim > 1:
+        part = Part(axis, DIMS[style], parameter.shape)
+        parameter.data = part.of(parameter.data)
+        setattr(parameter, PART, part)
+        # DeepSpeed's norms count every other parameter on the first rank only.
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+class Shared:
+    """The input of divided layers. Those that read the same tensor share the sum of its
+    gradient."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._last: tuple[Any, Any] = (lambda: None, lambda: None)
+
+    def __call__(self, value: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or not value.requires_grad:
+            return value
+        source, shared = (reference() for reference in self._last)
+        if source is not value or shared is None:
+            shared = SumGradient.apply(value, self._axis)
+            self._last = (weakref.ref(value), weakref.ref(shared))
+        return shared
+
+
+class SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(ctx.axis, gradient), None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over the axis, whose gradient is the same for every term."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        return _summed(axis, value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _share(shared: Shared, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return shared(inputs[0]), *inputs[1:]
+
+
+def _product(linear: nn.Linear, value: Tensor) -> Tensor:
+    return nn.functional.linear(value, linear.weight)
+
+
+def _add_up(
+    axis: Axis, linear: nn.Linear, module: nn.Module, inputs: Any, output: Tensor
+) -> Tensor:
+    total: Tensor = Sum.apply(output, axis)
+    return total if linear.bias is None else total + linear.bias
+
+
+def _summed(axis: Axis, value: Tensor) -> Tensor:
+    # A copy: the tensor may be another's too.
+    return axis.sum(value.clone(memory_format=torch.contiguous_format))

@@ -72,6 +72,11 @@ class ModelConfig:
     """Compute the layers' matrix products in FP8 by this recipe of torchao. Faster for large
     models; the curve differs slightly. tensorwise: one scale per tensor; rowwise: one per row,
     which is slower. Needs GPUs of compute capability 8.9, for rowwise 9.0."""
+    router_loss: float | None = field(default=None, validator=optional(not_negative))
+    """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each
+    step of training adds to the loss. It is computed over each example, so that the curve does not
+    depend on how rows are divided. Default: `router_aux_loss_coef` of the model's config, if its
+    routers are trained; 0 switches it off."""
     recompute: Recompute = "auto"
     """Activations that are recomputed in the backward pass instead of kept; the curve is the same.
     selective: the products of gated feed-forward layers, which saves a quarter of the activations

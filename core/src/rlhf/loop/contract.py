@@ -62,7 +62,7 @@ class Contract:
             check_roles(loss, self.trained.keys(), call)
         if training and outputs is not None:
             check_graph(loss, self.trained, outputs, call)
-        return loss
+        return with_router_losses(loss, self.trained)
 
     @contextmanager
     def _watching(self, name: str, call: str) -> Iterator[set[Any] | None]:
@@ -79,6 +79,22 @@ class Contract:
                 if isinstance(module, PackedModel):
                     watch(module, role, call, nodes, stack)
             yield nodes
+
+
+def with_router_losses(loss: Loss, trained: Mapping[str, Role]) -> Loss:
+    """Return the loss with a term for each mixture of experts, the mean over its forwards, and the
+    metric `router_loss` of the policy."""
+    for role, model in trained.items():
+        module = model.engine.module
+        losses = module.router_losses if isinstance(module, PackedModel) else []
+        if losses:
+            mean = torch.stack(losses).mean()
+            losses.clear()
+            name = "router_loss" if role == POLICY else f"router_loss_{role}"
+            term = Term(mean, per="examples", weight=module.router_loss, role=role)
+            metrics = {**loss.metrics, name: (mean.detach(), "examples")}
+            loss = Loss((*loss.terms, term), metrics)
+    return loss
 
 
 def watch(module: PackedModel, role: str, call: str, nodes: set[Any], stack: ExitStack) -> None:

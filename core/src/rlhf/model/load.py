@@ -15,6 +15,7 @@ from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.kernels.layers import change_layers, check_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
+from rlhf.model.router import router_loss_of
 from rlhf.model.task import Task
 from rlhf.model.trainable import four_bits, prepare_trainable
 from rlhf.model.weights import pretrained_model, random_model
@@ -50,8 +51,10 @@ def load_model(
         causal = load_whole(architecture, config, task, dtype, device=device)
     layers = change_layers(decoder(causal), config.model, mesh.device)
     own = {name: value.to(mesh.device, dtype, copy=True) for name, value in (extra or {}).items()}
+    model = prepare_trainable(causal, config, task)
+    coefficient = router_loss_of(causal, config.model.router_loss)
     return PackedModel(
-        prepare_trainable(causal, config, task), layers=layers, extra=own, sequence=mesh.sequence
+        model, layers=layers, extra=own, sequence=mesh.sequence, router_loss=coefficient
     )
 
 

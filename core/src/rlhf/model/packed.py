@@ -18,6 +18,7 @@ from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
+from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
 from rlhf.model.sequence import all_rows, own_part
 from rlhf.model.unfold import padded_groups, padded_rows, padded_way_back, rounded_up, unshared
@@ -54,6 +55,7 @@ class PackedModel(nn.Module):
         layers: str = "",
         extra: Mapping[str, Tensor] | None = None,
         sequence: Axis | None = None,
+        router_loss: float = 0.0,
     ) -> None:
         super().__init__()
         attention.register()
@@ -65,6 +67,10 @@ class PackedModel(nn.Module):
         """The trainer's own parameters, which a readout gets with the head."""
         self.sequence = sequence or Axis()
         """The ranks that divide the tokens of a packed row."""
+        self.router_loss = router_loss
+        """The coefficient of the router loss; 0 without one."""
+        self.router_losses: list[Tensor] = []
+        """What the forwards of a training step add up, scalars; the loop takes them."""
         self.own_attention = own_attention(self.causal)
         self.path = path
 
@@ -97,11 +103,22 @@ class PackedModel(nn.Module):
 
     def forward(self, batch: PackedBatch, readout: Readout) -> dict[str, Tensor]:
         """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""
-        hidden = self.hidden(batch)
+        is_balanced = self.router_loss and self.training and torch.is_grad_enabled()
+        hidden = self.balanced(batch) if is_balanced else self.hidden(batch)
         head = attrs.evolve(
             read_head(self.causal), extra=dict(self.extra.items()), sequence=self.sequence
         )
         return dict(readout(hidden, head, batch))
+
+    def balanced(self, batch: PackedBatch) -> Tensor:
+        """Return `hidden(batch)` and keep the sum of its router loss over the examples."""
+        with recorded(routers_of(self.causal)) as logits:
+            hidden = self.hidden(batch)
+        top = self.causal.config.get_text_config().num_experts_per_tok
+        examples = batch.num_examples
+        loss = balance_loss(logits, batch.example, examples=examples, top=top)
+        self.router_losses.append(loss)
+        return hidden
 
     def save_weights(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         """Write a model folder that plain transformers or peft opens.

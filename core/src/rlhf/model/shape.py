@@ -16,6 +16,7 @@ from rlhf.model.kernels.fused import check_gates_known
 from rlhf.model.kernels.layers import rehearse_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of, num_parameters
+from rlhf.model.router import router_loss_of
 from rlhf.model.sequence import check_heads
 from rlhf.model.task import Task
 from rlhf.model.trainable import prepare_trainable
@@ -47,9 +48,9 @@ def empty_model(
     check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
     own = {name: value.to("meta", dtype) for name, value in (extra or {}).items()}
-    return PackedModel(
-        prepare_trainable(causal, config, task, shape_only=True), extra=own, sequence=mesh.sequence
-    )
+    model = prepare_trainable(causal, config, task, shape_only=True)
+    coefficient = router_loss_of(causal, config.model.router_loss)
+    return PackedModel(model, extra=own, sequence=mesh.sequence, router_loss=coefficient)
 
 
 def shape_of(module: PackedModel) -> ModelShape:

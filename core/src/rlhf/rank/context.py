@@ -86,6 +86,8 @@ class RunContext(RunModels):
             _compile(engine, config.model, attention)
         if engine.module.layers and trained:
             self.notes.append(engine.module.layers)
+        if engine.module.router_loss and trained:
+            self.notes.append(router_note(engine.module, config.model))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
 
@@ -194,6 +196,24 @@ class RunContext(RunModels):
             tokens=self.config.batch.budget, read=read, width=width,
         )  # fmt: skip
         return done
+
+
+def router_note(module: PackedModel, model: ModelConfig) -> str:
+    """Return what the first lines of a run say of the router loss, which is switched off where it
+    cannot be computed. Raises RLHFError there for a coefficient that the user has set."""
+    problem = ""
+    if module.path != "tree":
+        problem = f"the model runs on the path '{module.path}'"
+    elif module.sequence.size > 1:
+        problem = "ranks divide the tokens of each row"
+    elif compiles(model):
+        problem = "the layers are compiled"
+    if not problem:
+        return f"router     load-balancing loss times {module.router_loss:g}, over each example"
+    if model.router_loss:
+        raise RLHFError(f"model.router_loss cannot be computed: {problem}; set it to 0")
+    module.router_loss = 0.0
+    return f"router     no load-balancing loss: {problem}"
 
 
 def _compile(engine: Engine, model: ModelConfig, attention: AttentionPath) -> None:

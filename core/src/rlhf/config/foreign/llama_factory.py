@@ -3,7 +3,13 @@
 from typing import Any
 
 from rlhf.config.foreign.project import OFF, Project, Rule, Variant, lost, read, to, unneeded
-from rlhf.config.foreign.transformers import DEFAULTS, PACKING, TRACKERS, TRANSFORMERS
+from rlhf.config.foreign.transformers import (
+    DEFAULTS,
+    PACKING,
+    PER_EXAMPLE,
+    TRACKERS,
+    TRANSFORMERS,
+)
 
 TEMPLATE = "the tokenizer's own chat template is used here; data.chat_template replaces it"
 HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
@@ -40,9 +46,10 @@ KEYS: dict[str, Rule] = {
     "neat_packing": read("always on", PACKING),
     "early_stopping_steps": read("train.patience", "set train.patience and checkpoint.best"),
     "use_swanlab": read("observers", TRACKERS),
+    "moe_aux_loss_coef": to("model.router_loss", note=PER_EXAMPLE),
     **lost(
         "create_new_adapter default_system interleave_probs"
-        " loraplus_lr_ratio mask_history moe_aux_loss_coef new_special_tokens_config"
+        " loraplus_lr_ratio mask_history new_special_tokens_config"
         " add_tokens add_special_tokens pissa_init preserve_thinking ref_model ref_model_adapters"
         " resize_vocab rope_scaling shift_attn streaming tokenized_path tool_format use_adam_mini"
         " use_apollo use_asft_loss use_badam use_dft_loss use_eaft_loss use_galore"

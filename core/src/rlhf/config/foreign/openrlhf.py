@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf.config.foreign.project import Project, Rule, Variant, lost, read, to, unneeded
-from rlhf.config.foreign.transformers import SCHEDULES, TRACKERS
+from rlhf.config.foreign.transformers import PER_EXAMPLE, SCHEDULES, TRACKERS
 
 TURNS = "without it, only the last turn of the assistant is trained on there; here every turn is"
 
@@ -56,7 +56,8 @@ KEYS: dict[str, Rule] = {
     "load_checkpoint": read("the flag --resume", "pass --resume to `rlhf run`"),
     "use_wandb": read("observers", TRACKERS),
     "use_tensorboard": read("observers", TRACKERS),
-    **lost("aux_loss_coef ref_pretrain"),
+    "aux_loss_coef": to("model.router_loss", note=PER_EXAMPLE),
+    **lost("ref_pretrain"),
     **unneeded("micro_train_batch_size", "batch.tokens"),
     **unneeded("packing_samples", "always on"),
     **unneeded("gradient_checkpointing", "model.recompute"),

@@ -19,6 +19,7 @@ ADAMW: dict[str, Any] = {
 }
 """Names of AdamW with 32-bit states."""
 ONLY_ADAMW = "AdamW with 32-bit states is used here; set optim.name for Lion and SGD"
+PER_EXAMPLE = "here the router loss is computed over each example"
 PACKING = (
     "packing is always on here. There, a batch counts packed rows; here, batch.size counts "
     "examples: multiply it by the examples in a packed row"

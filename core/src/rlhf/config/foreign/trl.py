@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf.config.foreign.project import Project, Rule, Variant, lost, read, to, unneeded
-from rlhf.config.foreign.transformers import DEFAULTS, PACKING, TRANSFORMERS
+from rlhf.config.foreign.transformers import DEFAULTS, PACKING, PER_EXAMPLE, TRANSFORMERS
 
 LOSSES = {
     name: name
@@ -39,11 +39,9 @@ KEYS: dict[str, Rule] = {
     "max_seq_length": to("data.max_tokens"),
     "truncation_mode": Rule(values={"keep_start": {}}, off=(None, "")),
     "chat_template_path": to("data.chat_template", note="this must be a Jinja file here"),
+    "router_aux_loss_coef": to("model.router_loss", note=PER_EXAMPLE),
     **lost("max_prompt_length max_completion_length max_target_length", WHOLE_ROW),
-    **lost(
-        "load_in_8bit lora_target_parameters router_aux_loss_coef"
-        " eos_token pad_token test_split_size"
-    ),
+    **lost("load_in_8bit lora_target_parameters eos_token pad_token test_split_size"),
     **unneeded("dtype torch_dtype", "model.dtype"),
     **unneeded(
         "accelerate_config activation_offloading attn_implementation bnb_4bit_quant_storage"

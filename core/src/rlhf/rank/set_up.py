@@ -1,6 +1,7 @@
 """From tokenised rows to a run that is ready for its first step."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,12 @@ def set_up(
         name=request.name, folder=path, config=config, steps=run.steps, id=identity,
         settings=leaves(to_tree(config)), plan=plans_of(run),
     )  # fmt: skip
-    speed = Speed(
-        shapes=[role.shape for role in trained.values()], peak=peak_of(mesh.device, mesh.world)
-    )
     saved = [role.engine for role in trained.values()]
     saved += [follower.engine for follower in run.followers]
     session = Session(
         record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
         contract=contract, survey=Survey(contract, mesh), trained=trained,
-        journal=Journal(
-            folder=folder, observers=observers, record=record, speed=speed, derive=trainer.derive,
-            engine=trained["policy"].engine,
-        ),
+        journal=journal_of(trainer, trained, record, mesh, folder, observers),
         followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
@@ -126,6 +121,24 @@ def orders(trainer: Trainer, run: RunContext) -> list[RunOrder]:
         )
         for number, part in enumerate(run.examples)
     ]  # fmt: skip
+
+
+def journal_of(
+    trainer: Trainer,
+    trained: Mapping[str, Role],
+    record: RunRecord,
+    mesh: Mesh,
+    folder: RunFolder | None,
+    observers: ObserverGateway,
+) -> Journal:
+    """Return the journal of a run: what it measures and where it reports."""
+    speed = Speed(
+        shapes=[role.shape for role in trained.values()], peak=peak_of(mesh.device, mesh.world)
+    )
+    return Journal(
+        folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
+        speed=speed, derive=trainer.derive,
+    )  # fmt: skip
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:

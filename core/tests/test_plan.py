@@ -153,6 +153,6 @@ def test_a_plan_refuses_a_sequence_size_that_does_not_divide(words, capsys):
     )
     assert main(["plan", "sft", *words, *axis, "--gpus", "3", "--gpu-memory", "1"]) == 2
     assert capsys.readouterr().err == (
-        "error: no plan: RLHFError: the model has 4 attention heads, which 3 sequence ranks do not "
+        "error: no plan: the model has 4 attention heads, which 3 sequence ranks do not "
         "divide; set sequence_parallel to 1\n"
     )

@@ -48,6 +48,16 @@ def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch
     )
 
 
+def test_a_divided_row_and_compiled_layers_are_refused_together():
+    compiled = ModelConfig(path="model", kernels="compile")
+    with pytest.raises(RLHFError) as error:
+        check(evolve(config(stage=2, sequence_parallel=2), model=compiled))
+    assert str(error.value) == (
+        "deepspeed.sequence_parallel cannot be combined with model.kernels compile; remove one of "
+        "the two"
+    )
+
+
 RAW = [
     (
         {"stage": 2, "config": {"fp16": {"initial_scale_power": 8}}},

@@ -113,7 +113,8 @@ def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
     except Exception as error:  # Code of others, over tensors without values.
         if STRICT in os.environ and not isinstance(error, RLHFError):
             raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
+        reason = f"{kind}{first_line(error)}"
         return NotRehearsed(reason, traceback.format_exc())
 
 

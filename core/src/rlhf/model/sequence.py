@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf.engine import Axis, Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import SameOnAllRanks
 
 
 class Exchange(torch.autograd.Function):
@@ -78,7 +78,7 @@ def check_heads(architecture: Any, mesh: Mesh) -> None:
     heads, size = architecture.get_text_config().num_attention_heads, mesh.sequence.size
     if heads % size:
         allowed = [str(n) for n in range(1, heads) if heads % n == 0 == mesh.shards.size % n]
-        raise RLHFError(
+        raise SameOnAllRanks(
             f"the model has {heads} attention heads, which {size} sequence ranks do not divide; "
             f"set sequence_parallel to {' or '.join(allowed)}"
         )
@@ -88,7 +88,7 @@ def check_path(path: str, reason: str, axis: Axis) -> None:
     """Raise RLHFError if ranks would divide rows although `path` has no packed row, for this
     `reason`."""
     if axis.size > 1 and path not in ("tree", "packed"):
-        raise RLHFError(
+        raise SameOnAllRanks(
             f"sequence ranks divide packed rows, but this model runs on the path '{path}' "
             f"({reason}); set sequence_parallel to 1"
         )

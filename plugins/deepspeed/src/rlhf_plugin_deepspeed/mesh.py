@@ -17,7 +17,7 @@ from deepspeed.utils import groups
 from torch import distributed
 
 from rlhf.engine import Axis, Mesh, axes
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
 from rlhf_plugin_deepspeed.patches.install import check_target, path_of, replace
@@ -77,12 +77,12 @@ def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]
     for setting, size in (("sequence_parallel", sequence), ("tensor_parallel", tensor)):
         if ranks % size:
             allowed = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
-            raise RLHFError(
+            raise SameOnAllRanks(
                 f"deepspeed.{setting} is {size}, which does not divide the number of ranks, "
                 f"{ranks}; set it to {' or '.join(allowed)}"
             )
     if sequence > 1 and tensor > 1:
-        raise RLHFError(
+        raise SameOnAllRanks(
             "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set "
             "one of the two to 1"
         )

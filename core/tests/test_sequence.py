@@ -75,6 +75,24 @@ def test_trees_that_lie_on_several_ranks_are_computed_as_on_one(name: str, world
     assert max(shared(world).run(errors, name)) < 2e-5
 
 
+def router_errors() -> float:
+    """The largest error on this rank of the router loss of experts and of its gradients' sums."""
+    found = []
+    for axis in (Axis(), sequence_axis()):
+        module = copy.deepcopy(family("Mixtral").module).train()
+        module.sequence, module.router_loss = axis, 1.0
+        module(tree_batch(), token_logprobs)
+        (loss,) = module.router_losses
+        (loss / axis.size).backward()
+        found.append([loss.detach(), *(axis.sum(gradient) for gradient in gradients(module))])
+    assert found[0][0] > 1
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def test_the_router_loss_is_that_of_one_rank(pair: Ranks) -> None:
+    assert max(pair.run(router_errors)) < 1e-4
+
+
 def rows_of_a_filler() -> bool:
     module = copy.deepcopy(family("Llama").module)
     module.sequence = sequence_axis()

@@ -114,6 +114,8 @@ class PackedModel(nn.Module):
         """Return `hidden(batch)` and keep the sum of its router loss over the examples."""
         with recorded(routers_of(self.causal)) as logits:
             hidden = self.hidden(batch)
+        axis = self.sequence
+        logits = [all_rows(part, axis.size * len(part), axis) for part in logits]
         top = self.causal.config.get_text_config().num_experts_per_tok
         examples = batch.num_examples
         loss = balance_loss(logits, batch.example, examples=examples, top=top)

@@ -204,8 +204,6 @@ def router_note(module: PackedModel, model: ModelConfig) -> str:
     problem = ""
     if module.path != "tree":
         problem = f"the model runs on the path '{module.path}'"
-    elif module.sequence.size > 1:
-        problem = "ranks divide the tokens of each row"
     elif compiles(model):
         problem = "the layers are compiled"
     if not problem:

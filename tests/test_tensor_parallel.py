@@ -132,8 +132,14 @@ def test_a_workflow_under_a_tensor_axis_follows_the_curve_of_one_rank(
 
 OPTIONS = {
     "LoRA": ("sft", ("--lora.rank", "4"), ()),
+    "LoRA and a divided layer that is trained whole": (
+        "sft",
+        ("--lora.rank", "4", "--lora.modules_to_save", "[o_proj, up_proj]"),
+        (),
+    ),
     "LoRA and a reference by its adapter": ("dpo", ("--lora.rank", "4"), ()),
     "a live reference": ("dpo", ("--dpo.reference", "engine"), ()),
+    "a reference that moves": ("dpo", ("--dpo.reference_every", "2"), ()),
     "a cached reference": ("dpo", ("--dpo.reference", "cache"), ()),
     "recomputation": ("sft", (), ("--model.recompute", "full")),
     "recomputed products": ("sft", (), ("--model.recompute", "selective")),

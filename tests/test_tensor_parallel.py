@@ -143,6 +143,11 @@ OPTIONS = {
     "a cached reference": ("dpo", ("--dpo.reference", "cache"), ()),
     "recomputation": ("sft", (), ("--model.recompute", "full")),
     "recomputed products": ("sft", (), ("--model.recompute", "selective")),
+    "the norm by DeepSpeed itself": (
+        "sft",
+        (),
+        ("--deepspeed.patches", "correctness", "--deepspeed.stage", "2"),
+    ),
     "the optimizer on the CPU": ("sft", (), ("--deepspeed.preset", "zero2_offload")),
     "micro-batches": ("sft", (), ("--batch.tokens", "256", "--deepspeed.stage", "2")),
     "answers of its own": (

@@ -42,10 +42,13 @@ def test_a_deepspeed_newer_than_the_tested_ones_lacks_the_patches_for_speed(vers
 
 def test_a_setting_that_needs_a_newer_deepspeed_is_reported(version):
     version("0.19.4")
-    ok, lacks = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
-    assert (ok.state, lacks.state) == ("ok", "optional")
-    assert lacks.feature == "deepspeed.config.zero_optimization.contiguous_gradients"
-    assert lacks.remedy == "pip install 'deepspeed>=0.19.8,<0.20'"
+    ok, *lacking = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
+    assert (ok.state, {lacks.state for lacks in lacking}) == ("ok", {"optional"})
+    assert [lacks.feature for lacks in lacking] == [
+        "deepspeed.tensor_parallel",
+        "deepspeed.config.zero_optimization.contiguous_gradients",
+    ]
+    assert {lacks.remedy for lacks in lacking} == {"pip install 'deepspeed>=0.19.8,<0.20'"}
 
 
 def test_an_accelerator_without_bf16_needs_another_dtype(monkeypatch):

@@ -63,7 +63,7 @@ def renamed(attribute):
         return str(error)
     finally:
         setattr(DeepSpeedZeroOptimizer, attribute, function)
-        backend.close_mesh(None)
+        backend.close_mesh(Mesh())
     return ""
 
 

@@ -112,6 +112,38 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         DeepSpeedConfig(config={"zero_optimization": {"sub_group_size": 1.5}})
 
 
+ABSENT = {
+    "compile": (
+        "DeepCompile is not offered: its graphs reduce and gather in the place of the patches that "
+        "make the curve exact, and it never compiles frozen models; set model.kernels to compile, "
+        "at stages 0 to 2"
+    ),
+    "expert_parallel": (
+        "experts are not divided over ranks; set deepspeed.stage to 3, which shards them"
+    ),
+    "nvme_path": (
+        "offload to NVMe is not offered; set deepspeed.preset to zero3_offload, which uses the "
+        "host's memory"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), ABSENT.items())
+def test_what_is_not_offered_is_refused_with_the_alternative(name, reason):
+    with pytest.raises(RLHFError) as error:
+        read_config("sft", overrides=[f"--deepspeed.{name}", "2"], inputs=False)
+    assert str(error.value) == f"deepspeed.{name}: {reason}"
+
+
+def test_keys_of_zeropp_are_refused_by_name():
+    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        with pytest.raises(ValueError, match="remove") as error:
+            DeepSpeedConfig(config={"zero_optimization": {key: 2}})
+        assert str(error.value) == (
+            f"remove zero_optimization.{key} (ZeRO++ is not supported; stage 2 gathers no weights)"
+        )
+
+
 def test_deepspeeds_own_keys_are_read_from_the_command_line():
     words = [
         "--deepspeed",

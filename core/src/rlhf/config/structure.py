@@ -185,13 +185,16 @@ def _message(path: Path, text: str, root: type) -> str:
     if text:
         return f"{dotted}: {text}"
     *above, key = path
-    known = map(setting_name, attrs.fields(_at(above, root)))
+    section = _at(above, root)
+    if reason := getattr(section, "not_offered", {}).get(key):
+        return f"{dotted}: {reason}"
+    known = map(setting_name, attrs.fields(section))
     here = {name: ".".join((*above, name)) for name in known}
     anywhere = {
         setting_name(inner): f"{item.name}.{setting_name(inner)}"
         for item in attrs.fields(root)
-        if (section := section_class(item.type))
-        for inner in attrs.fields(section)
+        if (kind := section_class(item.type))
+        for inner in attrs.fields(kind)
     }
     if ours := anywhere.get(key) or FOREIGN.get(key):
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"

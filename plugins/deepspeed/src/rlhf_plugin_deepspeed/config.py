@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
@@ -79,7 +79,14 @@ REFUSED = {
 } | {
     "compile": "DeepCompile is not supported; set model.kernels to compile",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
-}
+    "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
+} | {
+    f"zero_optimization.{name}": "ZeRO++ is not supported; stage 2 gathers no weights"
+    for name in (
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+    )
+}  # fmt: skip
 """Why a key of DeepSpeed's JSON cannot be set."""
 
 
@@ -123,6 +130,16 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
+    not_offered: ClassVar[Mapping[str, str]] = {
+        "compile": "DeepCompile is not offered: its graphs reduce and gather in the place of the "
+        "patches that make the curve exact, and it never compiles frozen models; set "
+        "model.kernels to compile, at stages 0 to 2",
+        "expert_parallel": "experts are not divided over ranks; set deepspeed.stage to 3, which "
+        "shards them",
+        "nvme_path": "offload to NVMe is not offered; set deepspeed.preset to zero3_offload, which "
+        "uses the host's memory",
+    }
+    """Settings that are not offered, with the alternative."""
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set
     model.dtype); zero1_offload, zero2_offload (optimizer on the CPU), zero3_offload (optimizer and

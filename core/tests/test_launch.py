@@ -86,6 +86,47 @@ def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
     )
 
 
+WAITS = """
+import pathlib, sys
+from rlhf.launch.local import wait_at_gate
+wait_at_gate()
+print(pathlib.Path(sys.argv[1]).read_text())
+"""
+
+
+def test_ranks_wait_until_the_run_is_prepared(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, command = tmp_path / "file", [sys.executable, "-c", WAITS, str(tmp_path / "file")]
+    started = Ranks(command, 2, 10.0, prepare=lambda: file.write_text("prepared"))
+    assert started.wait() == 0
+    assert capfd.readouterr().out == "prepared\n" * 2
+
+
+def test_a_run_that_cannot_be_prepared_leaves_no_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RLHFError("no rows")
+
+    with pytest.raises(RLHFError, match="no rows"):
+        Ranks([sys.executable, "-c", WAITS, str(tmp_path / "file")], 2, 10.0, prepare=fail)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_signal_ends_the_preparation(capfd: pytest.CaptureFixture[str]) -> None:
+    def prepare() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    began = time.monotonic()
+    started = Ranks([sys.executable, "-c", WAITS], 2, 10.0, prepare=prepare)
+    assert started.wait() == 143
+    assert time.monotonic() - began < 10
+    line = "stopped before or after training steps; continue with --resume\n"
+    assert capfd.readouterr() == (line, "")
+
+
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     child = (
         "from rlhf.launch.local import die_with_parent; import time; "

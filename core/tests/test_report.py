@@ -30,6 +30,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 SUMMARY: dict[str, Any] = {
     "steps": 4, "ended": "done", "error": None, "seconds": {"set-up": 3.0, "forward": 65.0},
+    "startup": {"imports": 12.5, "first step": 4.0},
     "devices": "2 x cuda", "data": {"train": {"rows": 1234, "examples": 1200, "tokens": 56789}},
     "memory": {"peak": 3 * GIB, "device": 8 * GIB, "parts": {"weights": 2 * GIB, "head": GIB}},
 }  # fmt: skip
@@ -102,6 +103,7 @@ def test_the_page_shows_what_the_folder_holds(tmp_path: Path) -> None:
         "sft of org/base, 2 x cuda", "4 of 4", "held-out loss 2.5", "1 min 08 s", "1,234",
         "56,789",
         "estimate 3 GiB measured peak 2.75 GiB device 8 GiB", "2.13.0", "forward 1 min 05 s",
+        "to the end of the first step imports 12.5 s first step 4 s",
         "-1.5",
     ):  # fmt: skip
         assert text in re.sub(r"\s+", " ", page.text), text

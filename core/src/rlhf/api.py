@@ -19,9 +19,10 @@ from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.hosts import Place, check_world, place_of_host
-from rlhf.launch.local import STOPPED, Ranks, die_with_parent, num_devices
+from rlhf.launch.local import STOPPED, Ranks, die_with_parent, num_devices, wait_at_gate
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
+from rlhf.launch.startup import Startup
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option
@@ -123,6 +124,7 @@ def export(source: str | Path, output: str | Path, *, role: str = "policy") -> P
 def start(request: reader.Request) -> tuple[Path, str]:
     """Start the ranks of a run on this machine, or join those that a launcher has started. Returns
     the run folder and why the run ended. Raises RanksFailed with what the ranks have printed."""
+    startup = Startup()
     join_slurm()
     check_world(request.nproc)
     if "RANK" in os.environ:
@@ -133,11 +135,14 @@ def start(request: reader.Request) -> tuple[Path, str]:
                 "remove it"
             )
         die_with_parent()
-        from rlhf.rank.run import run_rank  # late: start-up time
+        with startup.part("imports"):
+            from rlhf.rank.run import run_rank  # late: start-up time
 
+        with startup.part("tokenising"):
+            wait_at_gate()
         # Else rank 0 verifies where it can tell the ranks of all launchers.
         one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        return run_rank(request, verified=ours and one_launcher)
+        return run_rank(request, verified=ours and one_launcher, startup=startup)
     place = place_of_host()
     if place.hosts == 1:
         folder = run_folder.choose(request)
@@ -147,17 +152,23 @@ def start(request: reader.Request) -> tuple[Path, str]:
     else:
         folder = Path(request.config.output)
     ranks = num_ranks(request, place)
-    from rlhf.rank.dataset import prepare_data  # late: start-up time
-    from rlhf.rank.run import run_rank
-
     if ranks * place.hosts == 1:
-        return run_rank(request, verified=True)
-    prepare_data(request)
+        with startup.part("imports"):
+            from rlhf.rank.run import run_rank  # late: start-up time
+
+        return run_rank(request, verified=True, startup=startup)
+
+    def prepare() -> None:
+        from rlhf.rank.dataset import prepare_data  # late: start-up time
+
+        prepare_data(request)
+
     command = [sys.executable, "-m", "rlhf", *request.argv]
     checkpoint = request.config.checkpoint
     started = Ranks(
         command, ranks, checkpoint.stop_timeout,
         place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
+        prepare=prepare,
     )  # fmt: skip
     code = started.wait()
     if code not in (0, STOPPED):

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from rlhf.launch import places
 from rlhf.launch.hosts import ONE_HOST, Place
-from rlhf.launch.signals import PARENT, PROBLEMS, catch, numbers, quit_on_next_ctrl_c
+from rlhf.launch.signals import GATE, PARENT, PROBLEMS, catch, numbers, quit_on_next_ctrl_c
 
 STOPPED, INTERRUPTED = 143, 130
 PR_SET_PDEATHSIG = 1
@@ -44,6 +45,17 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_at_gate() -> None:
+    """Wait until the launcher of ours that started this rank, if one did, has prepared the run."""
+    gate = os.environ.get(GATE)
+    if gate is not None and not os.read(int(gate), 1):
+        sys.exit(1)  # It has died.
+
+
+class _Stopped(BaseException):
+    """A signal came during the preparation."""
+
+
 class Ranks:
     """`count` processes of one command with the variables of torch's rendezvous."""
 
@@ -59,14 +71,17 @@ class Ranks:
         places_in: Path | None = None,
         silence: float = 45.0,
         output: IO[bytes] | None = None,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
         other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
         run. After one, ranks that wait for one another, by their places in the folder `places_in`,
         are ended once they have been silent for `silence` seconds. `output` gets what the ranks
-        print."""
+        print. `prepare` runs while they import; they wait for its end in `wait_at_gate`. If it
+        raises, they are killed."""
         self._patience, self._grace, self._silence = patience, grace, silence
         self._places_in, self._began = places_in, time.time()
+        self._preparing = False
         self._deadline: float | None = None
         self._problems = tempfile.TemporaryFile()  # noqa: SIM115
         # Installed first: a signal after the first start must reach the ranks.
@@ -79,6 +94,8 @@ class Ranks:
         shared |= {"MASTER_ADDR": place.address, "MASTER_PORT": port, PARENT: str(os.getpid())}
         shared |= {PROBLEMS: str(self._problems.fileno())}
         self._first = place.host * count
+        gate, opener = os.pipe()
+        shared |= {GATE: str(gate)}
         for local in range(count):
             ranks = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
@@ -88,9 +105,28 @@ class Ranks:
                     env=variables,
                     stdout=output,
                     stderr=output,
-                    pass_fds=[self._problems.fileno()],
+                    pass_fds=[self._problems.fileno(), gate],
                 )
             )
+        os.close(gate)
+        self._open_gate(opener, prepare)
+
+    def _open_gate(self, opener: int, prepare: Callable[[], object]) -> None:
+        """Run `prepare`, then let the ranks go on."""
+        self._preparing = True
+        try:
+            prepare()
+            with suppress(BrokenPipeError):  # All have ended.
+                os.write(opener, bytes(len(self.processes)))
+        except _Stopped:
+            pass
+        except BaseException:
+            self._kill()
+            self._caught.close()
+            raise
+        finally:
+            self._preparing = False
+            os.close(opener)
 
     def wait(self) -> int:
         """Return the exit code of the run; the first rank that fails ends the others."""
@@ -126,6 +162,8 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(self._stop)
+        if self._preparing:
+            raise _Stopped
 
     def _late(self) -> str | None:
         """Return why a run that was stopped will not save any more, if so."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from attrs import frozen
 
+from rlhf.launch.startup import Startup
+
 FORMAT = struct.Struct("<qqqd")
 PHASES = (
     "set-up", "data", "rollout", "survey", "forward", "backward", "update", "evaluation",
@@ -45,8 +47,9 @@ class Place:
 class Marker:
     """Writes the place of this rank: 32 bytes, in about a microsecond."""
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        """With `folder` None nothing is written."""
+    def __init__(self, folder: Path | None, rank: int, startup: Startup | None = None) -> None:
+        """With `folder` None nothing is written. `startup` is the clock of the run's start."""
+        self.startup = startup or Startup()
         if folder is not None:
             folder.mkdir(exist_ok=True)
         path = os.devnull if folder is None else folder / f"rank-{rank:05d}"

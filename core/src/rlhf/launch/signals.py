@@ -11,6 +11,9 @@ PARENT = "RLHF_PARENT"
 """Variable with the process id of the launcher of ours that started this rank."""
 PROBLEMS = "RLHF_PROBLEMS"
 """Variable with the descriptor of the file in which that launcher collects the ranks' errors."""
+GATE = "RLHF_GATE"
+"""Variable with the descriptor from which a rank reads one byte once that launcher has prepared
+the run."""
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"
 )

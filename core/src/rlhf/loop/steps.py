@@ -52,6 +52,7 @@ def _take_steps(
         if step == first_step:
             # The first step loads compilers.
             _freeze_heap(session.engine.device)
+            session.record_startup()
         step += 1
         session.journal.step(result)
         reason = pause.after_step(step, seconds=time.perf_counter() - began)
@@ -73,7 +74,9 @@ class _Pause:
         session, train = self.session, self.session.config.train
         session.journal.start()
         if step == 0 and train.eval_at_start:
+            session.place.startup.enter("evaluation")
             evaluate(session, step=0)
+        session.place.startup.enter("first step")
         session.journal.start_steps(step)
         session.train()
         reason = self.stop.stop_at(step)

@@ -14,6 +14,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, ModelShape, Plan
 from rlhf.errors import RLHFError
+from rlhf.launch.startup import Startup
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.dropout import without_dropout
@@ -48,6 +49,7 @@ class RunContext(RunModels):
     resumed: Path | None = None
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
+    startup: Startup = field(factory=Startup)
     phases: Phases = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -79,7 +81,8 @@ class RunContext(RunModels):
             return module
 
         engine = self._add(role, config, empty, shape_of(empty), read, trained=trained)
-        attention = choose_path(engine, self.mesh, longest=self.longest)
+        with self.startup.part("probe of attention"):
+            attention = choose_path(engine, self.mesh, longest=self.longest)
         check_path(attention.path, attention.reason, self.mesh.sequence)
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
@@ -114,18 +117,24 @@ class RunContext(RunModels):
         hooks, mesh = self.hooks, self.mesh
         if trained and self.resumed is not None:
             check_model(self.resumed / role, empty)
-        plan, memory = plan_model(
-            hooks, config, mesh, shape, role, trained=trained, others=self.roles.values()
-        )
-        module = read(plan)
-        optimizer = schedule = None
-        if trained:
-            groups = parameter_groups(module, config.optim.weight_decay)
-            optimizer = hooks.build_optimizer(groups=groups, config=config, plan=plan)
-            schedule = hooks.build_schedule(optimizer=optimizer, config=config, steps=self.steps)
-        engine = hooks.prepare(
-            model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan, mesh=mesh
-        )
+        with self.startup.part("operators"):
+            plan, memory = plan_model(
+                hooks, config, mesh, shape, role, trained=trained, others=self.roles.values()
+            )
+        with self.startup.part("loading"):
+            module = read(plan)
+        with self.startup.part("engine"):
+            optimizer = schedule = None
+            if trained:
+                groups = parameter_groups(module, config.optim.weight_decay)
+                optimizer = hooks.build_optimizer(groups=groups, config=config, plan=plan)
+                schedule = hooks.build_schedule(
+                    optimizer=optimizer, config=config, steps=self.steps
+                )
+            engine = hooks.prepare(
+                model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan,
+                mesh=mesh,
+            )  # fmt: skip
         self.roles[role] = Role(
             engine=engine, plan=plan, shape=shape, memory=memory, trained=trained,
             schedule=schedule,
@@ -191,10 +200,11 @@ class RunContext(RunModels):
         """Give every example the value `name` per token (or `width` of them), from `folder`; what
         is missing there is computed with `read` on the engine that `engine` loads. Returns what was
         done, in words. Collective."""
-        self.examples, done = with_logprobs(
-            self.examples, name, folder, self.mesh, engine=engine,
-            tokens=self.config.batch.budget, read=read, width=width,
-        )  # fmt: skip
+        with self.startup.part(f"cache of {name.replace('_', ' ')}"):
+            self.examples, done = with_logprobs(
+                self.examples, name, folder, self.mesh, engine=engine,
+                tokens=self.config.batch.budget, read=read, width=width,
+            )  # fmt: skip
         return done
 
 

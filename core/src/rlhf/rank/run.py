@@ -19,6 +19,7 @@ from rlhf.errors import first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
+from rlhf.launch.startup import Startup
 from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
@@ -36,23 +37,26 @@ def run_rank(
     backend: Any = None,
     observers: Mapping[str, object] = MappingProxyType({}),
     verified: bool = False,
+    startup: Startup | None = None,
 ) -> tuple[Path, str]:
     """Run one rank; returns the run folder and why the run ended, "signal" if one stopped it and it
     has saved.
 
     `backend`, an object with hook implementations, replaces the one of the configuration;
     `observers` join those of the configuration. With `verified` the checkpoint to resume from has
-    been verified.
+    been verified. `startup` is the clock of the run's start.
     """
-    config = request.config
+    config, startup = request.config, startup or Startup()
     transformers.utils.logging.disable_progress_bar()
-    hooks, watching = load_hooks(config, backend, observers)
-    data = prepare_data(request)
+    with startup.part("imports"):
+        hooks, watching = load_hooks(config, backend, observers)
+    with startup.part("tokenising"):
+        data = prepare_data(request)
     session = None
     with process_group(config, hooks) as mesh:
         path, resumed = choose_folder(request, data, mesh, verified=verified)
         try:
-            with opened(path, mesh, fresh=resumed is None) as (folder, place):
+            with opened(path, mesh, startup, fresh=resumed is None) as (folder, place):
                 session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
                 reason = carry_out(request, session, resumed)
                 if folder is not None:
@@ -103,7 +107,7 @@ def choose_folder(
 
 @contextmanager
 def opened(
-    path: Path, mesh: Mesh, *, fresh: bool
+    path: Path, mesh: Mesh, startup: Startup, *, fresh: bool
 ) -> Iterator[tuple[run_folder.RunFolder | None, places.Marker]]:
     """Open the run folder, locked on rank 0 and None on others, and this rank's marker in it; close
     both. Collective."""
@@ -111,7 +115,7 @@ def opened(
         folder = mesh.on_rank_zero(lambda: run_folder.RunFolder(path, fresh=fresh), share=False)
         if folder is not None:
             stack.enter_context(folder)
-        marker = places.Marker(path / run_folder.RANKS, mesh.rank)
+        marker = places.Marker(path / run_folder.RANKS, mesh.rank, startup)
         yield folder, stack.enter_context(closing(marker))
 
 

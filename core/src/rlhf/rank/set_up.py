@@ -50,11 +50,13 @@ def set_up(
     resumed: Path | None = None,
 ) -> Session:
     """Choose what is auto, load the models, and lay out the rows. Collective."""
-    fit, choice = choose_fit(request.config, data, mesh, hooks)
+    with place.startup.part("rehearsal"):
+        fit, choice = choose_fit(request.config, data, mesh, hooks)
     config, trainer = fit.config, data.trainer
     run = RunContext(
         config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
         longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
+        startup=place.startup,
     )  # fmt: skip
     identity = introduce(request, data, fit, choice, path, folder)
     load_models(request.name, trainer, run)

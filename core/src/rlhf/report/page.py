@@ -84,6 +84,7 @@ def _shown(run: Recorded, label: str) -> dict[str, Any]:
     return {
         "label": label, "run": run, "samples": before_and_after(run.samples),
         "seconds": run.summary.get("seconds") or {}, "measured": measured,
+        "startup": run.summary.get("startup") or {},
         "parts": {n: size / GIB for n, size in memory["parts"].items() if size} if memory else {},
         "estimated": memory and memory["peak"] / GIB,
         "device": memory and memory["device"] / GIB,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.testing import short_run, tiny
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NEXT = math.nextafter(0.1, 1)
 
@@ -81,3 +83,14 @@ def test_one_bit_that_differs_is_named(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (1, "")
         assert done.stdout.endswith(f" | {difference} |\n")
+
+
+def test_a_server_under_load_answers_every_request_once(tmp_path: Path) -> None:
+    words = [*short_run(tmp_path, "preference"), "--output", str(tmp_path / "run")]
+    tiny.run("rm", words, str(tmp_path / "cache"), True)
+    load = ["--clients", "2", "24", "--requests", "48", "--rows", "7", "--queue", "2"]
+    lines = run("serve.py", str(tmp_path / "run"), str(tmp_path / "eval.jsonl"), *load).splitlines()
+    assert lines[-1] == "lost 0, wrong 0, other answers none"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[-4:-1]]
+    assert [(row[0], row[5]) for row in rows] == [("2", "48"), ("24", "48"), ("24", "48")]
+    assert [int(row[6]) > 0 for row in rows] == [False, False, True]

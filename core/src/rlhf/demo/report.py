@@ -16,7 +16,7 @@ at the start."""
 
 def print_before_and_after(folder: Path, title: str, shown: Mapping[str, tuple[str, str]]) -> None:
     """Print under `title` a line for each of `shown`, {metric: (what it is, format)}, of the run in
-    `folder`, which evaluated before its first step."""
+    `folder`, which evaluated before its first step. Metrics are named without `eval/`."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     before, *_, after = [line for line in lines if "eval/loss" in line]
     width = max(len(title), *(len(text) for text, _ in shown.values()))

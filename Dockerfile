@@ -1,0 +1,26 @@
+# rlhf for NVIDIA GPUs: `docker build -t rlhf .` in this folder. nvcc of CUDA 13.0 is that of torch's
+# wheels, so DeepSpeed can compile its optimizers at their first use.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv /opt/rlhf
+ENV PATH=/opt/rlhf/bin:$PATH
+RUN pip install --no-cache-dir torch==2.13.0
+
+COPY core /src/core
+COPY plugins /src/plugins
+RUN pip install --no-cache-dir \
+    /src/core[kernels,serve] \
+    /src/plugins/deepspeed \
+    /src/plugins/sft \
+    /src/plugins/dpo \
+    /src/plugins/rm \
+    /src/plugins/kd \
+    /src/plugins/kto \
+    /src/plugins/prm \
+    /src/plugins/tensorboard
+
+WORKDIR /work
+ENTRYPOINT ["rlhf"]

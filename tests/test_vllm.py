@@ -38,10 +38,12 @@ def test_vllm_serves_the_rewards_of_the_folder(
         port = free.getsockname()[1]
     serve = [str(command), "serve", str(run / "model"), "--runner", "pooling"]
     options = ["--dtype", "float32", "--port", str(port), "--max-model-len", "512"]
+    # GiB of memory, of which it takes most by default; and sockets, which it leaves behind.
+    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TMPDIR": str(tmp_path)}
     log = tmp_path / "vllm.txt"
     with (
         log.open("w") as file,
-        subprocess.Popen([*serve, *options], stdout=file, stderr=file) as server,
+        subprocess.Popen([*serve, *options], stdout=file, stderr=file, env=env) as server,
     ):
         try:
             wait(server, f"http://127.0.0.1:{port}/health", log)

@@ -135,7 +135,7 @@ def test_dora_is_refused_at_stage_3_before_anything_loads(
     code = main(["run", "sft", *own, "--deepspeed.stage", "3"])
     assert code == 2
     assert capsys.readouterr().err == (
-        "error: lora.dora has no effect at ZeRO stage 3, only at stages 0 to 2; use the preset "
+        "error: lora.dora works only at ZeRO stages 0 to 2, not at stage 3; use the preset "
         "zero2, which shards what the adapter trains\n"
     )
 

@@ -280,6 +280,18 @@ def test_a_value_read_a_step_later_names_its_step_and_changes_no_weight(
         assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.matrix
+def test_random_numbers_are_drawn_anew_if_as_many_ranks_are_divided_in_another_way(
+    start, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    code, _, errors = finish(start("--train.stop_at", "2", "--nproc", "2"))
+    assert code == 0, errors
+    sequence = ("--deepspeed.sequence_parallel", "2", "--resume", "--train.stop_at", "4")
+    code, output, errors = finish(start(*sequence, "--nproc", "2"))
+    assert code == 0, errors
+    assert "the 2 ranks were divided in another way: random numbers are drawn anew\n" in output
+
+
 WAITING = """
 import sys, time
 import torch

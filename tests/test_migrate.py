@@ -76,6 +76,7 @@ openrlhf.cli.train_sft \\
    --pretrain org/model --dataset org/chats@data,rows.jsonl --input_key question \\
    --output_key answer --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096 \\
    --packing_samples --zero_stage 3 --adam_offload --lora_rank 64 --save_steps -1 \\
+   --ring_attn_size 2 --ds_tensor_parallel_size 1 \\
    --input_template $'Question: {}'
 EOF
 deepspeed --module $training_commands
@@ -180,7 +181,9 @@ def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:
     assert ours["train"]["epochs"] == 2
     assert ours["checkpoint"] == {"every": None}
     assert ours["lora"]["rank"] == 64
-    assert ours["deepspeed"] == {"stage": 3, "offload_optimizer": True}
+    assert ours["deepspeed"] == {
+        "stage": 3, "sequence_parallel": 2, "offload_optimizer": True,
+    }  # fmt: skip
     assert "- input_template 'Question: {}': prompts are used as they are" in text
 
 

@@ -51,7 +51,7 @@ def run(
         command = command.replace("http://127.0.0.1:8000", server.url)
     match shlex.split(command):
         case ["python3" | "source" | "pip", *_]:
-            pass  # tests/test_wheels.py installs the distributions.
+            pass  # The environment of the tests has the distributions.
         case ["rlhf", "serve", folder, *rest] if folder != "--check":
             server = stack.enter_context(serving(folder, *rest, folder=Path.cwd()))
         case ["curl", "-s", url, *_, body]:

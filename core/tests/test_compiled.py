@@ -164,7 +164,7 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         ),
         (
             ["--model.kernels", "compile", "--deepspeed.stage", "3"],
-            "model.kernels compile has no effect at ZeRO stage 3, only at stages 0 to 2; use the "
+            "model.kernels compile works only at ZeRO stages 0 to 2, not at stage 3; use the "
             "preset zero2",
         ),
     ],

@@ -65,8 +65,8 @@ RAW = [
     ),
     (
         {"stage": 2, "config": {"zero_optimization": {"sub_group_size": 1000}}},
-        "deepspeed.config.zero_optimization.sub_group_size has no effect at ZeRO stage 2, only at "
-        "stage 3; remove it",
+        "deepspeed.config.zero_optimization.sub_group_size works only at ZeRO stage 3, not at "
+        "stage 2; remove it",
     ),
     (
         {

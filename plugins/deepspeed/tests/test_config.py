@@ -32,27 +32,27 @@ REFUSED = [
     ),
     (
         {"stage": 0, "offload_optimizer": True},
-        "deepspeed.offload_optimizer has no effect at ZeRO stage 0, only at stages 1 to 3; "
+        "deepspeed.offload_optimizer works only at ZeRO stages 1 to 3, not at stage 0; "
         "remove it or use the preset zero1_offload",
     ),
     (
         {"preset": "zero2", "offload_param": True},
-        "deepspeed.offload_param has no effect at ZeRO stage 2, only at stage 3; remove it or "
+        "deepspeed.offload_param works only at ZeRO stage 3, not at stage 2; remove it or "
         "use the preset zero3_offload",
     ),
     (
         {"stage": 1, "persistence_threshold": 0},
-        "deepspeed.persistence_threshold has no effect at ZeRO stage 1, only at stage 3; remove "
+        "deepspeed.persistence_threshold works only at ZeRO stage 3, not at stage 1; remove "
         "it or set deepspeed.stage to 3",
     ),
     (
         {"persistence_threshold": 0},
-        "deepspeed.persistence_threshold has no effect at ZeRO stage auto, only at stage 3; "
+        "deepspeed.persistence_threshold works only at ZeRO stage 3, not at stage auto; "
         "remove it or set deepspeed.stage to 3",
     ),
     (
         {"preset": "ddp", "bucket_size": 1000},
-        "deepspeed.bucket_size has no effect at ZeRO stage 0, only at stages 1 to 3; remove it "
+        "deepspeed.bucket_size works only at ZeRO stages 1 to 3, not at stage 0; remove it "
         "or use the preset zero1",
     ),
 ]
@@ -70,7 +70,7 @@ def test_a_quantized_base_is_refused_at_stage_3():
     with pytest.raises(RLHFError) as error:
         check(run)
     assert str(error.value) == (
-        "model.quantize has no effect at ZeRO stage 3, only at stages 0 to 2; use the preset "
+        "model.quantize works only at ZeRO stages 0 to 2, not at stage 3; use the preset "
         "zero2, which shards what the adapter trains"
     )
 
@@ -79,7 +79,7 @@ TENSOR_REFUSED = [
     (
         {"stage": 3},
         {},
-        "deepspeed.tensor_parallel has no effect at ZeRO stage 3, only at stages 0 to 2; use the "
+        "deepspeed.tensor_parallel works only at ZeRO stages 0 to 2, not at stage 3; use the "
         "preset zero2, or remove it: stage 3 divides all weights itself",
     ),
     ({}, {"dtype": "fp16"}, "deepspeed.tensor_parallel needs model.dtype fp32 or bf16"),

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.examples import Examples
+from rlhf.engine import Mesh
 from rlhf.errors import SameOnAllRanks
 from rlhf.folder import checkpoints, retention
 from rlhf.loop import random_state
@@ -96,12 +97,13 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     if session.rollouts is not None:
         session.rollouts.load(folder, state["step"])
     step, ranks = state["step"], state["ranks"]
-    shards = state.get("shards", ranks)
-    if (ranks, shards) == (mesh.world, mesh.shards.size):
+    if (ranks, state.get("axes", [ranks, 1, 1])) == (mesh.world, _axes(mesh)):
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
         return step, ""
     random_state.spread(session.config.train.seed, mesh.shards.rank, step)
-    return step, f"; saved by {ranks} rank{'s' * (ranks > 1)}: random numbers are drawn anew"
+    by = f"{ranks} rank{'s' * (ranks > 1)}"
+    other = f"saved by {by}" if ranks != mesh.world else f"the {by} were divided in another way"
+    return step, f"; {other}: random numbers are drawn anew"
 
 
 def check_data(folder: Path, train: Examples) -> None:
@@ -142,11 +144,16 @@ def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callab
     return write
 
 
+def _axes(mesh: Mesh) -> list[int]:
+    """Return the sizes of the mesh's axes. Random states belong to a rank's position on them."""
+    return [mesh.data.size, mesh.sequence.size, mesh.tensor.size]
+
+
 def _state(session: Session, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "ranks": session.mesh.world,
-        "shards": session.mesh.shards.size,
+        "axes": _axes(session.mesh),
         "data": _data(session.train_order.examples),
         "schedules": {role: schedule.state_dict() for role, schedule in schedules(session).items()},
         "trainer": session.trainer.state(),

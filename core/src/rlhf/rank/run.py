@@ -192,7 +192,7 @@ def resume(session: Session, checkpoint: Path) -> tuple[int, str]:
     lost = restore_best(session, step=step) if later else ""
     aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
     name, to_go = checkpoints.name_of(checkpoint), session.record.steps - step
-    return step, f"resumed    {name}, {to_go:,} steps to go{aside}{lost}{layout}"
+    return step, f"resumed    {name}, {to_go:,} step{'s' * (to_go != 1)} to go{aside}{lost}{layout}"
 
 
 def restore_best(session: Session, *, step: int) -> str:

@@ -233,7 +233,7 @@ def check_capabilities(
             first, last = row.stages[0], row.stages[-1]
             where = f"stage {first}" if first == last else f"stages {first} to {last}"
             raise RLHFError(
-                f"{row.setting} has no effect at ZeRO stage {stage}, only at {where}; "
+                f"{row.setting} works only at ZeRO {where}, not at stage {stage}; "
                 f"{row.alternative or 'remove it'}"
             )
 

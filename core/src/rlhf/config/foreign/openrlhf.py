@@ -45,6 +45,8 @@ KEYS: dict[str, Rule] = {
     "target_modules": to("lora.targets"),
     "load_in_4bit": to("model.quantize", {True: "nf4"}, off=(None, False)),
     "zero_stage": to("deepspeed.stage"),
+    "ring_attn_size": to("deepspeed.sequence_parallel", off=(None, 1)),
+    "ds_tensor_parallel_size": to("deepspeed.tensor_parallel", off=(None, 1)),
     "adam_offload": to("deepspeed.offload_optimizer", off=(None, False)),
     "logging_steps": to("train.log_every"),
     "eval_steps": to("train.eval_every", off=(None, -1)),
@@ -64,7 +66,7 @@ KEYS: dict[str, Rule] = {
     **unneeded(
         "attn_implementation deepcompile disable_ds_ckpt disable_fast_tokenizer disable_trace_cache"
         " flash_attn grad_accum_dtype gradient_checkpointing_use_reentrant"
-        " local_rank overlap_comm ref_offload ring_attn_size ring_head_stride save_hf_ckpt"
+        " local_rank overlap_comm ref_offload ring_head_stride save_hf_ckpt"
         " use_ds_universal_ckpt use_liger_kernel use_ms wandb_group wandb_org"
         " wandb_project wandb_run_name zpg"
     ),

@@ -21,7 +21,7 @@ from transformers import (
     MixtralConfig,
 )
 
-from rlhf import engine
+from rlhf import sharding
 from rlhf.commands.merge import merge_command
 from rlhf.config.sections import Config, LoraConfig, ModelConfig
 from rlhf.engine import Mesh, Plan, register_sharding
@@ -81,7 +81,7 @@ def test_full_precision_weights_are_written_in_the_models_dtype(tmp_path: Path) 
 def test_shards_are_verified_by_the_shapes_they_were_created_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_shardings", [])
+    monkeypatch.setattr(sharding, "_shardings", [])
     module = module_of("tied")
     state = {name: value.clone() for name, value in module.state_dict().items()}
     register_sharding(Shards(module.parameters()))

@@ -17,7 +17,7 @@ from transformers import (
     MixtralConfig,
 )
 
-from rlhf import engine
+from rlhf import sharding
 from rlhf.config.sections import LoraConfig, TrainConfig
 from rlhf.engine import free, is_sharded, register_sharding, whole_shape
 from rlhf.model.shape import empty_model, shape_of
@@ -171,7 +171,7 @@ def test_norms_and_biases_do_not_decay(tmp_path: Path) -> None:
 def test_weight_decay_of_a_flat_shard_depends_on_its_whole_shape(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_shardings", [])
+    monkeypatch.setattr(sharding, "_shardings", [])
     module = load(config_of(llama))
     whole = [len(group["params"]) for group in parameter_groups(module, 0.1)]
     register_sharding(Shards(module.parameters()))
@@ -181,7 +181,7 @@ def test_weight_decay_of_a_flat_shard_depends_on_its_whole_shape(
 
 
 def test_a_sharded_parameter_is_freed_with_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_shardings", [])
+    monkeypatch.setattr(sharding, "_shardings", [])
     sharded, whole = (torch.nn.Parameter(torch.ones(2, 4)) for _ in range(2))
     shards = Shards([sharded])
     register_sharding(shards)

@@ -90,8 +90,10 @@ def first_changed(run: Path, reference: Path) -> str:
     for role in sorted(path.name for path in folders[0].iterdir() if path.is_dir()):
         here, there = (SavedEngine(folder / role) for folder in folders)
         for name in here.shapes:
-            for kind in here.kinds(name):
-                if kind != STEP and not _flat(here, name, kind).equal(_flat(there, name, kind)):
+            # A changed weight is named rather than the optimizer's state of it.
+            kinds = sorted({*here.kinds(name)} - {STEP}, key=lambda kind: (kind != WEIGHT, kind))
+            for kind in kinds:
+                if not _flat(here, name, kind).equal(_flat(there, name, kind)):
                     return f"step {STEPS}: {_called(name, kind)} of the {role}"
     return f"step {STEPS}: {changed[0]}"
 

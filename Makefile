@@ -40,7 +40,7 @@ lint: venv
 
 # The documentation as a site, in site/.
 docs: venv
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Compiled at first use, which on a slow machine would take longer than a test may.
 operator: venv

@@ -14,6 +14,7 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
+    "benchmarks/NOTES.md": "benchmarks/NOTES.md",
 }
 """Pages of the site whose files are not in docs/."""
 

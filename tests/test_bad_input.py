@@ -239,3 +239,26 @@ def test_a_cache_that_cannot_be_written_is_an_error(
     assert error_line(["run", "sft", *sft_runs.words(inputs, tmp_path / "run")], capsys) == (
         f"cannot write to {tmp_path}/file/examples (Not a directory); choose another location"
     )
+
+
+def test_a_run_that_cannot_start_leaves_the_run_that_it_would_overwrite(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    words = ["run", "sft", *sft_runs.words(inputs, folder, "--train.steps", "1", "--nproc", "1")]
+    assert main(words) == 0
+
+    def content() -> dict[str, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in files}
+
+    before = content()
+    capsys.readouterr()
+    # Only the model itself shows that it has no router.
+    assert main([*words, "--overwrite", "--model.router_loss", "0.1"]) == 2
+    assert "model.router_loss has no effect" in capsys.readouterr().err
+    after = content()
+    places = str(folder / "ranks")
+    assert {name: after[name] for name in after if not name.startswith(places)} == before
+    assert main([*words, "--overwrite", "--train.seed", "1"]) == 0
+    assert content()[str(folder / "config.yaml")] != before[str(folder / "config.yaml")]

@@ -162,8 +162,15 @@ def test_overwriting_removes_only_the_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
-    RunFolder(tmp_path, fresh=True).close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
+    with RunFolder(tmp_path, fresh=True) as folder:
+        folder.once_begun(lambda: folder.write_summary(id="new"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            ".lock", "checkpoints", "metrics.jsonl", "notes.txt",
+        ]  # fmt: skip
+        folder.begin()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock", "notes.txt", "summary.json",
+    ]  # fmt: skip
 
 
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.config.sections import Config
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
+from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import hookimpl
 from rlhf.journal.sums import weighted_loss
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
 from rlhf.rank.run import ran_out
-from rlhf.rank.set_up import memory_lines
+from rlhf.rank.set_up import keep_traceback, memory_lines
 from rlhf.readouts import token_logprobs
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
@@ -238,11 +239,11 @@ def test_the_line_states_the_memory_and_whether_the_step_fits(words: list[str]) 
     assert fit_of(words, peak).line().endswith(" GiB; this probably will not fit")
 
 
-def test_a_run_whose_step_does_not_fit_says_what_takes_less(words: list[str], tmp_path) -> None:
+def test_a_run_whose_step_does_not_fit_says_what_takes_less(words: list[str]) -> None:
     fixed = [*words, "--batch.tokens", "200", "--model.recompute", "none"]
     peak = on_accelerator([*words, "--batch.tokens", "200", "--model.recompute", "full"], GIB).peak
     fit = on_accelerator(fixed, int(1.06 * peak))
-    assert memory_lines(fit, "", tmp_path) == [
+    assert memory_lines(fit, "") == [
         fit.line(),
         f"lighter    set model.recompute to full (about {gib(peak)} GiB)",
     ]
@@ -293,7 +294,9 @@ def test_a_model_that_looks_at_values_has_no_estimate_but_runs(
     fit = fit_of(words, GIB)
     looking = attrs.evolve(fit, trainer=Looking(fit.trainer.config, fit.trainer.tokenizer))
     on_device = attrs.evolve(looking, mesh=on_accelerator(words, GIB).mesh)
-    assert memory_lines(on_device, "", tmp_path) == [looking.line()]
+    assert memory_lines(on_device, "") == [looking.line()]
+    with RunFolder(tmp_path, fresh=True) as folder:
+        keep_traceback(on_device, folder)
     assert looking.line().startswith("memory     not estimated: RuntimeError: ")
     assert looking.line().endswith(" (details: errors/rehearsal.txt)")
     assert "batch.tokens.sum().item() > 0" in (tmp_path / "errors" / "rehearsal.txt").read_text()

@@ -6,7 +6,7 @@ import math
 import platform
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -182,11 +182,31 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
         shutil.rmtree(path / RANKS, ignore_errors=True)
-        if fresh:  # Remove the files of an earlier run and no others.
-            for name in FOLDERS:
-                shutil.rmtree(path / name, ignore_errors=True)
+        self._fresh = fresh
+        self._waiting: list[Callable[[], object]] | None = [] if fresh and holds_run(path) else None
+        """What is written once the earlier run has been removed; None if there is none."""
+        if self._waiting is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to write. What a fresh run replaces remains until then, and for good if the run
+        cannot start."""
+        waiting, self._waiting = self._waiting or [], None
+        if self._fresh:  # Remove the files of an earlier run and no others.
+            for name in (name for name in FOLDERS if name != RANKS):
+                shutil.rmtree(self.path / name, ignore_errors=True)
             for name in FILES:
-                (path / name).unlink(missing_ok=True)
+                (self.path / name).unlink(missing_ok=True)
+            self._fresh = False
+        for write in waiting:
+            write()
+
+    def once_begun(self, write: Callable[[], object]) -> None:
+        """Call `write` now, or when the earlier run has been removed."""
+        if self._waiting is None:
+            write()
+        else:
+            self._waiting.append(write)
 
     def write_config(self, tree: Mapping[str, Any]) -> None:
         write_whole(self.path / "config.yaml", yaml.safe_dump(dict(tree), sort_keys=False))
@@ -214,7 +234,8 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the id of this run, which a resumed run has from before."""
-        return read_json(self.path / "summary.json").get("id") or uuid.uuid4().hex[:12]
+        before = {} if self._waiting is not None else read_json(self.path / "summary.json")
+        return before.get("id") or uuid.uuid4().hex[:12]
 
     def cut(self, step: int, *, evaluated: bool) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last
@@ -237,7 +258,7 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(OSError):  # The disk may be full, which `error` says.
-            if error is not None:
+            if error is not None and self._waiting is None:
                 self.write_summary(ended="failed", error=first_line(error))
         self.close()
 

@@ -58,7 +58,7 @@ def set_up(
         longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
         startup=place.startup,
     )  # fmt: skip
-    identity = introduce(request, data, fit, choice, path, folder)
+    identity = introduce(request, data, fit, choice, folder)
     load_models(request.name, trainer, run)
     random_state.spread(config.train.seed, mesh.data.rank)
     train_order, *eval_orders = orders(trainer, run)
@@ -82,6 +82,7 @@ def set_up(
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
     if folder is not None:
+        folder.begin()
         introduce_models(request, run, folder)
     return session
 
@@ -91,7 +92,6 @@ def introduce(
     data: Dataset,
     fit: StepFit,
     choice: str,
-    path: Path,
     folder: RunFolder | None,
 ) -> str:
     """Print what the run will do and begin its summary, before weights are read. Returns the run's
@@ -99,9 +99,10 @@ def introduce(
     if folder is None:
         return ""
     identity = folder.identity()
-    memory = memory_lines(fit, choice, path)
-    introduce_run(request, data, fit.mesh, path=path, steps=fit.steps, more=memory)
-    folder.write_summary(id=identity, **summary(fit, data))
+    keep_traceback(fit, folder)
+    memory = memory_lines(fit, choice)
+    introduce_run(request, data, fit.mesh, path=folder.path, steps=fit.steps, more=memory)
+    folder.once_begun(lambda: folder.write_summary(id=identity, **summary(fit, data)))
     return identity
 
 
@@ -169,13 +170,18 @@ def choose_fit(
     return fit.with_config(config, fit.layout), line
 
 
-def memory_lines(fit: StepFit, choice: str, path: Path) -> list[str]:
-    """Return what the run prints about the memory of an accelerator before it reads weights. A
-    failed rehearsal leaves its traceback in the run folder."""
+def keep_traceback(fit: StepFit, folder: RunFolder) -> None:
+    """Write the traceback of a failed rehearsal, whose error `memory_lines` prints."""
+    if fit.mesh.device.type == "cpu" or not isinstance(fit.rehearsed, NotRehearsed):
+        return
+    if traceback := fit.rehearsed.traceback:
+        folder.once_begun(lambda: write_error(folder.path, "rehearsal.txt", traceback))
+
+
+def memory_lines(fit: StepFit, choice: str) -> list[str]:
+    """Return what the run prints about the memory of an accelerator before it reads weights."""
     if fit.mesh.device.type == "cpu":
         return []
-    if isinstance(fit.rehearsed, NotRehearsed) and fit.rehearsed.traceback:
-        write_error(path, "rehearsal.txt", fit.rehearsed.traceback)
     return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
 
 

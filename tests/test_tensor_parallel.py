@@ -131,6 +131,11 @@ def test_a_workflow_under_a_tensor_axis_follows_the_curve_of_one_rank(
 
 
 OPTIONS = {
+    "no divided layer that is trained": (
+        "sft",
+        ("--model.freeze", "model.layers.*"),
+        ("--deepspeed.stage", "0"),
+    ),
     "LoRA": ("sft", ("--lora.rank", "4"), ()),
     "LoRA and a divided layer that is trained whole": (
         "sft",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import frozen
+from torch.utils.data import _utils
 
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
 from rlhf.data import loader
@@ -244,6 +245,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "START_SECONDS", 1)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     hanging = [True]
 
     def hang() -> None:
@@ -256,6 +258,19 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     course = order(examples, config)
     batch = next(batches_from(course, workers=1))
     assert batch.rows == tuple(course.step(0).micro[0])
+
+
+def test_a_slow_batch_is_waited_for(examples: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "START_SECONDS", 1)
+
+    class Slow(Examples):
+        def __getitem__(self, number: Any) -> Any:
+            time.sleep(2.0 * (number == 0))
+            return super().__getitem__(number)
+
+    slow = Slow(*examples.__reduce__()[1])
+    course = RunOrder(examples=slow, size=10, tokens=40, shuffle=False)
+    assert next(batches_from(course, workers=1)).rows[0] == 0
 
 
 def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:

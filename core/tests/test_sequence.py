@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from families import SIZES, family, tree_batch
 from torch import distributed
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Mamba2Config
 
 from rlhf.data.packing import filler
 from rlhf.engine import Axis, Mesh, axes
@@ -132,6 +132,10 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
         "the model has 16 attention heads, which 6 sequence ranks do not divide; set "
         "sequence_parallel to 1 or 2 or 4"
     )
+
+
+def test_a_model_without_attention_has_no_heads_to_divide() -> None:
+    check_heads(Mamba2Config(), Mesh())
 
 
 def test_a_model_without_packed_rows_is_refused() -> None:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from contextlib import suppress
 from typing import Never
 
 from rlhf.commands.main import main
@@ -14,16 +15,17 @@ def run_process() -> Never:
     code = 1
 
     def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # It may have no reader any more.
+                stream.flush()
         os._exit(code)
 
-    # The first function that is registered is called last.
+    # Called last: what registers other functions has not been imported yet.
     atexit.register(leave)
     try:
         code = main()
     except SystemExit as exit:
-        code = exit.code if isinstance(exit.code, int) else 1
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         raise
     sys.exit(code)
 

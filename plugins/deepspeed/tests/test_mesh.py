@@ -9,7 +9,7 @@ from torch import distributed
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.testing.ranks import ranks_fixture
-from rlhf_plugin_deepspeed.mesh import close_axes, divided, with_groups
+from rlhf_plugin_deepspeed.mesh import close_axes, sizes_of, with_groups
 
 four = ranks_fixture(4)
 
@@ -18,7 +18,7 @@ def sums_along_axes():
     """The sums of the ranks' numbers along each axis, for three meshes one after the other."""
     rank, found = distributed.get_rank(), []
     for sizes in ({"sequence": 2}, {"tensor": 2}, {"sequence": 4}):
-        places = with_groups(rank, divided(4, **sizes), timeout=timedelta(minutes=1))
+        places = with_groups(rank, sizes_of(4, **sizes), timeout=timedelta(minutes=1))
         mesh = Mesh(rank=rank, world=4, **places)
         axes = (mesh.data, mesh.shards, mesh.sequence, mesh.tensor)
         found.append([int(axis.sum(torch.tensor(rank))) for axis in axes])
@@ -38,7 +38,7 @@ def test_each_axis_has_the_group_of_the_ranks_that_differ_only_in_it(four):
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(RLHFError) as error:
-        divided(4, sequence=3)
+        sizes_of(4, sequence=3)
     assert str(error.value) == (
         "deepspeed.sequence_parallel is 3, which does not divide the number of ranks, 4; "
         "set it to 1 or 2 or 4"
@@ -47,9 +47,9 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
 
 def test_sequence_and_tensor_axes_are_refused_together():
     with pytest.raises(RLHFError) as error:
-        divided(4, sequence=2, tensor=2)
+        sizes_of(4, sequence=2, tensor=2)
     assert str(error.value) == (
         "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set one "
         "of the two to 1"
     )
-    assert divided(4, sequence=4, tensor=1) == {"data": 1, "sequence": 4, "tensor": 1}
+    assert sizes_of(4, sequence=4, tensor=1) == {"data": 1, "sequence": 4, "tensor": 1}

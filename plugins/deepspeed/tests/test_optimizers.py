@@ -141,8 +141,8 @@ def test_a_checkpoint_continues_in_another_layout(tmp_path, kind, source, target
 def test_states_that_no_other_layout_could_read_are_not_saved(single, tmp_path):
     case = Case(config=configure(DeepSpeedConfig(stage=0)), steps=1, save=(1, tmp_path))
     assert single.run(run, case, Adafactor) == [
-        "Adafactor keeps row_var, which does not have one element per weight; checkpoints of every "
-        "layout need that: use another optimizer"
+        "Adafactor keeps row_var, which does not have one element per weight, so that a checkpoint "
+        "could not be read in another layout; use another optimizer"
     ]
 
 

@@ -17,7 +17,7 @@ from rlhf.data.order import RunOrder
 NO_STATE_EVERY = 1 << 30
 """Only the plan says where a run is, so the loader never takes a snapshot of its own state."""
 START_SECONDS = 60
-"""How long a worker may take to answer. It answers within milliseconds, unless its fork hung."""
+"""How long a worker may take to answer its start. It takes milliseconds, unless its fork hung."""
 START_ATTEMPTS = 3
 
 
@@ -62,15 +62,21 @@ def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
     others = multiprocessing.active_children()
     for _ in range(START_ATTEMPTS - 1):
         try:
-            return iter(loader)
+            return _patient(iter(loader))
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
-            # A process that hangs in its fork ignores SIGTERM.
-            for process in multiprocessing.active_children():
-                if process not in others:
-                    process.kill()
-    return iter(loader)
+        # The loader has given up its workers by SIGTERM, which one that hangs in its fork ignores.
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+    return _patient(iter(loader))
+
+
+def _patient(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    """Only the start has a time limit: a slow batch is waited for."""
+    vars(batches)["_timeout"] = 0
+    return batches
 
 
 def _as_numpy(batch: PackedBatch) -> PackedBatch:

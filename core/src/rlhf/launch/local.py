@@ -49,7 +49,7 @@ def wait_at_gate() -> None:
     """Wait until the launcher of ours that started this rank, if one did, has prepared the run."""
     gate = os.environ.get(GATE)
     if gate is not None and not os.read(int(gate), 1):
-        sys.exit(1)  # It has died.
+        sys.exit(1)  # The launcher has died or been stopped.
 
 
 class _Stopped(BaseException):
@@ -112,9 +112,11 @@ class Ranks:
         self._open_gate(opener, prepare)
 
     def _open_gate(self, opener: int, prepare: Callable[[], object]) -> None:
-        """Run `prepare`, then let the ranks go on."""
+        """Run `prepare`, then let the ranks continue."""
         self._preparing = True
         try:
+            if self._deadline is not None:
+                raise _Stopped
             prepare()
             with suppress(BrokenPipeError):  # All have ended.
                 os.write(opener, bytes(len(self.processes)))

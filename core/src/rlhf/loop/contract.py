@@ -154,14 +154,19 @@ def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
 
 def check_counts(loss: Loss, totals: Totals, call: str) -> None:
     """Raise RLHFError for a term or a metric that is per something that is not counted."""
-    counted = {f"a term {number}": term.per for number, term in enumerate(loss.terms)}
-    counted |= {f"the metric {name!r}": per for name, (_, per) in loss.metrics.items() if per != ""}
-    for what, per in counted.items():
-        if per not in totals and not (per in EXTREMES and what.startswith("the metric")):
-            raise RLHFError(
-                f"{call} returned {what} per {per!r}, which is not a known count; use one of "
-                f"{', '.join(sorted(totals))}"
-            )
+    unknown = [
+        (f"a term {number}", term.per)
+        for number, term in enumerate(loss.terms) if term.per not in totals
+    ] + [
+        (f"the metric {name!r}", per)
+        for name, (_, per) in loss.metrics.items() if per not in {"", *EXTREMES, *totals}
+    ]  # fmt: skip
+    if unknown:
+        what, per = unknown[0]
+        raise RLHFError(
+            f"{call} returned {what} per {per!r}, which is not a known count; use one of "
+            f"{', '.join(sorted(totals))}"
+        )
 
 
 def check_loss(loss: Any, call: str, *, training: bool) -> None:

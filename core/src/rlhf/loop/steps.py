@@ -44,11 +44,12 @@ def _take_steps(
     """Take all steps, with what is due between them. Returns why they ended, the last step, and
     the step of the last evaluation after `first_step`. Collective."""
     source = _planned_steps(session, first_step=first_step)
-    pause = _Pause(session, stop)
+    stepper = Stepper(session)
+    pause = _Pause(session, stop, stepper)
     reason, step = pause.before_steps(first_step), first_step
     while step < session.record.steps and reason is None:
         began = time.perf_counter()
-        result = pause.stepper.take(*next(source))
+        result = stepper.take(*next(source))
         if step == first_step:
             # The first step loads compilers.
             _freeze_heap(session.engine.device)
@@ -62,9 +63,8 @@ def _take_steps(
 class _Pause:
     """What is due between two steps: an evaluation, then a checkpoint."""
 
-    def __init__(self, session: Session, stop: StopWatch) -> None:
-        self.session, self.stop = session, stop
-        self.stepper = Stepper(session)
+    def __init__(self, session: Session, stop: StopWatch, stepper: Stepper) -> None:
+        self.session, self.stop, self.stepper = session, stop, stepper
         self.evaluated: int | None = None
         """Step of the last evaluation after the first step."""
 

@@ -166,7 +166,7 @@ class Rehearsal(RunModels):
         role: str,
         config: Config,
         empty: PackedModel,
-        head: Mapping[str, Any],
+        options: Mapping[str, Any],
         *,
         trained: bool,
         dropout: bool,

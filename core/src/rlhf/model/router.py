@@ -19,10 +19,11 @@ def router_loss_of(causal: Any, setting: float | None) -> float:
     """Return the coefficient of the router loss of a transformers model: `setting`
     (`model.router_loss`), or the family's own; 0 where no router is trained. Raises RLHFError where
     a `setting` has no effect."""
+    config = causal.config.get_text_config()
     routers = nn.ModuleList(router for router, _ in routers_of(causal))
     trained = any(parameter.requires_grad for parameter in routers.parameters())
+    trained = trained and hasattr(config, "num_experts_per_tok")
     if setting is None:
-        config = causal.config.get_text_config()
         return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if trained else 0.0
     if setting and not trained:
         raise RLHFError(
@@ -53,7 +54,8 @@ def recorded(routers: Sequence[tuple[nn.Module, int]]) -> Iterator[list[Tensor]]
         for router, index in routers:
 
             def keep(_: nn.Module, inputs: Any, outputs: Any, *, index: int = index) -> None:
-                logits.append(outputs[index])
+                each = outputs[index] if isinstance(outputs, tuple) else outputs
+                logits.append(each.flatten(0, -2))
 
             stack.callback(router.register_forward_hook(keep).remove)
         yield logits

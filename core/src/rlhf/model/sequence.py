@@ -75,7 +75,9 @@ def to_tokens(states: Tensor, axis: Axis) -> Tensor:
 def check_heads(architecture: Any, mesh: Mesh) -> None:
     """Raise RLHFError if the sequence axis does not divide the attention heads of a transformers
     configuration."""
-    heads, size = architecture.get_text_config().num_attention_heads, mesh.sequence.size
+    # Models without attention, such as Mamba 2, have no heads; `check_path` refuses them.
+    heads = getattr(architecture.get_text_config(), "num_attention_heads", 0)
+    size = mesh.sequence.size
     if heads % size:
         allowed = [str(n) for n in range(1, heads) if heads % n == 0 == mesh.shards.size % n]
         raise SameOnAllRanks(

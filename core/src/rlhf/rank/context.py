@@ -60,7 +60,7 @@ class RunContext(RunModels):
         role: str,
         config: Config,
         empty: PackedModel,
-        head: Mapping[str, Any],
+        options: Mapping[str, Any],
         *,
         trained: bool,
         dropout: bool,
@@ -74,7 +74,7 @@ class RunContext(RunModels):
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
-                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, **head
+                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, **options
             )
             if not dropout:
                 without_dropout(module)

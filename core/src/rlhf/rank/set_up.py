@@ -60,7 +60,7 @@ def set_up(
     )  # fmt: skip
     identity = introduce(request, data, fit, choice, folder)
     load_models(request.name, trainer, run)
-    random_state.spread(config.train.seed, mesh.data.rank)
+    random_state.spread(config.train.seed, mesh.shards.rank)
     train_order, *eval_orders = orders(trainer, run)
     trained = {name: role for name, role in run.roles.items() if role.trained}
     contract = Contract(trainer, trained)

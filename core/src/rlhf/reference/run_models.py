@@ -63,10 +63,10 @@ class RunModels(ABC):
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
         values = first_values(config, extra or {})
-        head: dict[str, Any] = {"task": task, "labels": labels, "extra": values}
-        empty = empty_model(config, mesh=self.mesh, **head)
-        engine = self._load(role, config, empty, head, trained=trained, dropout=dropout)
-        self.roles[role] = attrs.evolve(self.roles[role], model=model, optim=optim, **head)
+        options: dict[str, Any] = {"task": task, "labels": labels, "extra": values}
+        empty = empty_model(config, mesh=self.mesh, **options)
+        engine = self._load(role, config, empty, options, trained=trained, dropout=dropout)
+        self.roles[role] = attrs.evolve(self.roles[role], model=model, optim=optim, **options)
         return engine
 
     def prepare(
@@ -142,13 +142,13 @@ class RunModels(ABC):
         role: str,
         config: Config,
         empty: PackedModel,
-        head: Mapping[str, Any],
+        options: Mapping[str, Any],
         *,
         trained: bool,
         dropout: bool,
     ) -> Engine:
-        """Add the role of a model from `config`. `empty` is the model without values, and `head`
-        the options of its head."""
+        """Add the role of a model from `config`. `empty` is the model without values, and
+        `options` say what its head is."""
 
     @abstractmethod
     def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:

@@ -36,7 +36,7 @@ from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.patches.install import restore_modules
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
-from rlhf_plugin_deepspeed.tensor import check_divides, divided
+from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
 from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.weights import gathered, kept_whole, load, mix, sharded_creation
 
@@ -71,7 +71,7 @@ class DeepSpeedBackend:
     ) -> Plan:
         if trained:
             check_divides(model_shape, mesh.tensor.size, path=config.model.path)
-        model_shape = divided(model_shape, mesh.tensor.size)
+        model_shape = shape_of_part(model_shape, mesh.tensor.size)
         if not trained:
             return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
         offloaded = resolve(config.backend_section).offload_optimizer
@@ -84,13 +84,13 @@ class DeepSpeedBackend:
     def estimate_memory(
         self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
-        model_shape = divided(model_shape, plan.tensor)
+        model_shape = shape_of_part(model_shape, plan.tensor)
         return memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=trained)
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
         check_divides(model_shape, mesh.tensor.size, path=config.model.path)
-        return layouts(config, mesh, divided(model_shape, mesh.tensor.size))
+        return layouts(config, mesh, shape_of_part(model_shape, mesh.tensor.size))
 
     @hookimpl
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:

@@ -43,7 +43,8 @@ class Piece:
 
 
 def engine_state(engine: InferenceEngine) -> EngineState:
-    """Return views of what this rank holds. Collective over the tensor axis."""
+    """Return what this rank holds: views, and of matrices that are divided by columns copies of
+    whole rows. Collective over the tensor axis."""
     fragments = list(_untrained(engine))
     if not isinstance(engine, TrainingEngine):
         return EngineState(fragments=list(of_whole(fragments, engine.module, engine.mesh)))
@@ -230,7 +231,8 @@ def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
         if not isinstance(value, Tensor) or value.shape != master.shape:
             raise RLHFError(
                 f"{type(optimizer).__name__} keeps {kind}, which does not have one element per "
-                "weight; checkpoints of every layout need that: use another optimizer"
+                "weight, so that a checkpoint could not be read in another layout; use another "
+                "optimizer"
             )
     return kinds
 

@@ -73,8 +73,9 @@ def _share(item: Fragment, axis: Axis) -> Fragment:
 
 
 def _columns(item: Fragment, part: Part) -> Iterator[Fragment]:
-    """Yield fragments of a whole matrix for one of some columns, which are flat row by row: the
-    ends are parts of a row, and of the rows between each rank of the axis takes some."""
+    """Yield fragments of a whole matrix for a fragment of this rank's columns, which is flat, row
+    by row. Its ends may be parts of a row; of the rows between them each rank of the axis takes
+    some."""
     axis, width = part.axis, part.shape[1]
     own = width // axis.size
     head = min(-item.offset % own, item.values.numel())

@@ -68,10 +68,10 @@ def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
     """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
     them."""
     section = config.backend_section
-    return divided(ranks, sequence=section.sequence_parallel, tensor=section.tensor_parallel)
+    return sizes_of(ranks, sequence=section.sequence_parallel, tensor=section.tensor_parallel)
 
 
-def divided(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
+def sizes_of(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
     """Return the sizes of the axes. Raises RLHFError if `sequence` or `tensor`, as configured, does
     not divide the ranks, or for both at once."""
     for setting, size in (("sequence_parallel", sequence), ("tensor_parallel", tensor)):

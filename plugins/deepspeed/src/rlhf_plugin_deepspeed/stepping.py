@@ -110,12 +110,14 @@ def whole_norm(module: nn.Module, axis: Axis) -> Tensor:
     """Return the norm of the gradient at stage 0, where every rank holds all of it, or of divided
     layers its part along the tensor axis. DeepSpeed has none without masters, and with torch's
     optimizer in fp16 a scaled one. Collective."""
-    gradients(module)
-    # What tensor ranks hold alike counts on the first.
-    counted = [
-        item.grad for item in module.parameters()
-        if item.grad is not None and (axis.rank == 0 or part_of(item))
-    ]  # fmt: skip
+    counted = gradients(module)
+    if axis.rank > 0:
+        # What tensor ranks hold alike counts on the first.
+        trained = (item for item in module.parameters() if item.requires_grad)
+        counted = [grad for grad, item in zip(counted, trained, strict=True) if part_of(item)]
+        if not counted:
+            device = next(module.parameters()).device
+            return axis.sum(torch.zeros((), device=device)).sqrt()
     norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return norm if axis.size == 1 else axis.sum(norm.square()).sqrt()

@@ -3,18 +3,18 @@
 
 Which layers, and how, is transformers' own plan of a family (`base_model_tp_plan` of its config).
 Weights stay plain tensors, each rank's part of a whole one, so that ZeRO, peft and the kernels need
-not know. DeepSpeed's AutoTP replaces modules, which peft's adapters and frozen models without an
-engine have not; its first forward also compares its inputs, which are no tensors here.
+not know. DeepSpeed's AutoTP replaces modules, so it does not reach peft's adapters and models
+without an engine; its first forward also compares the ranks' inputs and needs them to be tensors.
 """
 
 import re
-import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
@@ -48,9 +48,11 @@ class Part:
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the whole parameter. Collective."""
-        parts = [torch.empty_like(part) for _ in range(self.axis.size)]
-        distributed.all_gather(parts, part.contiguous(), group=self.axis.group)
-        return torch.cat(parts, self.dim)
+        # NCCL has no operations on the host, where the optimizer's states may be.
+        own = part.to(get_accelerator().current_device_name()).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.axis.size)]
+        distributed.all_gather(parts, own, group=self.axis.group)
+        return torch.cat(parts, self.dim).to(part.device)
 
 
 class TensorSharding:
@@ -87,7 +89,7 @@ def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
     )
 
 
-def divided(shape: ModelShape, size: int) -> ModelShape:
+def shape_of_part(shape: ModelShape, size: int) -> ModelShape:
     """Return what one of so many ranks has of a model: the whole embedding and head, and a part of
     the layers if they can be divided."""
     if shape.tensor % size:
@@ -121,6 +123,7 @@ def divide(model: nn.Module, axis: Axis) -> None:
                 # Added once, to the sum.
                 linear.forward = partial(_product, linear)
             module.register_forward_hook(partial(_add_up, axis, linear))
+            module.register_forward_pre_hook(shared.release)
         for name, parameter in module.named_parameters():
             _divide(name, parameter, style, axis)
 
@@ -158,16 +161,18 @@ class Shared:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._last: tuple[Any, Any] = (lambda: None, lambda: None)
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, value: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not value.requires_grad:
             return value
-        source, shared = (reference() for reference in self._last)
-        if source is not value or shared is None:
-            shared = SumGradient.apply(value, self._axis)
-            self._last = (weakref.ref(value), weakref.ref(shared))
-        return shared
+        if self._last is None or self._last[0] is not value:
+            self._last = (value, SumGradient.apply(value, self._axis))
+        return self._last[1]
+
+    def release(self, *_: Any) -> None:
+        """Forget the input, after the layer that follows its readers."""
+        self._last = None
 
 
 class SumGradient(torch.autograd.Function):

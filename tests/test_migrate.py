@@ -76,7 +76,7 @@ openrlhf.cli.train_sft \\
    --pretrain org/model --dataset org/chats@data,rows.jsonl --input_key question \\
    --output_key answer --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096 \\
    --packing_samples --zero_stage 3 --adam_offload --lora_rank 64 --save_steps -1 \\
-   --ring_attn_size 2 --ds_tensor_parallel_size 1 \\
+   --ring_attn_size 2 \\
    --input_template $'Question: {}'
 EOF
 deepspeed --module $training_commands

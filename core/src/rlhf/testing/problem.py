@@ -210,6 +210,16 @@ def move_states(backend: Any, engine: Any) -> None:
 def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
     """Run the case; returns its outcome, the engine and the mesh, which the caller closes."""
     mesh, engine, summary = start(backend, case)
+    try:
+        return _followed(backend, case, mesh, engine, summary), engine, mesh
+    except BaseException:
+        # Other ranks may still wait for this one.
+        if mesh.world == 1:
+            backend.close_mesh(mesh=mesh)
+        raise
+
+
+def _followed(backend: Any, case: Case, mesh: Any, engine: Any, summary: str) -> Outcome:
     state = _restore(backend, engine, case.load) if case.load else {}
     seen: dict[str, list[Any]] = {
         name: [] for name in ("losses", "norms", "moved", "skipped", "rates")
@@ -227,7 +237,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
         seen["skipped"].append(outcome.skipped_by_scaler)
         if case.save and case.save[0] == step + 1:
             _save(backend, engine, mesh, case.save[1], step=step + 1)
-    return Outcome(**seen, state=state, summary=summary), engine, mesh
+    return Outcome(**seen, state=state, summary=summary)
 
 
 def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> None:

@@ -7,6 +7,7 @@ import torch
 import transformers
 from attrs import evolve, frozen
 from engines import BareEngine
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -107,7 +108,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("Lfm2Config", SIZES | {"layer_types": ["conv", "full_attention"]}),
 }
 NAMES = tuple(FAMILIES)
-TREES = tuple(name for name in NAMES if name not in ("GPT-J", "Mamba 2", "Qwen3-Next", "LFM2"))
+# GPT-J can run another attention since transformers 5.24.
+OWN_ATTENTION = () if Version(transformers.__version__) >= Version("5.24") else ("GPT-J",)
+PADDED = ("Mamba 2", "Qwen3-Next", "LFM2", *OWN_ATTENTION)
+TREES = tuple(name for name in NAMES if name not in PADDED)
 
 
 @frozen

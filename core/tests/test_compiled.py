@@ -196,7 +196,7 @@ def test_unsupported_devices_and_models_are_reported() -> None:
 
 
 def test_compile_is_refused_for_padded_models_before_weights_are_read(tmp_path: Path) -> None:
-    config_class, options = FAMILIES["GPT-J"]
+    config_class, options = FAMILIES["LFM2"]
     getattr(transformers, config_class)(**options).save_pretrained(tmp_path)
     words = ["--model.path", str(tmp_path), "--model.kernels", "compile", "--model.dtype", "fp32"]
     config = read_config("sft", overrides=words, inputs=False).config
@@ -206,8 +206,8 @@ def test_compile_is_refused_for_padded_models_before_weights_are_read(tmp_path: 
     with pytest.raises(RLHFError) as caught:
         run.load("policy")
     assert str(caught.value) == (
-        "model.kernels compile needs packed rows, but this model runs on the path 'padded' (its "
-        "attention cannot be replaced); remove model.kernels compile"
+        "model.kernels compile needs packed rows, but this model runs on the path 'padded' (it "
+        "has recurrent layers (conv)); remove model.kernels compile"
     )
 
 

@@ -8,11 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, NAMES, TREES, VOCABULARY, family, gradients, tree_batch
+import transformers
+from engines import BareEngine
+from families import (
+    FAMILIES,
+    NAMES,
+    OWN_ATTENTION,
+    TREES,
+    VOCABULARY,
+    family,
+    gradients,
+    tree_batch,
+)
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.engine import Mesh
 from rlhf.model.head import read_head
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -80,7 +94,6 @@ def test_the_probe_chooses_tree_attention_if_it_is_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("GPT-J", "its attention cannot be replaced"),
         ("Mamba 2", "it has recurrent layers (linear_attention)"),
         ("Qwen3-Next", "it has recurrent layers (linear_attention)"),
         ("LFM2", "it has recurrent layers (conv)"),
@@ -88,6 +101,22 @@ def test_the_probe_chooses_tree_attention_if_it_is_right(name: str) -> None:
 )
 def test_the_probe_pads_rows_for_the_others_and_says_why(name: str, reason: str) -> None:
     assert str(family(name).choice) == (f"padded rows with the model's own attention ({reason})")
+
+
+class OwnAttention(transformers.LlamaForCausalLM):
+    """A model whose code calls no attention but its own."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return False
+
+
+def test_the_probe_pads_rows_for_a_model_with_attention_code_of_its_own() -> None:
+    causal = OwnAttention(transformers.LlamaConfig(**FAMILIES["Llama"][1])).eval()
+    engine = BareEngine(PackedModel(causal))
+    assert str(choose_path(engine, Mesh())) == (  # type: ignore[arg-type]
+        "padded rows with the model's own attention (its attention cannot be replaced)"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,4 +150,6 @@ def test_generation_under_our_attention_equals_the_models(name: str) -> None:
 def test_the_document_is_the_result_of_the_probe() -> None:
     rows = re.findall(r"^\| ([^|]+?) \| (\w+) \|", DOCUMENT.read_text(), flags=re.MULTILINE)
     documented = {name: path for name, path in rows if name in FAMILIES}
-    assert documented == {name: family(name).choice.path for name in NAMES}
+    # The table is that of transformers 5.24.
+    newer = dict.fromkeys(OWN_ATTENTION, "tree")
+    assert documented == {name: family(name).choice.path for name in NAMES} | newer

@@ -96,7 +96,7 @@ def checkpoint_bytes(config: Config, trained: Sequence[Role]) -> int:
     frozen = 4 if config.model.dtype == "fp32" else 2
     total = 0
     for role in trained:
-        shape, adapted = role.shape, config.lora is not None and role.model is None
+        shape, adapted = role.shape, config.lora is not None and role.spec.model is None
         total += state * shape.trainable
         total += 0 if adapted else frozen * (shape.parameters - shape.trainable)
     return total

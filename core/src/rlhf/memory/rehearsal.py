@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan
 from rlhf.devices import rehearsing_on
@@ -27,7 +27,15 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import candidates_of
-from rlhf.model.role import POLICY, Role, config_with, layouts_of, plan_model
+from rlhf.model.role import (
+    POLICY,
+    ModelSpec,
+    Role,
+    config_with,
+    layouts_of,
+    memory_of,
+    plan_model,
+)
 from rlhf.model.shape import shape_of, shape_of_module
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
@@ -63,7 +71,7 @@ class Rehearsed:
     @property
     def trained(self) -> list[Role]:
         """The trained models."""
-        return [role for role in self.run.roles.values() if role.trained]
+        return [role for role in self.run.roles.values() if role.spec.trained]
 
     @property
     def lighter(self) -> tuple[str, ...]:
@@ -161,60 +169,42 @@ class Rehearsal(RunModels):
     _attached: dict[str, int | None] = attrs.field(factory=dict)
     """Width of the per-token values that a cache would add to the examples."""
 
-    def _load(
-        self,
-        role: str,
-        config: Config,
-        empty: PackedModel,
-        options: Mapping[str, Any],
-        *,
-        trained: bool,
-        dropout: bool,
-    ) -> Engine:
+    def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         paths, reason = candidates_of(empty.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        if not dropout:
+        if not spec.dropout:
             without_dropout(empty)
-        return self._add(role, config, empty, shape_of(empty), trained=trained)
+        return self._add(spec, empty, shape_of(empty))
 
-    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
+    def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
         shape, dtype = shape_of_module(module), DTYPES[self.config.model.dtype]
-        return self._add(role, config, module.to(META, dtype), shape, trained=trained)
+        return self._add(spec, module.to(META, dtype), shape)
 
-    def _add(
-        self, role: str, config: Config, module: nn.Module, shape: ModelShape, *, trained: bool
-    ) -> Engine:
-        if role == POLICY:
-            layouts = layouts_of(self.hooks, config, self.mesh, shape)
+    def _add(self, spec: ModelSpec, module: nn.Module, shape: ModelShape) -> Engine:
+        if spec.role == POLICY:
+            layouts = layouts_of(self.hooks, spec.config, self.mesh, shape)
             plan = next(layout.plan for layout in layouts if layout.configured)
         else:
-            plan, _ = plan_model(
-                self.hooks, config, self.mesh, shape, role, trained=trained, others=()
-            )
-        module.train(trained)
-        if not trained:
+            plan = plan_model(self.hooks, spec, self.mesh, shape, others=())
+        module.train(spec.trained)
+        if not spec.trained:
             module.requires_grad_(False)
-        engine = RehearsedEngine(module, role=role, stage=plan.stage, precision=plan.precision)
-        self.roles[role] = Role(engine=engine, plan=plan, shape=shape, memory={}, trained=trained)
+        engine = RehearsedEngine(module, role=spec.role, stage=plan.stage, precision=plan.precision)
+        self.roles[spec.role] = Role(spec=spec, engine=engine, plan=plan, shape=shape, memory={})
         return engine
 
     def memory(self, layout: Layout) -> dict[str, Mapping[str, int]]:
         """Return the bytes of each role in a layout of the trained one, by the backend."""
         planned: dict[str, Role] = {}
         for name, role in self.roles.items():
-            config = config_with(layout.config, role.model, role.optim)
-            if name == POLICY:
-                plan, memory = layout.plan, self.hooks.estimate_memory(
-                    config=config, plan=layout.plan, model_shape=role.shape, mesh=self.mesh,
-                    trained=True,
-                )  # fmt: skip
-            else:
-                plan, memory = plan_model(
-                    self.hooks, config, self.mesh, role.shape, name, trained=role.trained,
-                    others=planned.values(),
-                )  # fmt: skip
-            planned[name] = attrs.evolve(role, plan=plan, memory=memory)
+            config = config_with(layout.config, role.spec.model, role.spec.optim)
+            spec = attrs.evolve(role.spec, config=config)
+            plan = layout.plan
+            if name != POLICY:
+                plan = plan_model(self.hooks, spec, self.mesh, role.shape, planned.values())
+            memory = memory_of(self.hooks, spec, self.mesh, role.shape, plan)
+            planned[name] = attrs.evolve(role, memory=memory)
         return {name: role.memory for name, role in planned.items()}
 
     def _cache_reference(self, policy: Engine) -> str:

@@ -1,4 +1,4 @@
-"""A model of a run: its engine, its plan, and what it takes of an accelerator."""
+"""A model of a run: what its trainer asks for, its engine, its plan and its memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,14 +21,12 @@ ELSEWHERE = ("updating", "reducing", "host")
 
 
 @frozen(kw_only=True)
-class Role:
-    """A loaded model."""
+class ModelSpec:
+    """A model as a trainer's `setup` asks for it."""
 
-    engine: Engine
-    plan: Plan
-    shape: ModelShape
-    memory: Mapping[str, int]
-    """Bytes on each accelerator, as the backend estimates them."""
+    role: str
+    config: Config
+    """The run's configuration, with the model's own `model` and `optim`."""
     trained: bool
     model: ModelConfig | None = None
     """Its configuration; None for that of the run, or a module of the trainer's own."""
@@ -40,6 +38,20 @@ class Role:
     """Number of its labels; None for that of its task."""
     extra: Mapping[str, Tensor] = field(factory=dict)
     """First values of the trainer's own parameters at its head."""
+    dropout: bool = True
+    """Whether it keeps its own dropout."""
+
+
+@frozen(kw_only=True)
+class Role:
+    """A loaded model."""
+
+    spec: ModelSpec
+    engine: Engine
+    plan: Plan
+    shape: ModelShape
+    memory: Mapping[str, int]
+    """Bytes on each accelerator, as the backend estimates them."""
     attention: AttentionPath | None = None
     """How it runs packed batches; None in a rehearsal and for a module of the trainer's own."""
     schedule: LRScheduler | None = None
@@ -81,24 +93,22 @@ def layouts_of(
 
 
 def plan_model(
-    hooks: BackendGateway,
-    config: Config,
-    mesh: Mesh,
-    shape: ModelShape,
-    role: str,
-    *,
-    trained: bool,
-    others: Iterable[Role],
-) -> tuple[Plan, Mapping[str, int]]:
-    """Return how the backend will run the model of `role` beside those that are loaded, and what
-    that takes of each accelerator."""
+    hooks: BackendGateway, spec: ModelSpec, mesh: Mesh, shape: ModelShape, others: Iterable[Role]
+) -> Plan:
+    """Return how the backend will run a model together with `others`, which are already loaded."""
     occupied = sum(
         size for other in others for name, size in other.memory.items() if name not in ELSEWHERE
     )
-    plan = hooks.configure_zero(
-        config=config, mesh=mesh, model_shape=shape, role=role, trained=trained, occupied=occupied
+    return hooks.configure_zero(
+        config=spec.config, mesh=mesh, model_shape=shape, role=spec.role, trained=spec.trained,
+        occupied=occupied,
+    )  # fmt: skip
+
+
+def memory_of(
+    hooks: BackendGateway, spec: ModelSpec, mesh: Mesh, shape: ModelShape, plan: Plan
+) -> Mapping[str, int]:
+    """Return the bytes of a model on each accelerator, as the backend estimates them."""
+    return hooks.estimate_memory(
+        config=spec.config, plan=plan, model_shape=shape, mesh=mesh, trained=spec.trained
     )
-    memory = hooks.estimate_memory(
-        config=config, plan=plan, model_shape=shape, mesh=mesh, trained=trained
-    )
-    return plan, memory

@@ -1,16 +1,15 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 from attrs import define, field
 from torch import Tensor, nn
 
-from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, ModelShape, Plan
 from rlhf.errors import RLHFError
@@ -23,7 +22,7 @@ from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.role import POLICY, Role, plan_model
+from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
 from rlhf.model.sequence import check_path
 from rlhf.model.shape import check_positions, shape_of, shape_of_module
 from rlhf.model.trainable import parameter_groups
@@ -55,16 +54,8 @@ class RunContext(RunModels):
     def __attrs_post_init__(self) -> None:
         self.phases = Phases(self.roles, self.mesh, self.hooks, self.fit)
 
-    def _load(
-        self,
-        role: str,
-        config: Config,
-        empty: PackedModel,
-        options: Mapping[str, Any],
-        *,
-        trained: bool,
-        dropout: bool,
-    ) -> Engine:
+    def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
+        role, config = spec.role, spec.config
         name = f"{role} {config.model.path}"
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
@@ -74,42 +65,40 @@ class RunContext(RunModels):
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
-                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role, **options
-            )
-            if not dropout:
+                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role,
+                task=spec.task or "causal", labels=spec.labels, extra=spec.extra,
+            )  # fmt: skip
+            if not spec.dropout:
                 without_dropout(module)
             return module
 
-        engine = self._add(role, config, empty, shape_of(empty), read, trained=trained)
+        engine = self._add(spec, empty, shape_of(empty), read)
         with self.startup.part("probe of attention"):
             attention = choose_path(engine, self.mesh, longest=self.longest)
         check_path(attention.path, attention.reason, self.mesh.sequence)
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
             _compile(engine, config.model, attention)
-        if engine.module.layers and trained:
+        if engine.module.layers and spec.trained:
             self.notes.append(engine.module.layers)
-        if engine.module.router_loss and trained:
+        if engine.module.router_loss and spec.trained:
             self.notes.append(router_note(engine.module, config.model))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
 
-    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
-        shape = shape_of_module(module)
-        return self._add(role, config, module, shape, lambda plan: module, trained=trained)
+    def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
+        return self._add(spec, module, shape_of_module(module), lambda plan: module)
 
     def _add(
         self,
-        role: str,
-        config: Config,
+        spec: ModelSpec,
         empty: nn.Module,
         shape: ModelShape,
         read: Callable[[Plan], nn.Module],
-        *,
-        trained: bool,
     ) -> Engine:
         """Plan a model, `read` it with its weights, and have the backend prepare it. `empty` has
         its parameters, perhaps without values."""
+        role, config, trained = spec.role, spec.config, spec.trained
         if role in self.roles:
             raise RLHFError(f"setup() loads the role {role!r} twice; each model has its own role")
         if role == POLICY and not trained:
@@ -118,9 +107,8 @@ class RunContext(RunModels):
         if trained and self.resumed is not None:
             check_model(self.resumed / role, empty)
         with self.startup.part("operators"):
-            plan, memory = plan_model(
-                hooks, config, mesh, shape, role, trained=trained, others=self.roles.values()
-            )
+            plan = plan_model(hooks, spec, mesh, shape, others=self.roles.values())
+            memory = memory_of(hooks, spec, mesh, shape, plan)
         with self.startup.part("loading"):
             module = read(plan)
         with self.startup.part("engine"):
@@ -136,9 +124,8 @@ class RunContext(RunModels):
                 mesh=mesh,
             )  # fmt: skip
         self.roles[role] = Role(
-            engine=engine, plan=plan, shape=shape, memory=memory, trained=trained,
-            schedule=schedule,
-        )  # fmt: skip
+            spec=spec, engine=engine, plan=plan, shape=shape, memory=memory, schedule=schedule
+        )
         if trained and role != "policy":
             self.notes.append(f"{role:<10} {shape.parameters:,} parameters, trained")
         return engine

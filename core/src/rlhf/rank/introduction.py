@@ -60,7 +60,7 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
             if role.plan.summary != plan.summary
         ),
     ]
-    if policy.task is None:
+    if policy.spec.task is None:
         name = type(policy.engine.module).__name__
         lines.append(
             f"model      {name}: {shape.parameters:,} parameters{trained}, {plan.precision}"
@@ -78,7 +78,7 @@ def curve_line(run: RunContext) -> list[str]:
     """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
     dropout = max(
-        largest_dropout(role.engine.module) for role in run.roles.values() if role.trained
+        largest_dropout(role.engine.module) for role in run.roles.values() if role.spec.trained
     )
     if dropout:
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
@@ -94,10 +94,10 @@ def plans_of(run: RunContext) -> dict[str, Any]:
     return {
         name: attrs.asdict(role.plan)
         | {
-            "trained": role.trained,
-            "model": role.model and to_tree(role.model),
-            "task": role.task,
-            "labels": role.labels,
+            "trained": role.spec.trained,
+            "model": role.spec.model and to_tree(role.spec.model),
+            "task": role.spec.task,
+            "labels": role.spec.labels,
             "attention": role.attention and str(role.attention),
         }
         for name, role in run.roles.items()

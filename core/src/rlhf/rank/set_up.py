@@ -62,7 +62,7 @@ def set_up(
     load_models(request.name, trainer, run)
     random_state.spread(config.train.seed, mesh.shards.rank)
     train_order, *eval_orders = orders(trainer, run)
-    trained = {name: role for name, role in run.roles.items() if role.trained}
+    trained = {name: role for name, role in run.roles.items() if role.spec.trained}
     contract = Contract(trainer, trained)
     record = RunRecord(
         name=request.name, folder=path, config=config, steps=run.steps, id=identity,
@@ -146,7 +146,7 @@ def journal_of(
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:
     """Raise RLHFError if the policy has no samples to show."""
-    if config.train.samples and policy.task != "causal" and not scores_answers(trainer):
+    if config.train.samples and policy.spec.task != "causal" and not scores_answers(trainer):
         raise RLHFError(
             f"train.samples: the policy of trainer {name!r} writes no text and its answers have no "
             "scores; remove train.samples, or define score() in the trainer"

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from attrs import Factory, define, field
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.extra import first_values
 from rlhf.model.packed import PackedModel
-from rlhf.model.role import POLICY, Role, config_with
+from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
@@ -63,11 +62,12 @@ class RunModels(ABC):
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
         values = first_values(config, extra or {})
-        options: dict[str, Any] = {"task": task, "labels": labels, "extra": values}
-        empty = empty_model(config, mesh=self.mesh, **options)
-        engine = self._load(role, config, empty, options, trained=trained, dropout=dropout)
-        self.roles[role] = attrs.evolve(self.roles[role], model=model, optim=optim, **options)
-        return engine
+        empty = empty_model(config, task, labels=labels, extra=values, mesh=self.mesh)
+        spec = ModelSpec(
+            role=role, config=config, trained=trained, model=model, optim=optim, task=task,
+            labels=labels, extra=values, dropout=dropout,
+        )  # fmt: skip
+        return self._load(spec, empty)
 
     def prepare(
         self,
@@ -79,9 +79,9 @@ class RunModels(ABC):
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, None, optim)
-        engine = self._prepare(role, config, module, trained=trained)
-        self.roles[role] = attrs.evolve(self.roles[role], optim=optim)
-        return engine
+        return self._prepare(
+            ModelSpec(role=role, config=config, trained=trained, optim=optim), module
+        )
 
     def reference(
         self,
@@ -99,9 +99,8 @@ class RunModels(ABC):
         note = f"reference  {chosen}: {reason}"
         if POLICY not in self.roles:
             raise RLHFError("setup() calls run.reference() before run.load('policy'); swap them")
-        loaded = self.roles[POLICY]
-        policy = loaded.engine
-        if loaded.task is None:
+        policy, spec = self.roles[POLICY].engine, self.roles[POLICY].spec
+        if spec.task is None:
             raise RLHFError(
                 "run.reference() is of a policy from run.load(); prepare a second module as the "
                 "reference with run.prepare(module, 'reference', trained=False)"
@@ -111,10 +110,10 @@ class RunModels(ABC):
             return CachedReference()
         self.notes.append(note)
         if chosen == "adapter":
-            return EngineReference(policy, mode="adapter", extra=loaded.extra)
+            return EngineReference(policy, mode="adapter", extra=spec.extra)
         engine = self.load(
-            "reference", model=self.config.model, trained=False, task=loaded.task,
-            labels=loaded.labels, extra=loaded.extra, dropout=False,
+            "reference", model=self.config.model, trained=False, task=spec.task,
+            labels=spec.labels, extra=spec.extra, dropout=False,
         )  # fmt: skip
         if every is not None:
             self.followers.append(
@@ -137,21 +136,11 @@ class RunModels(ABC):
         return None
 
     @abstractmethod
-    def _load(
-        self,
-        role: str,
-        config: Config,
-        empty: PackedModel,
-        options: Mapping[str, Any],
-        *,
-        trained: bool,
-        dropout: bool,
-    ) -> Engine:
-        """Add the role of a model from `config`. `empty` is the model without values, and
-        `options` say what its head is."""
+    def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
+        """Add the role of a transformers model. `empty` is the model without values."""
 
     @abstractmethod
-    def _prepare(self, role: str, config: Config, module: nn.Module, *, trained: bool) -> Engine:
+    def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
         """Add the role of a module of the trainer's own."""
 
     @abstractmethod

@@ -49,7 +49,8 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
         os.environ.clear()
         os.environ.update(before)
     return (
-        metrics, len(runs), sorted({(it.step, it.value) for it in history}), len(names),
+        metrics, len(runs), runs[0].data.params["optim.lr"],
+        sorted({(it.step, it.value) for it in history}), len(names),
         sorted({(row["step"], row["train/loss"]) for row in rows if "train/loss" in row}),
     )  # fmt: skip
 
@@ -62,10 +63,10 @@ def test_observers_continue_a_resumed_run_and_change_nothing(
     ((_, alone),) = one.run(sft_runs.run, plain, str(inputs.cache))
     watched = sft_runs.words(inputs, tmp_path / "run", *words, "--observers", NAMES)
     (answer,) = one.run(observed, watched, str(inputs.cache), str(tmp_path))
-    metrics, num_mlflow, mlflow, num_trackio, trackio = answer
+    metrics, num_mlflow, rate, mlflow, num_trackio, trackio = answer
     assert without_timings(metrics)[-1] == without_timings(alone)[-1]
     losses = [(record["step"], record["loss"]) for record in alone if "loss" in record]
-    assert (num_mlflow, num_trackio) == (1, 1)
+    assert (num_mlflow, rate, num_trackio) == (1, "0.001", 1)
     assert mlflow == trackio == losses
     assert not (tmp_path / "run" / "errors").exists()
     (first, *more) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")

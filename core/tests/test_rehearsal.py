@@ -20,8 +20,8 @@ from rlhf.journal.sums import weighted_loss
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
+from rlhf.rank.introduction import keep_traceback, memory_lines
 from rlhf.rank.run import ran_out
-from rlhf.rank.set_up import keep_traceback, memory_lines
 from rlhf.readouts import token_logprobs
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend

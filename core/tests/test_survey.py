@@ -51,7 +51,8 @@ def surveyed(mesh: Mesh, shares: Sequence[Sequence[Sequence[int]]]) -> list[Any]
     """The values in `batch.step` of each of this rank's micro-batches."""
     own = shares[mesh.data.rank]
     batches = [pack(EXAMPLES, rows) if len(rows) else filler() for rows in own]
-    taken = Survey(Contract(Asking(None, None), {}), mesh).take(batches, plan())
+    survey = Survey(Contract(Asking(None, None), {}), mesh)
+    taken, _ = survey.batches(plan(), batches, torch.device("cpu"))
     return [{name: value.tolist() for name, value in batch.step.items()} for batch in taken]
 
 

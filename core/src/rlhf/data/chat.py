@@ -8,9 +8,9 @@ turns differently later (reasoning is dropped, tools move to the last question),
 is split, so that each turn is trained on in the context in which it is generated.
 """
 
-import operator
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -41,30 +41,27 @@ class ChatTemplate:
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._endings: dict[str, tuple[str, int] | None] = {}
-        """By template: what it writes after an answer, and how much of that the model generates."""
-        self._plain: Rendering | None = None
 
     def render(
         self,
         messages: Messages,
         *,
-        first: int = 0,
-        tools: Sequence[Any] | None = None,
-        keywords: Mapping[str, Any] | None = None,
+        first: int,
+        tools: Sequence[Any] | None,
+        keywords: Mapping[str, Any],
     ) -> list[Rendered]:
         """Return the texts to train on; their spans are the assistant's turns from message `first`.
 
         One text, or several if the template renders earlier turns differently; none without such a
         turn. Raises RLHFError if the template refuses the conversation or a turn cannot be located.
         """
-        turns = [
-            number
+        contexts = [
+            messages[: number + 1]
             for number, message in enumerate(messages)
             if number >= first and message["role"] == "assistant"
         ]
         view = self.view(tools, keywords)
-        rendered = [self._turn(messages[: number + 1], view) for number in turns]
+        rendered = [self._turn(context, view) for context in contexts]
         out: list[Rendered] = []
         for text, spans in reversed(rendered):
             if out and out[-1].text.startswith(text):
@@ -73,12 +70,11 @@ class ChatTemplate:
                 out.append(Rendered(text, spans))
         if out:
             # The first here is the text of the last turn.
-            _raise_if_dropped(view, messages[: turns[-1] + 1], out[0].text)
+            _raise_if_dropped(view, contexts[-1], out[0].text)
             if self._whole:
-                out[0] = Rendered(view.text(messages[: turns[-1] + 1]), out[0].spans)
-        if view.tools and out:
-            contexts = [messages[: number + 1] for number in turns]
-            if all(view.without_tools(each) == view.text_or_none(each) for each in contexts):
+                out[0] = Rendered(view.text(contexts[-1]), out[0].spans)
+            ignored = (view.without_tools(each) == view.text_or_none(each) for each in contexts)
+            if view.tools and all(ignored):
                 raise RLHFError(
                     "the chat template ignores `tools`; remove them or set data.chat_template"
                 )
@@ -93,11 +89,11 @@ class ChatTemplate:
                 "this is a conversation, but the tokenizer has no chat template; "
                 "set data.chat_template to a file or to chatml"
             )
-        if tools or keywords:
-            return Rendering(self, tools, keywords or {})
-        if self._plain is None:
-            self._plain = Rendering(self, None, {})
-        return self._plain
+        return Rendering(self, tools, keywords or {}) if tools or keywords else self._plain
+
+    @cached_property
+    def _plain(self) -> "Rendering":
+        return Rendering(self, None, {})
 
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """The rendering up to the end of the last turn, and the spans of that turn."""
@@ -116,7 +112,7 @@ class ChatTemplate:
                 "{% generation %} marks around it in a template file and name the file in "
                 "data.chat_template"
             )
-        end = self._end_by_probes(text, start, view)
+        end = self._end_by_probes(text, start)
         if end is None:
             # After the last special token if only blanks follow it, else the end of the text.
             stripped = text.rstrip()
@@ -147,21 +143,19 @@ class ChatTemplate:
             return None
         return max(len(closed), len(_shared([text, *known])))
 
-    def _end_by_probes(self, text: str, start: int, view: "Rendering") -> int | None:
+    def _end_by_probes(self, text: str, start: int) -> int | None:
         """After the end-of-turn token, if the rendering ends as it does after any answer."""
-        if view.template not in self._endings:
-            self._endings[view.template] = self._ending()
-        ending = self._endings[view.template]
-        if ending is None or not text.endswith(ending[0]):
+        if self._ending is None or not text.endswith(self._ending[0]):
             return None
-        answer_end = len(text) - len(ending[0])
-        return answer_end + ending[1] if answer_end >= start else None
+        answer_end = len(text) - len(self._ending[0])
+        return answer_end + self._ending[1] if answer_end >= start else None
 
+    @cached_property
     def _ending(self) -> tuple[str, int] | None:
         """What the template writes after any answer, and how much of it the model generates; None
         if it holds no special token."""
-        question, plain = {"role": "user", "content": "a"}, self.view()
-        texts = [plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
+        question = {"role": "user", "content": "a"}
+        texts = [self._plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
         if None in texts:
             return None
         tail = _shared([text[::-1] for text in texts if text])[::-1]
@@ -179,7 +173,7 @@ class ChatTemplate:
 
 
 class Rendering:
-    """One conversation's template with its tools and keywords."""
+    """A chat template with the tools and the keywords of a conversation."""
 
     def __init__(
         self, chat: ChatTemplate, tools: Sequence[Any] | None, keywords: Mapping[str, Any]
@@ -211,11 +205,9 @@ class Rendering:
 
         The last one is kept, since answers to one prompt follow one another.
         """
-        if self._last is not None and _same(self._last[0], messages):
-            return self._last[1]
-        text = self.text_or_none(messages, opened=True)
-        self._last = (messages, text)
-        return text
+        if self._last is None or [*map(id, self._last[0])] != [*map(id, messages)]:
+            self._last = messages, self.text_or_none(messages, opened=True)
+        return self._last[1]
 
     def marks(self, messages: Messages) -> tuple[str, Spans]:
         """Return the text and the spans of its `{% generation %}` marks."""
@@ -271,11 +263,6 @@ def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
     if block is None or block.group().strip() in str(message.get("content")):
         return start
     return block.end()
-
-
-def _same(one: Messages, other: Messages) -> bool:
-    """Whether these are the same message objects."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _shared(texts: Sequence[str]) -> str:

@@ -52,7 +52,10 @@ class Source:
 
     @functools.cached_property
     def _suffix(self) -> str:
-        return "" if self.path.startswith(DEMO) else _suffix(Path(self.path))
+        if self.path.startswith(DEMO):
+            return ""
+        path = Path(self.path.lower())
+        return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
 
     def digest(self) -> str:
         """Return a digest of the content, from the bytes of the files. Raises RLHFError if they are
@@ -61,9 +64,9 @@ class Source:
             return _digest(json.dumps(row).encode() for row in self._demo_rows())
         place = self._local()
         if place is None:
-            return str(self._hub()._fingerprint)
+            return str(self._splits(self.path)._fingerprint)
         if place.is_file():
-            return f"{sha256(place)}{_suffix(place)}"
+            return f"{sha256(place)}{self._suffix}"
         files = sorted(file for file in place.rglob("*") if file.is_file())
         return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
 
@@ -74,17 +77,16 @@ class Source:
             return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
         place = self._local()
         if place is None:
-            return self._hub()
+            return self._splits(self.path)
         if place.is_dir():
             return self._folder(place)
         for name in ("subset", "split"):
             if getattr(self.entry, name) is not None:
                 raise RLHFError(f"data.{self.which}: {place} is a file; remove {name}")
-        suffix = _suffix(place)
-        if suffix in LINES:
+        if self._suffix in LINES:
             return _json_rows(place, scratch)
-        if suffix in TABLES:
-            return self._load(TABLES[suffix], data_files=str(place), split="train")
+        if self._suffix in TABLES:
+            return self._load(TABLES[self._suffix], data_files=str(place), split="train")
         known = ", ".join([*LINES, *TABLES])
         raise RLHFError(f"data.{self.which}: unknown file type {place}; use one of {known}")
 
@@ -119,14 +121,14 @@ class Source:
         place = Path(self.path).expanduser()
         if place.exists():
             return place
-        is_file = _suffix(place) in (*LINES, *TABLES) or place.is_absolute()
+        is_file = self._suffix in (*LINES, *TABLES) or place.is_absolute()
         if is_file or self.path.startswith((".", "~")) or self.path.count("/") > 1:
             raise RLHFError(f"data.{self.which}: no such file or folder: {self.path}")
         return None
 
     def _folder(self, place: Path) -> datasets.Dataset:
         if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
-            return self._load(str(place), name=self.entry.subset, split=self.entry.split or "train")
+            return self._splits(str(place))
         try:
             loaded = datasets.load_from_disk(str(place))
         except Exception as error:
@@ -144,8 +146,9 @@ class Source:
             )
         return loaded[split]
 
-    def _hub(self) -> datasets.Dataset:
-        return self._load(self.path, name=self.entry.subset, split=self.entry.split or "train")
+    def _splits(self, name: str) -> datasets.Dataset:
+        """The rows of a hub name, or of a folder that is laid out like one."""
+        return self._load(name, name=self.entry.subset, split=self.entry.split or "train")
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
         try:
@@ -267,11 +270,6 @@ def _scalars(row: dict[str, Any]) -> dict[str, Any]:
             with contextlib.suppress(ValueError):
                 kept[name] = json.loads(kept[name].strip().lower())
     return kept
-
-
-def _suffix(path: Path) -> str:
-    ending = path.suffix.lower()
-    return Path(path.stem).suffix.lower() + ending if ending == ".gz" else ending
 
 
 def _digest(parts: Iterator[bytes]) -> str:

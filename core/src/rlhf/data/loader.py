@@ -4,6 +4,7 @@ import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ def batches_from(
     `workers` processes pack ahead; if one dies, RuntimeError is raised here. `pin` puts the tensors
     into page-locked memory.
     """
-    last = None if order.shuffle else order.steps_per_epoch
+    numbers = count(first_step) if order.shuffle else range(first_step, order.steps_per_epoch)
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
             order,
             batch_size=None,
-            sampler=order.micro_batches(first_step, last),
+            sampler=order.micro_batches(numbers),
             num_workers=workers,
             collate_fn=_as_numpy,
             # The loader draws a seed. From the default generator, that would change what a resumed

@@ -1,6 +1,6 @@
 """The order of a run: the micro-batches that this rank sees in each step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -126,10 +126,8 @@ class RunOrder:
     def step(self, number: int) -> StepPlan:
         """Return the plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
-        rows = self.rows(number)
+        rows, counts, surveyed = self.rows(number), self.examples.counts, self.surveyed(epoch)
         numbers = self._lay_out(self.examples, rows)
-        counts = self.examples.counts
-        surveyed = self.surveyed(epoch)
         own = surveyed is not self.examples
         return StepPlan(
             step=number,
@@ -151,7 +149,12 @@ class RunOrder:
     def rows(self, number: int) -> Rows:
         """Return the numbers of the examples of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
-        return self._epoch(epoch)[place]
+        if epoch not in self._epochs:
+            self._epochs.clear()
+            self._epochs[epoch] = steps(
+                len(self.examples), self.size, self.seed, epoch, shuffle=self.shuffle
+            )
+        return self._epochs[epoch][place]
 
     def step_of(
         self, examples: Sequence[Example], rows: Rows, number: int = 0, *, passes: int = 1
@@ -185,17 +188,12 @@ class RunOrder:
             for batch, micro in zip(packed, plan.micro, strict=True)
         ]
 
-    def micro_batches(
-        self, first_step: int = 0, last_step: int | None = None
-    ) -> Iterator[Rows | SurveyRows]:
-        """Yield this rank's micro-batches from `first_step` on, endlessly or up to `last_step`
-        (exclusive)."""
-        number = first_step
-        while last_step is None or number < last_step:
+    def micro_batches(self, numbers: Iterable[int]) -> Iterator[Rows | SurveyRows]:
+        """Yield this rank's micro-batches of the steps `numbers`."""
+        for number in numbers:
             plan = self.step(number)
             yield from plan.survey
             yield from plan.micro
-            number += 1
 
     def __getitem__(self, rows: Rows | SurveyRows) -> PackedBatch:
         """Return one micro-batch of the plan, packed."""
@@ -220,11 +218,3 @@ class RunOrder:
         lengths, paths = examples.lengths[rows], examples.longest_path[rows]
         positions = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
         return [[rows[place] for place in micro] for micro in positions]
-
-    def _epoch(self, epoch: int) -> list[Rows]:
-        if epoch not in self._epochs:
-            self._epochs.clear()
-            self._epochs[epoch] = steps(
-                len(self.examples), self.size, self.seed, epoch, shuffle=self.shuffle
-            )
-        return self._epochs[epoch]

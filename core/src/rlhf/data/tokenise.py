@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,12 @@ def _prepare_entry(
     )
 
     def build(folder: Path) -> None:
-        rows = source.read(folder)
-        numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
-        table = _tokenised(rows, numbers, source, data, trainer, tokenizer, folder)
-        trees.write(table, folder / "examples.arrow")
-        report = _report(table)
-        (folder / "report.json").write_text(json.dumps(attrs.asdict(report)))
-        for file in folder.iterdir():
-            if file.name not in ("examples.arrow", "report.json"):
-                file.unlink()
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            rows = source.read(Path(scratch))
+            numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
+            table = _tokenised(rows, numbers, source, data, trainer, tokenizer, Path(scratch))
+            trees.write(table, folder / "examples.arrow")
+            (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
 
     folder = once(cache_root() / "examples" / chosen, build)
     report = Report(**json.loads((folder / "report.json").read_text()))
@@ -110,14 +108,14 @@ def _tokenised(
     data: DataConfig,
     trainer: ExampleBuilder,
     tokenizer: Any,
-    folder: Path,
+    scratch: Path,
 ) -> pa.Table:
     if not len(numbers):
         return trees.to_table([])
     if len(numbers) < len(rows):
         rows = rows.select(numbers)
     wanted = data.processes or len(os.sched_getaffinity(0))
-    processes = max(1, min(wanted, len(numbers) // ROWS_PER_PROCESS))
+    processes = min(wanted, len(numbers) // ROWS_PER_PROCESS)
     section = trainer.config
     reader = Reader(
         tokenizer,
@@ -132,8 +130,8 @@ def _tokenised(
             batch_size=BATCH_ROWS,
             with_indices=True,
             num_proc=processes if processes > 1 else None,
-            cache_file_name=str(folder / "part.arrow"),
-            new_fingerprint=folder.name,
+            cache_file_name=str(scratch / "part.arrow"),
+            new_fingerprint=scratch.name,
             load_from_cache_file=False,
             desc=f"tokenising {source.path}",
         )

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, kind_of
 
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
 NUMBERS = (
@@ -52,7 +52,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
     """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it."""
     answers, values = example.answers, example.values
     sizes = [len(answer.tokens) for answer in answers]
-    names = sorted(values)
+    names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
     return dict.fromkeys(NUMBERS, 0) | {
         **counts,
         "length": len(example.prompt) + sum(sizes),
@@ -135,17 +135,10 @@ class TreeFile:
         """Return a value per example [n]."""
         kinds = self.kinds[0]
         assert kinds.get(name) == PER_EXAMPLE, f"no value {name!r} per example: {kinds}"
-        answers = self.column("answers")
-        tokens = self.column("length") - self.list_lengths("prompt")
-        sizes = {PER_EXAMPLE: np.ones_like(answers), PER_ANSWER: answers, PER_TOKEN: tokens}
-        # The values of an example follow one another in the order of their names.
-        before = [sizes[kinds[other]] for other in list(kinds)[: list(kinds).index(name)]]
-        place = sum(before, np.zeros_like(answers))
-        columns = []
-        for start, chunk in zip(self._starts[:-1], self._chunks, strict=True):
-            offsets, values = chunk["values"]
-            columns.append(values[offsets[:-1] + place[start : start + len(offsets) - 1]])
-        return np.concatenate(columns)
+        # They are the first of an example's values.
+        place = list(kinds).index(name)
+        columns = (chunk["values"] for chunk in self._chunks)
+        return np.concatenate([values[offsets[:-1] + place] for offsets, values in columns])
 
 
 def write(table: pa.Table, path: Path) -> None:

@@ -10,8 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -161,8 +160,12 @@ def find(
     problem = damage(folder, contents=contents)
     if problem is not None:
         what = f"checkpoint {name_of(folder)}" if name else "the newest checkpoint"
-        older = folders[: folders.index(folder)]
-        raise RLHFError(f"{what} is damaged: {problem}; {_remedy(older, remedy)}")
+        older = reversed(folders[: folders.index(folder)])
+        intact = next((each for each in older if damage(each) is None), None)
+        advice = "no older one is intact; start again with --overwrite"
+        if intact is not None:
+            advice = remedy.replace("{}", name_of(intact))
+        raise RLHFError(f"{what} is damaged: {problem}; {advice}")
     if json.loads((folder / MANIFEST).read_text()).get("format") != FORMAT:
         raise RLHFError(
             f"{folder} has the format of another version of rlhf; export its weights with the "
@@ -188,21 +191,11 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
             return f"{path} has {path.stat().st_size} bytes instead of {expected['size']}"
     if not contents:
         return None
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda name: sha256(folder / name), files)
-        changed = [
-            name
-            for name, current in zip(files, digests, strict=True)
-            if current != files[name]["sha256"]
-        ]
+    with ThreadPool(THREADS) as pool:
+        digests = pool.map(sha256, [folder / name for name in files])
+    pairs = zip(files, digests, strict=True)
+    changed = [name for name, current in pairs if current != files[name]["sha256"]]
     return f"{folder / changed[0]} has changed since it was written" if changed else None
-
-
-def _remedy(older: Sequence[Path], remedy: str) -> str:
-    for folder in reversed(older):
-        if damage(folder) is None:
-            return remedy.replace("{}", name_of(folder))
-    return "no older one is intact; start again with --overwrite"
 
 
 def _describe(path: Path) -> dict[str, object]:

@@ -31,10 +31,12 @@ once."""
 
 
 def write_plain(engine: Engine, state: EngineState, folder: Path) -> Path:
-    """Write what is not a tensor, with the shapes of all parameters, and return the file. For one
-    rank."""
+    """Write what is not a tensor, with the shapes of all buffers, and of all parameters before
+    sharding, and return the file. For one rank."""
     path = folder / PLAIN
-    plain = {"shapes": shapes_of(engine.module), "more": state.more}
+    buffers = {name: list(buffer.shape) for name, buffer in engine.module.named_buffers()}
+    whole = {name: list(whole_shape(item)) for name, item in engine.module.named_parameters()}
+    plain = {"shapes": buffers | whole, "more": state.more}
     path.write_text(json.dumps(plain, indent=1) + "\n")
     return path
 
@@ -84,13 +86,6 @@ def num_bytes(
             if item.kind == WEIGHT:
                 own += item.values.nbytes * (1 + num_states * (item.name in trained))
     return sum(mesh.gather(own))
-
-
-def shapes_of(module: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of all parameters before sharding, and of all buffers, by name."""
-    buffers = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
-    whole = {name: list(whole_shape(item)) for name, item in module.named_parameters()}
-    return buffers | whole
 
 
 def check_model(folder: Path, module: nn.Module) -> None:

@@ -139,14 +139,7 @@ def seeds_of(rows: Rows, *stream: int) -> list[int]:
 def counted(
     plan: StepPlan, batches: list[PackedBatch], examples: Sequence[Example], mesh: Mesh
 ) -> tuple[StepPlan, list[PackedBatch]]:
-    """Return a step with the totals of all ranks. Collective."""
-    return attrs.evolve(plan, totals=count(batches, examples, mesh)), batches
-
-
-def count(
-    batches: Sequence[PackedBatch], examples: Sequence[Example], mesh: Mesh
-) -> dict[str, float]:
-    """Return what the terms of a loss are per, over all ranks. Collective."""
+    """Return a step with the totals of all ranks, which the terms of a loss are per. Collective."""
     per_token = [name for name, kind in value_kinds(examples).items() if kind == PER_TOKEN]
     counts = [
         (
@@ -159,4 +152,5 @@ def count(
     ]
     own = torch.tensor(counts, dtype=torch.float64, device=mesh.device).sum(0)
     names = ("examples", "answers", "tokens", "labels")
-    return dict(zip(names, mesh.data.sum(own).tolist(), strict=True))
+    totals = dict(zip(names, mesh.data.sum(own).tolist(), strict=True))
+    return attrs.evolve(plan, totals=totals), batches

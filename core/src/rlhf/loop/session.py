@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-from attrs import define
+from attrs import Factory, define
 
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
@@ -34,27 +34,29 @@ class Session:
     mesh: Mesh
     hooks: BackendGateway
     trainer: Trainer
-    contract: Contract
-    """Calls the trainer's survey and loss."""
-    survey: Survey
     trained: Mapping[str, Role]
     """The trained models by role, the policy among them."""
-    followers: Sequence[Follower] = ()
+    followers: Sequence[Follower]
     """Frozen engines whose weights move with the policy's."""
+    saved_engines: Sequence[Engine]
+    """The engines whose weights change, which checkpoints hold."""
+    contract: Contract = Factory(lambda it: Contract(it.trainer, it.trained), takes_self=True)
+    """Calls the trainer's survey and loss."""
+    survey: Survey = Factory(lambda it: Survey(it.contract, it.mesh), takes_self=True)
     make_room: Callable[[Literal["evaluation"]], AbstractContextManager[None]]
     """Returns the context of a phase in which no engine trains, whose states may be on the host."""
     sample: Callable[..., list[Sample]]
     """`rlhf.trainer.Run.sample`."""
     train_order: RunOrder
     eval_order: RunOrder | None
-    rollouts: Rollouts | None = None
+    rollouts: Rollouts | None
     """The steps of a trainer that makes new examples."""
     folder: RunFolder | None
     """The locked run folder on rank 0, None on the other ranks."""
     journal: Journal
     place: Marker
     best: Best
-    checkpoint_bytes: int = 0
+    checkpoint_bytes: int
     """Bytes of one checkpoint."""
     writing: Writing | None = None
     """The checkpoint that is being written."""
@@ -65,12 +67,6 @@ class Session:
     def engine(self) -> Engine:
         """The policy's engine."""
         return self.trained["policy"].engine
-
-    @property
-    def saved_engines(self) -> list[Engine]:
-        """The engines whose weights change, which checkpoints hold."""
-        trained = [model.engine for model in self.trained.values()]
-        return [*trained, *(follower.engine for follower in self.followers)]
 
     def train(self) -> None:
         """Switch dropout and recomputation of the trained models on."""

@@ -13,11 +13,10 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
-from rlhf.loop.contract import Contract, check_names
+from rlhf.loop.contract import PLACES, Contract, check_names
 
-EXAMPLES, ANSWERS = "examples", "answers"
-"""What a value is per, and the names in `batch.step` of the positions of this batch's own values in
-those of the step."""
+EXAMPLES, ANSWERS = PLACES
+"""What a value is per."""
 
 
 @define
@@ -38,27 +37,18 @@ class Survey:
     def batches(
         self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
     ) -> tuple[list[PackedBatch], Mapping[str, float]]:
-        """Return the loss's micro-batches on `device`, with the surveyed values, and the step's
-        totals. `packed` are the survey's own micro-batches, if any, then the loss's. Collective."""
+        """Return the loss's micro-batches on `device` and the step's totals. `packed` are the
+        survey's own micro-batches, if any, then the loss's. Collective.
+
+        Each micro-batch has every surveyed value of the step in `batch.step`, in the order of
+        `plan.rows`, with `examples` [E] and `answers` [A]: the positions of its own in those values
+        (of the answers only if the survey's examples begin with the same ones).
+        """
         batches = [batch.to(device) for batch in packed]
         if not self.contract.trainer.needs_survey():
             return batches, plan.totals
         num_seen = len(plan.survey)
-        batches = self.take(batches[num_seen:], plan, seen=batches[:num_seen])
-        return batches, StepTotals(plan.totals, batches[0].step)
-
-    def take(
-        self, batches: Sequence[PackedBatch], plan: StepPlan, *, seen: Sequence[PackedBatch] = ()
-    ) -> list[PackedBatch]:
-        """Return the step's micro-batches with every surveyed value in `batch.step`, in the order
-        of `plan.rows`.
-
-        `seen` are the micro-batches that the survey runs on, if not the loss's own. Beside the
-        trainer's names, `batch.step` has `examples` [E] and `answers` [A]: the positions of this
-        batch's own in those values (of the answers only if the survey's examples begin with the
-        same ones). Collective.
-        """
-        seen = seen or batches
+        seen, batches = batches[:num_seen] or batches, batches[num_seen:]
         with torch.no_grad():
             by_batch = [self.contract.survey(batch) for batch in seen]
         if not self._checked:
@@ -73,7 +63,8 @@ class Survey:
             name: ranks.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
             for name, values in local.items()
         }
-        return [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
+        batches = [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
+        return batches, StepTotals(plan.totals, batches[0].step)
 
     def _agreed_kinds(
         self, local: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]

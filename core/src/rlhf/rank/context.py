@@ -31,10 +31,7 @@ from rlhf.rank.phases import Phases
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import own_logprobs, with_logprobs
 from rlhf.reference.digest import cache_folder
-from rlhf.reference.live import (
-    REFERENCE,
-    evaluating,
-)
+from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.teacher import TEACHER, teacher_folder, top_tokens
 from rlhf.sharding import free

@@ -67,8 +67,8 @@ def sample(
         )  # fmt: skip
         logprobs = torch.stack(noise.logprobs, 1).tolist()
         for place, answer, known in zip(group, answers, logprobs, strict=True):
-            length = _length(answer, ends) + 1
-            own[place] = Sample(answer[:length], known[:length])
+            last = next((n for n, token in enumerate(answer) if token in ends), len(answer))
+            own[place] = Sample(answer[: last + 1], known[: last + 1])
     shares = mesh.shards.gather(own)
     return [
         next(share[place] for share in shares if place in share) for place in range(len(prompts))
@@ -161,8 +161,3 @@ def _continued(
         )
     answers: list[list[int]] = out[:, tokens.shape[1] :].tolist()
     return answers
-
-
-def _length(answer: list[int], ends: Sequence[int]) -> int:
-    """Return the number of tokens before the first that ends the answer."""
-    return next((place for place, token in enumerate(answer) if token in ends), len(answer))

@@ -1,13 +1,13 @@
 """The first lines of a run, and what its folder holds before the first step."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import time
 from typing import Any
 
 import attrs
 
-from rlhf.engine import Mesh
-from rlhf.folder.run_folder import RunFolder
+from rlhf.folder.run_folder import RunFolder, write_error
+from rlhf.memory.fit import StepFit
+from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.dropout import largest_dropout
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
@@ -16,29 +16,58 @@ from rlhf.request.settings_tree import to_tree
 
 
 def introduce_run(
-    request: Request,
-    data: Dataset,
-    mesh: Mesh,
-    *,
-    path: Path,
-    steps: int,
-    more: Sequence[str],
-) -> None:
-    """Print what is known before any weight is read: where the run is, its rows, and `more`."""
+    request: Request, data: Dataset, fit: StepFit, choice: str, folder: RunFolder
+) -> str:
+    """Print what is known before any weight is read, with the line `choice`, and begin the run's
+    summary. Returns the run's identity."""
+    identity = folder.identity()
+    keep_traceback(fit, folder)
     demo = "demo: the embedded model and rows, since no model and data are set; " * request.demo
     lines = [
-        f"rlhf {request.name}  {demo}run folder {path}",
-        f"devices    {mesh.world} x {mesh.device.type}",
+        f"rlhf {request.name}  {demo}run folder {folder.path}",
+        f"devices    {fit.mesh.world} x {fit.mesh.device.type}",
         f"data       train: {data.train.report}",
     ]
     if data.eval is not None:
         lines.append(f"           eval: {data.eval.report}")
     lines.append(
-        f"steps      {steps:,} of {request.config.batch.size} rows, "
+        f"steps      {fit.steps:,} of {request.config.batch.size} rows, "
         f"{data.steps_per_epoch(request.config):,} per epoch"
     )
-    remarks = data.trainer.remarks(data.train)
-    print("\n".join([*lines, *more, *request.notes, *data.warnings(), *remarks]), flush=True)
+    lines += [*memory_lines(fit, choice), *request.notes, *data.warnings()]
+    print("\n".join([*lines, *data.trainer.remarks(data.train)]), flush=True)
+    folder.once_begun(lambda: folder.write_summary(id=identity, **summary(fit, data)))
+    return identity
+
+
+def keep_traceback(fit: StepFit, folder: RunFolder) -> None:
+    """Write the traceback of a failed rehearsal, whose error `memory_lines` prints."""
+    if fit.mesh.device.type == "cpu" or not isinstance(fit.rehearsed, NotRehearsed):
+        return
+    if traceback := fit.rehearsed.traceback:
+        folder.once_begun(lambda: write_error(folder.path, "rehearsal.txt", traceback))
+
+
+def memory_lines(fit: StepFit, choice: str) -> list[str]:
+    """Return what the run prints about the memory of an accelerator before it reads weights."""
+    if fit.mesh.device.type == "cpu":
+        return []
+    return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
+
+
+def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
+    """Return what the run folder holds of the run as a whole, from its start."""
+    mesh = fit.mesh
+    estimate = None if mesh.device.type == "cpu" else fit.estimate
+    parts = {"train": data.train, "eval": data.eval}
+    return {
+        "started": time.time(), "steps": fit.steps, "ended": None, "error": None, "seconds": {},
+        "devices": f"{mesh.world} x {mesh.device.type}",
+        "data": {name: attrs.asdict(part.report) for name, part in parts.items() if part},
+        "memory": estimate and {
+            "parts": estimate.parts(), "peak": estimate.peak, "device": mesh.memory
+        },
+    }  # fmt: skip
 
 
 def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> None:

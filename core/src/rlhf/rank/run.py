@@ -4,7 +4,7 @@ import re
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -121,20 +121,23 @@ def opened(
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     """Resume, train, export. Returns why the training ended. Collective."""
-    step, line = 0, ""
+    step, line, folder = 0, "", session.record.folder
     tell = print if session.folder is not None else lambda *_, **__: None
     if resumed is not None:
         step, line = resume(session, resumed)
     elif request.resume is not None:
-        line = f"resumed    no checkpoint in {session.record.folder}; starting at step 0"
+        line = f"resumed    no checkpoint in {folder}; starting at step 0"
     best, steps = session.best, session.record.steps
     at_end = step >= (session.config.train.stop_at or steps)
     if (at_end or best.exhausted) and is_exported(session, step):
-        tell(f"nothing left to do: {session.record.folder / 'model'} is finished", flush=True)
+        tell(f"nothing left to do: {folder / 'model'} is finished", flush=True)
         return "patience" if best.exhausted else "done" if step == steps else "stop_at"
     if line:
         tell(line, flush=True)
-    tell_room(session, tell)
+    limits, size = session.config.checkpoint, session.checkpoint_bytes
+    warning = session.mesh.on_rank_zero(lambda: retention.check_room(folder, size, limits))
+    if warning:
+        tell(warning, flush=True)
     if session.folder is not None:
         # An evaluation at the end is after the checkpoint, so that it is made again.
         session.folder.cut(step, evaluated=not (at_end or session.evaluation_owed))
@@ -152,18 +155,8 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     if reason == "patience":
         tell(f"stopped    after {best.waited} evaluations without a better one", flush=True)
     of = "" if best.step is None else f", the best by {best}"
-    tell(f"model      {session.record.folder / 'model'}{of}", flush=True)
+    tell(f"model      {folder / 'model'}{of}", flush=True)
     return reason
-
-
-def tell_room(session: Session, tell: Callable[..., None]) -> None:
-    """Tell if the disk has little room for checkpoints. Raises RLHFError if it has none.
-    Collective."""
-    folder, size = session.record.folder, session.checkpoint_bytes
-    limits = session.config.checkpoint
-    warning = session.mesh.on_rank_zero(lambda: retention.check_room(folder, size, limits))
-    if warning:
-        tell(warning, flush=True)
 
 
 def is_exported(session: Session, step: int) -> bool:

@@ -1,32 +1,25 @@
 """From tokenised rows to a run that is ready for its first step."""
 
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import attrs
 
 from rlhf.config.sections import Config
 from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import RunFolder, write_error
+from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
-from rlhf.loop.contract import Contract, check_setup
+from rlhf.loop.contract import check_setup
 from rlhf.loop.fragments import num_bytes
 from rlhf.loop.rollout import Rollouts
 from rlhf.loop.samples import scores_answers
 from rlhf.loop.session import Session
-from rlhf.loop.survey import Survey
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
@@ -58,26 +51,31 @@ def set_up(
         longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
         startup=place.startup,
     )  # fmt: skip
-    identity = introduce(request, data, fit, choice, folder)
-    load_models(request.name, trainer, run)
+    identity = "" if folder is None else introduce_run(request, data, fit, choice, folder)
+    trainer.setup(run)
+    check_setup(trainer, run.roles)
+    check_samples(request.name, trainer, config, run.roles["policy"])
     random_state.spread(config.train.seed, mesh.shards.rank)
     train_order, *eval_orders = orders(trainer, run)
     trained = {name: role for name, role in run.roles.items() if role.spec.trained}
-    contract = Contract(trainer, trained)
-    record = RunRecord(
-        name=request.name, folder=path, config=config, steps=run.steps, id=identity,
-        settings=leaves(to_tree(config)), plan=plans_of(run),
-    )  # fmt: skip
     saved = [role.engine for role in trained.values()]
     saved += [follower.engine for follower in run.followers]
+    settings = {name: it for name, it in leaves(to_tree(config)).items() if it is not None}
+    record = RunRecord(
+        name=request.name, folder=path, config=config, steps=run.steps, id=identity,
+        settings=settings, plan=plans_of(run),
+    )  # fmt: skip
+    shapes = [role.shape for role in trained.values()]
+    journal = Journal(
+        folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
+        speed=Speed(shapes=shapes, peak=peak_of(mesh.device, mesh.world)), derive=trainer.derive,
+    )  # fmt: skip
     session = Session(
-        record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer,
-        contract=contract, survey=Survey(contract, mesh), trained=trained,
-        journal=journal_of(trainer, trained, record, mesh, folder, observers),
-        followers=run.followers, make_room=run.phases, sample=run.sample, place=place,
+        record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer, trained=trained,
+        followers=run.followers, saved_engines=saved, journal=journal, folder=folder, place=place,
+        make_room=run.phases, sample=run.sample,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
-        folder=folder,
         checkpoint_bytes=num_bytes(saved, hooks, mesh, num_states=config.optim.num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
@@ -85,32 +83,6 @@ def set_up(
         folder.begin()
         introduce_models(request, run, folder)
     return session
-
-
-def introduce(
-    request: Request,
-    data: Dataset,
-    fit: StepFit,
-    choice: str,
-    folder: RunFolder | None,
-) -> str:
-    """Print what the run will do and begin its summary, before weights are read. Returns the run's
-    identity on rank 0."""
-    if folder is None:
-        return ""
-    identity = folder.identity()
-    keep_traceback(fit, folder)
-    memory = memory_lines(fit, choice)
-    introduce_run(request, data, fit.mesh, path=folder.path, steps=fit.steps, more=memory)
-    folder.once_begun(lambda: folder.write_summary(id=identity, **summary(fit, data)))
-    return identity
-
-
-def load_models(name: str, trainer: Trainer, run: RunContext) -> None:
-    """Have the trainer load its models, and check what it has loaded. Collective."""
-    trainer.setup(run)
-    check_setup(trainer, run.roles)
-    check_samples(name, trainer, run.config, run.roles["policy"])
 
 
 def orders(trainer: Trainer, run: RunContext) -> list[RunOrder]:
@@ -124,24 +96,6 @@ def orders(trainer: Trainer, run: RunContext) -> list[RunOrder]:
         )
         for number, part in enumerate(run.examples)
     ]  # fmt: skip
-
-
-def journal_of(
-    trainer: Trainer,
-    trained: Mapping[str, Role],
-    record: RunRecord,
-    mesh: Mesh,
-    folder: RunFolder | None,
-    observers: ObserverGateway,
-) -> Journal:
-    """Return the journal of a run: what it measures and where it reports."""
-    speed = Speed(
-        shapes=[role.shape for role in trained.values()], peak=peak_of(mesh.device, mesh.world)
-    )
-    return Journal(
-        folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
-        speed=speed, derive=trainer.derive,
-    )  # fmt: skip
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:
@@ -168,36 +122,6 @@ def choose_fit(
         settled = fit.resolved, line
     config, line = mesh.gather(settled)[0]
     return fit.with_config(config, fit.layout), line
-
-
-def keep_traceback(fit: StepFit, folder: RunFolder) -> None:
-    """Write the traceback of a failed rehearsal, whose error `memory_lines` prints."""
-    if fit.mesh.device.type == "cpu" or not isinstance(fit.rehearsed, NotRehearsed):
-        return
-    if traceback := fit.rehearsed.traceback:
-        folder.once_begun(lambda: write_error(folder.path, "rehearsal.txt", traceback))
-
-
-def memory_lines(fit: StepFit, choice: str) -> list[str]:
-    """Return what the run prints about the memory of an accelerator before it reads weights."""
-    if fit.mesh.device.type == "cpu":
-        return []
-    return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
-
-
-def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
-    """Return what the run folder holds of the run as a whole, from its start."""
-    mesh = fit.mesh
-    estimate = None if mesh.device.type == "cpu" else fit.estimate
-    parts = {"train": data.train, "eval": data.eval}
-    return {
-        "started": time.time(), "steps": fit.steps, "ended": None, "error": None, "seconds": {},
-        "devices": f"{mesh.world} x {mesh.device.type}",
-        "data": {name: attrs.asdict(part.report) for name, part in parts.items() if part},
-        "memory": estimate and {
-            "parts": estimate.parts(), "peak": estimate.peak, "device": mesh.memory
-        },
-    }  # fmt: skip
 
 
 def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:

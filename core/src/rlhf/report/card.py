@@ -65,17 +65,13 @@ from rlhf.readouts import exported_extra
 parameters = exported_extra(path)  # tensors by name
 ```
 """
-KINDS = {"causal": "language model", "sequence": "reward model", "token": "process reward model"}
-PIPELINES = {
-    "causal": "text-generation",
-    "sequence": "text-classification",
-    "token": "token-classification",
+TASKS = {
+    "causal": ("language model", "text-generation", "ForCausalLM"),
+    "sequence": ("reward model", "text-classification", "ForSequenceClassification"),
+    "token": ("process reward model", "token-classification", "ForTokenClassification"),
 }
-CLASSES = {
-    "causal": "ForCausalLM", "sequence": "ForSequenceClassification",
-    "token": "ForTokenClassification",
-}  # fmt: skip
-"""Ends of the names of the auto classes in transformers and peft, by task."""
+"""By task: what the card calls a model, its pipeline on the hub, and the end of the names of the
+auto classes in transformers and peft."""
 
 
 def write_card(
@@ -99,13 +95,19 @@ def card(run: Recorded, folder: Path, role: str = "policy") -> str:
     sources = [name_of(entry["path"]) for entry in (run.config.get("data") or {}).get("train", [])]
     if published := [source for source in sources if is_hub_name(source)]:
         head["datasets"] = published
-    head |= {"pipeline_tag": PIPELINES[task], "license": "unknown", "tags": ["rlhf", trainer]}
+    kind, pipeline, auto_class = TASKS[task]
+    head |= {"pipeline_tag": pipeline, "license": "unknown", "tags": ["rlhf", trainer]}
+    versions = (
+        f"{name} {version}"
+        for name, version in run.versions.items()
+        if name not in ("trainer", "trust_remote_code")
+    )
     text = CARD.format(
         title=f"{base.rsplit('/')[-1]} ({trainer})", trainer=trainer, base=base,
-        kind=f"LoRA adapter of a {KINDS[task]}" if adapter else KINDS[task], step=run.step,
-        transformers=_transformers(task, adapter=adapter), vllm=_vllm(task, base, folder),
+        kind=f"LoRA adapter of a {kind}" if adapter else kind, step=run.step,
+        transformers=_transformers(auto_class, adapter=adapter), vllm=_vllm(task, base, folder),
         extra=EXTRA if (folder / EXTRA_FILE).is_file() else "", data=_data(run),
-        curve=_curve(run.curves), config=_configuration(run.config), versions=_listed(run.versions),
+        curve=_curve(run.curves), config=_configuration(run.config), versions=", ".join(versions),
     )  # fmt: skip
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{text}"
 
@@ -126,12 +128,11 @@ def is_hub_name(name: str) -> bool:
     return name.count("/") == 1 and not Path(name).exists()
 
 
-def _transformers(task: str, *, adapter: bool) -> str:
-    library, kind = ("peft", "AutoPeftModel") if adapter else ("transformers", "AutoModel")
-    name = kind + CLASSES[task]
+def _transformers(auto_class: str, *, adapter: bool) -> str:
+    name = f"{'AutoPeftModel' if adapter else 'AutoModel'}{auto_class}"
     imports = f"from transformers import AutoTokenizer, {name}"
     if adapter:
-        imports = f"from {library} import {name}\nfrom transformers import AutoTokenizer"
+        imports = f"from peft import {name}\nfrom transformers import AutoTokenizer"
     return (
         f'{imports}\n\npath = "MODEL"  # this folder, or its name on a hub\n'
         f"model = {name}.from_pretrained(path)\ntokenizer = AutoTokenizer.from_pretrained(path)"
@@ -198,9 +199,3 @@ def _without_places(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_places(each) for each in value]
     return name_of(value) if isinstance(value, str) and "/" in value else value
-
-
-def _listed(versions: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{n} {v}" for n, v in versions.items() if n not in ("trainer", "trust_remote_code")
-    )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jinja2 import Environment
 from rlhf.launch.machine import GIB
 from rlhf.report import chart
 from rlhf.report.recorded import Recorded
+from rlhf.request.settings_tree import leaves
 
 TEMPLATE = Path(__file__).with_name("page.html")
 RATES = ("grad_norm", "learning_rate", "tokens_per_s")
@@ -27,7 +29,8 @@ def page(runs: Sequence[Recorded]) -> str:
     names.sort(key=_place)
     # rlhf formats numbers; jinja2 escapes every text.
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": chart.number, "clock": clock, "yaml": _as_yaml}
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    environment.filters |= {"number": chart.number, "clock": clock, "yaml": as_yaml}
     return environment.from_string(TEMPLATE.read_text()).render(
         runs=[_shown(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         charts=[chart.chart(name, curves) for name in names],
@@ -56,7 +59,7 @@ def evaluation(runs: Sequence[Recorded]) -> list[tuple[str, list[chart.Curve]]]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return the settings in which the runs differ, without their folders."""
-    rows = _table([_leaves(config) for config in configs])
+    rows = _table([leaves(config) for config in configs])
     return [(key, row) for key, row in rows if key != "output" and row != row[:1] * len(row)]
 
 
@@ -94,17 +97,3 @@ def _shown(run: Recorded, label: str) -> dict[str, Any]:
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     keys = dict.fromkeys(chain(*columns))
     return [(key, [column.get(key) for column in columns]) for key in keys]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)

@@ -102,8 +102,14 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves of a tree by dotted name, without those that are None."""
-    return {key: value for key, (_, value) in changed_keys({}, tree).items()}
+    """Return the leaves of a tree by dotted name; an empty mapping is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{key}.{inner}": item for inner, item in leaves(value).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 class _Loader(yaml.SafeLoader):

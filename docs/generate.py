@@ -119,7 +119,12 @@ def _projects() -> Iterator[str]:
             [
                 *head,
                 *(
-                    (name or "all", f"`{key}`", _counterpart(rule), _remark(rule))
+                    (
+                        name or "all",
+                        f"`{key}`",
+                        _counterpart(rule, names_trainer=key in project.chosen_by),
+                        _remark(rule),
+                    )
                     for name, key, rule in rows
                     if rule.kind != "unneeded" or rule.note
                 ),
@@ -133,8 +138,10 @@ def _projects() -> Iterator[str]:
         yield _table([*head, *defaults])
 
 
-def _counterpart(rule: Rule) -> str:
+def _counterpart(rule: Rule, *, names_trainer: bool) -> str:
     """Return what a key is here: a setting in code, or words."""
+    if names_trainer:
+        return "the trainer"
     if rule.kind == "lost":
         return "-"
     if rule.kind == "factor":
@@ -145,6 +152,9 @@ def _counterpart(rule: Rule) -> str:
 def _remark(rule: Rule) -> str:
     """Return what differs, and our values where they are called otherwise."""
     pairs = (rule.values or {}).items()
+    if pairs and not rule.ours:
+        only = ", ".join(f"`{theirs}`" for theirs, ours in pairs if ours == {})
+        return "; ".join(filter(None, (f"behaves as {only}", rule.note)))
     changed = [f"`{theirs}`: {_value(ours)}" for theirs, ours in pairs if ours not in (theirs, {})]
     return "; ".join(filter(None, (", ".join(changed), rule.note)))
 

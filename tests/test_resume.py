@@ -115,7 +115,10 @@ def test_a_run_that_has_reached_stop_at_takes_no_more_steps(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "4", "--train.stop_at", "2")
-    ((_, before),) = one.run(sft_runs.run, words, str(inputs.cache))
+    ((text, before),) = one.run(printed, words, str(inputs.cache))
+    assert text.splitlines()[-2] == (
+        "stopped    at step 2 of 4 by train.stop_at; remove it and pass --resume to continue"
+    )
     ((text, after),) = one.run(printed, [*words, "--resume"], str(inputs.cache))
     assert after == before
     # One line about it, and no other.

@@ -114,6 +114,14 @@ def test_labels_of_tokens_follow_them() -> None:
     assert "say one\x1b[0m\x1b[1m[label 1]\x1b[0m" in text_of(shown)
 
 
+def test_a_label_of_consecutive_tokens_is_shown_once() -> None:
+    shown = console()
+    values = {"chosen": [[1.0, 1.0, 1.0, 0.0]]}
+    show_example(Example([2], [Answer([3, 4, 5, 6])], values), "row", word_tokenizer(), shown)
+    labels = [part.split("]")[0] for part in text_of(shown).split("[chosen ")[1:]]
+    assert labels == ["1", "0"]
+
+
 def test_the_histogram_counts_every_example() -> None:
     shown = console()
     show_histogram(np.array([4, 4, 9, 30]), shown)

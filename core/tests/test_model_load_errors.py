@@ -286,5 +286,6 @@ def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_reported(llama: str) -> None:
-    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; set model.tokenizer$"):
+    remedy = "check the name, or set model.tokenizer"
+    with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; {remedy}$"):
         load_tokenizer(config_of(llama))

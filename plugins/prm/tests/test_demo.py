@@ -24,7 +24,7 @@ def test_the_demo_moves_the_held_out_area_under_the_curve(
     report(None, tmp_path / "run")
     shown = capsys.readouterr().out
     values = f"{first['eval/auc']:8.1%} {last['eval/auc']:8.1%}"
-    assert f"right steps above wrong ones    {values}\n" in shown
+    assert f"AUC, right against wrong steps  {values}\n" in shown
     assert re.search(
         r"\n> How much is 72 - 23 - 17\?\np\(right\)  is     step\n +\d\.\d\d  right", shown
     )

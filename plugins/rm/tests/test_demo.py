@@ -34,7 +34,7 @@ def test_the_demo_moves_the_held_out_accuracy(
     report(None, tmp_path / "run")
     shown = capsys.readouterr().out
     values = f"{first['eval/accuracy']:8.1%} {last['eval/accuracy']:8.1%}"
-    assert f"pairs in the right order     {values}\n" in shown
+    assert f"pairs in the right order    {values}\n" in shown
     assert "\n> How much is 72 - 23 - 17?\n reward  rank  answer\n" in shown
     rewards = [float(found) for found in re.findall(r"\n +(-?\d+\.\d\d) +\d  ", shown)]
     assert len(rewards) == 8

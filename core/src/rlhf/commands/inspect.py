@@ -107,12 +107,13 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
 
 
 def _labels(example: Example, answer: int) -> dict[int, str]:
-    """The values per token of an answer as text, by the number of tokens before it."""
+    """The values per token of an answer as text, by the number of tokens before it. Equal values of
+    consecutive tokens are shown once, after the last of them."""
     shown: dict[int, str] = {}
     for name, value in example.values.items():
         if kind_of(value) == PER_TOKEN:
             row = np.asarray(value[answer], float)
-            for place in np.flatnonzero(~np.isnan(row)).tolist():
+            for place in np.flatnonzero(~np.isnan(row) & (row != [*row[1:], np.nan])).tolist():
                 shown[place + 1] = f"{shown.get(place + 1, '')}[{name} {row[place]:g}]"
     return shown
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOG_RATIOS = {
-    "rewards/margins": ("reward of right minus wrong", "8.3f"),
-    "logps/chosen": ("log-probability of right", "8.1f"),
-    "logps/rejected": ("log-probability of wrong", "8.1f"),
+    "rewards/margins": ("reward margin, right - wrong", "8.3f"),
+    "logps/chosen": ("log-probability, right", "8.1f"),
+    "logps/rejected": ("log-probability, wrong", "8.1f"),
     "loss": ("loss", "8.3f"),
 }
 """Metrics of trainers whose reward is beta times an answer's log-ratio to the reference, which is 0

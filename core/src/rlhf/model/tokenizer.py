@@ -60,7 +60,7 @@ def read_tokenizer(model: ModelConfig) -> Any:
         )
     except Exception as error:  # A damaged folder may raise anything.
         raise RLHFError(
-            f"no tokenizer in {path} ({first_line(error)}); set model.tokenizer"
+            f"no tokenizer in {path} ({first_line(error)}); check the name, or set model.tokenizer"
         ) from error
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         # transformers 5.0 makes an empty one for a folder without a tokenizer.

@@ -153,7 +153,10 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
         if session.folder is not None:
             session.folder.write_summary(exported=step)
     if reason == "patience":
-        tell(f"stopped    after {best.waited} evaluations without a better one", flush=True)
+        tell(f"stopped    after {best.waited} evaluations without an improvement", flush=True)
+    if reason == "stop_at":
+        at = f"at step {step:,} of {steps:,} by train.stop_at"
+        tell(f"stopped    {at}; remove it and pass --resume to continue", flush=True)
     of = "" if best.step is None else f", the best by {best}"
     tell(f"model      {folder / 'model'}{of}", flush=True)
     return reason

@@ -87,8 +87,8 @@ class DPOConfig:
     loss: tuple[LossEntry, ...] = field(default=(LossEntry(name="sigmoid"),), validator=_known)
     """One name or a list of names, each with its weight: `[sigmoid, {name: sft, weight: 0.2}]`."""
     beta: float = field(default=0.1, validator=validators.gt(0))
-    """Penalty on the distance from the reference (arXiv 2305.18290). In simpo the scale of the
-    reward (2 in arXiv 2405.14734), in orpo the weight of the odds ratio (0.1 in arXiv
+    """Penalty on the distance from the reference (arXiv 2305.18290). In simpo, the scale of the
+    reward (2 in arXiv 2405.14734); in orpo, the weight of the odds ratio (0.1 in arXiv
     2403.07691)."""
     label_smoothing: float | None = field(default=None, validator=validators.optional(share))
     """Assumed share of pairs in the wrong order; default 0, in exo_pair 1e-3."""
@@ -104,7 +104,7 @@ class DPOConfig:
         default=None, validator=validators.optional(validators.gt(0))
     )
     """Steps between updates of the reference towards the policy (tau of TR-DPO, arXiv 2404.09656,
-    which takes 512 with a mix of 1); null: it never changes."""
+    which uses 512 with a mix of 1); null: it never changes."""
     reference_mix: float = field(
         default=0.6, validator=validators.and_(validators.gt(0), validators.le(1))
     )

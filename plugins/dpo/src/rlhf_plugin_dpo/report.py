@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf.demo import LOG_RATIOS, print_before_and_after
 
-ACCURACY = {"rewards/accuracies": ("right answer gained more than wrong", "8.1%")}
+ACCURACY = {"rewards/accuracies": ("reward accuracy", "8.1%")}
 
 
 def report(config: Any, folder: Path) -> None:

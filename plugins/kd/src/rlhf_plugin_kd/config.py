@@ -18,7 +18,7 @@ class KDConfig:
     teacher: str = ""
     """Folder or hub name of the teacher, a causal language model with the student's tokens."""
     teacher_revision: str | None = None
-    """Branch, tag or commit of the teacher, where it comes from a hub."""
+    """Branch, tag or commit of a teacher on the hub."""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"] = (
         "forward_kl"
     )
@@ -27,24 +27,25 @@ class KDConfig:
     temperature: float = field(default=1.0, validator=validators.gt(0))
     """Divides both models' logits; the divergence is multiplied by its square."""
     beta: float = field(default=0.5, validator=inside)
-    """jsd: share of the teacher in the mixture; towards 0 forward, towards 1 reverse KL."""
+    """jsd: share of the teacher in the mixture; near 0 like forward KL, near 1 like reverse KL."""
     skew: float = field(default=0.1, validator=inside)
     """Skewed KLs: share of the divergence's first distribution in the mixture (0.1 in the
     paper)."""
     sft: float = field(default=0.0, validator=share)
-    """Share of the tokens' negative log-likelihood in the loss; the rest is the divergence."""
+    """Weight of the tokens' negative log-likelihood; that of the divergence is 1 - sft."""
     cache_top: int | None = field(default=None, validator=validators.optional(validators.gt(0)))
-    """Keep the teacher's so many most likely tokens of every prediction on disk, and all others as
-    one outcome more; null runs the teacher alongside the student, over the whole vocabulary."""
+    """Number of the teacher's most likely tokens that are cached on disk for each prediction; all
+    others count as one further outcome. null runs the teacher alongside the student, over the whole
+    vocabulary."""
     on_policy: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the student writes again in every step (GKD's lambda)."""
+    """Share of the rows whose answer the student writes anew in every step (GKD's lambda)."""
     teacher_answers: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the teacher writes again in every step; 1 with sft 1 is
+    """Share of the rows whose answer the teacher writes anew in every step; 1 with sft 1 is
     sequence-level distillation (arXiv 1606.07947)."""
     max_new_tokens: int = field(default=256, validator=validators.gt(0))
-    """Longest answer that is written for on_policy and teacher_answers."""
+    """Maximum length of the new answers of on_policy and teacher_answers."""
     sampling_temperature: float = field(default=1.0, validator=validators.gt(0))
-    """Temperature at which they are drawn."""
+    """Temperature at which the new answers are sampled."""
 
     @property
     def writes(self) -> bool:

@@ -1,4 +1,4 @@
-"""After the demo: how near the student has come to its teacher on held-out rows."""
+"""After the demo: how close the student is to its teacher on held-out rows."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from rlhf.demo import print_before_and_after
 
 SHOWN = {
-    "kl": ("KL of the teacher from the student, nats per token", "8.3f"),
-    "agreement": ("tokens on which both would say the same", "8.1%"),
+    "kl": ("KL(teacher, student), nats per token", "8.3f"),
+    "agreement": ("same most likely token", "8.1%"),
 }
 
 

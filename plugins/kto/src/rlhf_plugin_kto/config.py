@@ -27,8 +27,8 @@ class KTOConfig:
     """Weight of undesirable rows."""
     reference: Literal["auto", "adapter", "engine", "cache"] = "auto"
     """adapter: the policy with its adapter off. engine: a frozen copy of the model. cache:
-    log-probabilities on disk; only with apo_zero_unpaired, because kto pairs other answers in
-    every epoch. auto: chosen for the run, which prints the reason."""
+    log-probabilities on disk; only with apo_zero_unpaired, because kto pairs
+    prompts with other answers in every epoch. auto: chosen for the run, which prints the reason."""
 
 
 def check(config: Config) -> None:

@@ -9,9 +9,9 @@ from rlhf.demo import print_before_and_after
 from rlhf_plugin_prm.scorer import Scorer
 
 SHOWN = {
-    "auc": ("right steps above wrong ones", "8.1%"),
-    "accuracy": ("steps judged rightly", "8.1%"),
-    "first_error_accuracy": ("first wrong step found, or none", "8.1%"),
+    "auc": ("AUC, right against wrong steps", "8.1%"),
+    "accuracy": ("steps classified correctly", "8.1%"),
+    "first_error_accuracy": ("first error predicted correctly", "8.1%"),
     "loss": ("loss", "8.3f"),
 }
 

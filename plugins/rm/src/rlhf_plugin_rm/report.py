@@ -10,7 +10,7 @@ from rlhf_plugin_rm.scorer import Scorer
 
 SHOWN = {
     "accuracy": ("pairs in the right order", "8.1%"),
-    "margin": ("reward of better minus worse", "8.3f"),
+    "margin": ("mean margin, better - worse", "8.3f"),
     "loss": ("loss", "8.3f"),
 }
 SAMPLES = 2

@@ -25,7 +25,7 @@ from rlhf.config.foreign.transformers import (
 )
 from rlhf.config.foreign.trl import LOSSES
 
-PER_EPOCH = "here this is counted in steps; set train.eval_every and checkpoint.every"
+PER_EPOCH = "this is counted in steps here; set train.eval_every and checkpoint.every"
 HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
 
 KEYS: dict[str, Rule] = {

@@ -26,7 +26,7 @@ KEYS: dict[str, Rule] = {
     "label_key": read("data.train"),
     "apply_chat_template": read("data.chat_template"),
     "tokenizer_chat_template": to("data.chat_template", note="this must be a file here"),
-    "input_template": read(),
+    "input_template": read(note="prompts are used as they are; put it into the rows"),
     "max_len": to("data.max_tokens"),
     "train_batch_size": to("batch.size"),
     "max_epochs": to("train.epochs"),
@@ -92,7 +92,7 @@ KTO = {
 }
 KD = {
     "teacher_model": to("kd.teacher"),
-    "kd_coef": read("kd.sft", "its share is of the divergence, that of kd.sft of the rest"),
+    "kd_coef": read("kd.sft", "it is the weight of the divergence; kd.sft is 1 minus it"),
     **unneeded("teacher_offload"),
     **lost("pretrain_mode"),
 }

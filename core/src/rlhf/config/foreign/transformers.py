@@ -25,7 +25,7 @@ PACKING = (
     "examples: multiply it by the examples in a packed row"
 )
 STEPS = (*OFF, "steps")
-EPOCH_ENDS = "here these are counted in steps; set train.eval_every and checkpoint.every"
+EPOCH_ENDS = "these are counted in steps here; set train.eval_every and checkpoint.every"
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
 BATCH = {

@@ -100,7 +100,7 @@ GKD = {
     ),
     "seq_kd": to("kd.teacher_answers", {True: 1.0}, off=(None, False)),
     "temperature": to(
-        "kd.sampling_temperature", note="it does not scale the logits of the loss there either"
+        "kd.sampling_temperature", note="TRL does not apply it to the logits of the loss either"
     ),
     "max_new_tokens": to("kd.max_new_tokens"),
     **unneeded("teacher_model_init_kwargs"),

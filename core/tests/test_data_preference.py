@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "preference",
         K_WISE,
-        "a row needs `ranks` or `scores` beside `answers`, but this one has `prompt`, `answers`; "
+        "a row needs `ranks` or `scores` with `answers`, but this one has `prompt`, `answers`; "
         "rename columns with `columns` in data",
     ),
     (

@@ -133,13 +133,14 @@ def test_auto_chooses_the_cheapest_mode_and_prints_the_reason(folder: Path) -> N
         "reference  adapter: the policy with its adapter off, no second model"
     )
     assert note(make_run(folder)) == (
-        "reference  cache: every row is trained on, so computed once for all, and no second model"
+        "reference  cache: every row is trained on, so it is computed once and needs no second "
+        "model"
     )
     assert note(make_run(folder, steps=2)) == (
-        "reference  engine: a second model, frozen: only 8 of 12 rows are trained on"
+        "reference  engine: a second, frozen model, since only 8 of 12 rows are trained on"
     )
     assert note(make_run(folder), live=True) == (
-        "reference  engine: a second model, frozen: it runs on more than the data's own rows"
+        "reference  engine: a second, frozen model, since it runs on more than the data's own rows"
     )
     run = make_run(folder, steps=2)
     model = attrs.evolve(run.config.model, quantize="nf4")

@@ -26,22 +26,22 @@ FROZEN = {
     "whole": (2, 80, 0, "ZeRO 0 (frozen: 14.0 GiB in 60% of 80.0 GiB), bf16, 2 ranks"),
     "whole beside others": (
         8, 80, 30,
-        "ZeRO 0 (frozen: 14.0 GiB in 60% of 80.0 GiB, beside 30.0 GiB of other models), bf16, "
+        "ZeRO 0 (frozen: 14.0 GiB in 60% of 80.0 GiB, with 30.0 GiB of other models), bf16, "
         "8 ranks",
     ),
     "in shards": (
         8, 80, 40,
-        "ZeRO 3 (frozen: 4.5 GiB in 80% of 80.0 GiB, beside 40.0 GiB of other models), bf16, "
+        "ZeRO 3 (frozen: 4.5 GiB in 80% of 80.0 GiB, with 40.0 GiB of other models), bf16, "
         "8 ranks",
     ),
     "on the CPU": (
         8, 24, 16,
-        "ZeRO 3 (frozen: 2.8 GiB in 80% of 24.0 GiB, beside 16.0 GiB of other models), bf16, "
+        "ZeRO 3 (frozen: 2.8 GiB in 80% of 24.0 GiB, with 16.0 GiB of other models), bf16, "
         "8 ranks, parameters on the CPU",
     ),
     "too large": (
         8, 24, 18,
-        "ZeRO 3 (frozen: more than 80% of 24.0 GiB, beside 18.0 GiB of other models), bf16, "
+        "ZeRO 3 (frozen: more than 80% of 24.0 GiB, with 18.0 GiB of other models), bf16, "
         "8 ranks, parameters on the CPU",
     ),
     "one rank, which has no shards": (

@@ -83,7 +83,7 @@ def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
         raise RLHFError(f"`answers` has {len(answers)}, but needs at least 2; remove the row")
     column = next((name for name in ("ranks", "scores") if has(row, name)), None)
     if column is None:
-        raise missing_columns(row, "`ranks` or `scores` beside `answers`")
+        raise missing_columns(row, "`ranks` or `scores` with `answers`")
     values = row[column]
     if not isinstance(values, list) or len(values) != len(answers):
         count = len(values) if isinstance(values, list) else type_name(values)

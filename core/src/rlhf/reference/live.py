@@ -126,15 +126,15 @@ def choose_mode(
         chosen, reason = "adapter", "the policy with its adapter off, no second model"
     elif live or not num_rows:
         chosen = "engine"
-        reason = "a second model, frozen: it runs on more than the data's own rows"
+        reason = "a second, frozen model, since it runs on more than the data's own rows"
     elif config.model.quantize is not None:
         chosen, reason = "cache", "a second model would not be quantized"
     elif seen >= num_rows:
         chosen = "cache"
-        reason = "every row is trained on, so computed once for all, and no second model"
+        reason = "every row is trained on, so it is computed once and needs no second model"
     else:
         chosen = "engine"
-        reason = f"a second model, frozen: only {seen:,} of {num_rows:,} rows are trained on"
+        reason = f"a second, frozen model, since only {seen:,} of {num_rows:,} rows are trained on"
     check_reference(config, chosen, every=every, live=live)
     return chosen, reason
 

@@ -103,7 +103,7 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     random_state.spread(session.config.train.seed, mesh.shards.rank, step)
     by = f"{ranks} rank{'s' * (ranks > 1)}"
     other = f"saved by {by}" if ranks != mesh.world else f"the {by} were divided in another way"
-    return step, f"; {other}: random numbers are drawn anew"
+    return step, f"; {other}, so random numbers differ"
 
 
 def check_data(folder: Path, train: Examples) -> None:

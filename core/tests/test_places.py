@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 
 from rlhf.launch import places
@@ -68,7 +69,7 @@ def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
             "rank 0 has not entered the backward of micro-batch 4 of step 1; last seen in data, "
             "0 s ago",
         ),
-        ([at(6, "update"), at(6, "update")], None),
+        ([at(6, "update"), at(6, "update")], "every rank has entered the update of step 6"),
         ([], None),
     ],
 )
@@ -88,6 +89,28 @@ def test_only_ranks_that_are_silent_wait_for_one_another(now: None) -> None:
     generating = silent | {1: at(6, "rollout", ago=19.0)}
     assert places.explain_wait(generating, silent_for=10.0) is None
     assert places.explain_wait({}, silent_for=10.0) is None
+
+
+def test_ranks_in_the_same_place_wait_unless_they_are_as_slow_as_before(now: None) -> None:
+    together = {rank: at(6, "backward", 1, ago=50.0) for rank in range(2)}
+    assert places.explain_wait(together, silent_for=45.0) == places.explain(together)
+    assert places.explain_wait({0: together[0]}, silent_for=45.0) is None
+    slow = together | {1: attrs.evolve(together[1], longest=26.0)}
+    assert places.explain_wait(slow, silent_for=45.0) is None
+    saving = {rank: at(6, "checkpoint", ago=50.0) for rank in range(2)}
+    assert places.explain_wait(saving, silent_for=45.0) is None
+
+
+def test_a_marker_notes_the_longest_time_in_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(places.time, "time", lambda: clock[0])
+    marker = Marker(tmp_path / "ranks", 0)
+    for phase, clock[0] in (("forward", 90.0), ("checkpoint", 93.0), ("forward", 200.0)):
+        marker.enter(phase)
+    assert places.read(tmp_path / "ranks")[0].longest == 3.0
+    marker.close()
 
 
 WAITS = """

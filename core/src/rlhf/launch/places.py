@@ -11,7 +11,7 @@ from attrs import frozen
 
 from rlhf.launch.startup import Startup
 
-FORMAT = struct.Struct("<qqqd")
+FORMAT = struct.Struct("<qqqdd")
 PHASES = (
     "set-up", "data", "rollout", "survey", "forward", "backward", "update", "evaluation",
     "checkpoint", "export",
@@ -19,6 +19,8 @@ PHASES = (
 """In the order of a step."""
 SLOW = ("set-up", "rollout")
 """Phases in which a rank may be silent for long while others wait for it."""
+WRITING = ("checkpoint", "export")
+"""Phases in which all ranks may be silent for long together."""
 
 
 @frozen
@@ -31,6 +33,9 @@ class Place:
     """Micro-batch, from 1, or 0."""
     time: float
     """Of the clock, in seconds."""
+    longest: float = 0.0
+    """The longest time that the rank has been in one place so far, in seconds; phases in which
+    silence is usual do not count."""
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -45,7 +50,7 @@ class Place:
 
 
 class Marker:
-    """Writes the place of this rank: 32 bytes, in about a microsecond."""
+    """Writes the place of this rank: 40 bytes, in about a microsecond."""
 
     def __init__(self, folder: Path | None, rank: int, startup: Startup | None = None) -> None:
         """With `folder` None nothing is written. `startup` is the clock of the run's start."""
@@ -55,7 +60,7 @@ class Marker:
         path = os.devnull if folder is None else folder / f"rank-{rank:05d}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._step = 0
-        self._phase, self._since = "set-up", time.time()
+        self._phase, self._since, self._longest = "set-up", time.time(), 0.0
         self._seconds: dict[str, float] = {}
         self.enter("set-up")
 
@@ -63,8 +68,11 @@ class Marker:
         """Note what this rank begins; without `step` in the same step as before."""
         self._step = self._step if step is None else step
         now = time.time()
+        if self._phase not in (*SLOW, *WRITING):
+            self._longest = max(self._longest, now - self._since)
         self._seconds, self._phase, self._since = self.seconds(now), phase, now
-        os.pwrite(self._file, FORMAT.pack(self._step, PHASES.index(phase), batch, now), 0)
+        place = FORMAT.pack(self._step, PHASES.index(phase), batch, now, self._longest)
+        os.pwrite(self._file, place, 0)
 
     def seconds(self, until: float) -> dict[str, float]:
         """Return the time in each phase up to the time `until`, as this process sees it: an
@@ -82,20 +90,20 @@ def read(folder: Path, *, since: float = 0.0) -> dict[int, Place]:
     for path in sorted(folder.glob("rank-*")):
         content = path.read_bytes()
         if len(content) == FORMAT.size:
-            step, phase, batch, when = FORMAT.unpack(content)
-            places[int(path.name.removeprefix("rank-"))] = Place(step, PHASES[phase], batch, when)
+            step, phase, *rest = FORMAT.unpack(content)
+            places[int(path.name.removeprefix("rank-"))] = Place(step, PHASES[phase], *rest)
     return {rank: place for rank, place in places.items() if place.time >= since}
 
 
 def explain(places: Mapping[int, Place]) -> str | None:
-    """Return one sentence that says which rank the others wait for, or None if no rank is behind
-    another."""
+    """Return one sentence that says which rank the others wait for, or that no rank is behind
+    another; None without ranks."""
     if not places:
         return None
     front = max(places.values(), key=lambda place: place.order)
     last = min(places.values(), key=lambda place: place.order)
     if front.order == last.order:
-        return None
+        return f"every rank has entered the {last} of step {last.step}"
     late = [rank for rank, place in places.items() if place.order == last.order]
     where = f"{last}" if last.step == front.step else f"{last} of step {last.step}"
     seconds = time.time() - max(places[rank].time for rank in late)
@@ -107,12 +115,15 @@ def explain(places: Mapping[int, Place]) -> str | None:
 
 
 def explain_wait(places: Mapping[int, Place], *, silent_for: float) -> str | None:
-    """As `explain`, if no rank has moved for `silent_for` seconds and none is in a phase that may
-    be silent."""
-    moved = max((place.time for place in places.values()), default=time.time())
-    if time.time() - moved < silent_for or {place.phase for place in places.values()} & {*SLOW}:
+    """As `explain`, if there are several ranks, none has moved for `silent_for` seconds and twice
+    the longest time that one has been in a place before, and none is in a phase that may be
+    silent."""
+    phases = {place.phase for place in places.values()}
+    if len(places) < 2 or phases & {*SLOW} or phases <= {*WRITING}:
         return None
-    return explain(places)
+    silent = time.time() - max(place.time for place in places.values())
+    usual = 2 * max(place.longest for place in places.values())
+    return explain(places) if silent >= max(silent_for, usual) else None
 
 
 def _ranks(ranks: Iterable[int]) -> str:

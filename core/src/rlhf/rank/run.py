@@ -227,10 +227,7 @@ def lost_contact(error: BaseException) -> bool:
 def explain_loss(path: Path, rank: int) -> str:
     """Return which rank the others waited for. Writes the last collectives of this rank, as
     torch's flight recorder has them, into `errors/` of the run folder."""
-    where = places.read(path / run_folder.RANKS)
-    last = where.get(rank)
-    together = f"every rank has entered the {last} of step {last.step}" if last else "no rank ran"
-    sentence = places.explain(where) or together
+    sentence = places.explain(places.read(path / run_folder.RANKS)) or "no rank ran"
     record = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if record is None:  # torch before 2.11
         return sentence

@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent, and the newest is found by looking."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -145,6 +146,22 @@ def test_a_manifest_of_any_other_shape_is_damage(tmp_path: Path, text: str) -> N
     folder = write(tmp_path, 10)
     (folder / "manifest.json").write_text(text)
     assert checkpoint.damage(folder) == f"{folder}/manifest.json cannot be read"
+
+
+def test_any_flipped_bit_of_a_checkpoint_is_damage_or_changes_nothing_of_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10)
+    for file in (folder / "policy" / "state.bin", folder / "manifest.json"):
+        content = file.read_bytes()
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        for place, bit in itertools.product(range(len(content)), range(8)):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            file.write_bytes(changed)
+            problem = checkpoint.damage(folder)
+            if problem is None:
+                assert json.loads((folder / "manifest.json").read_text())["files"] == files
+        file.write_bytes(content)
+        assert checkpoint.damage(folder) is None
 
 
 def test_a_replaced_checkpoint_exists_at_every_moment(

@@ -51,6 +51,18 @@ def test_rows_are_tokenised_once_and_again_only_when_something_has_changed(tmp_p
     assert Counting.calls == 40
 
 
+def test_a_damaged_cache_is_tokenised_again(tmp_path: Path, cache: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl")
+    examples_of(path, trainer=Counting)
+    for file in (file for file in cache.rglob("*") if file.suffix in (".arrow", ".json")):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        Counting.calls = 0
+        examples_of(path, trainer=Counting)
+        assert Counting.calls == 10
+
+
 ROW_READER = """
 from rows_of_mine.helper import tokens
 from rlhf.data.example import Answer, Example
@@ -89,7 +101,7 @@ def test_rows_are_tokenised_again_when_another_module_of_the_package_has_changed
 def test_the_cache_holds_no_pickles(tmp_path: Path, cache: Path) -> None:
     examples_of(write_lines(tmp_path / "rows.jsonl"))
     files = {file.name for file in cache.rglob("*") if file.is_file() and file.suffix != ".lock"}
-    assert files == {"examples.arrow", "report.json"}
+    assert files == {"digests.json", "examples.arrow", "report.json"}
 
 
 def build_slowly(folder: Path, log: Path) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import attrs
 from filelock import FileLock
 
-from rlhf.folder.disk import writing
+from rlhf.folder.disk import sha256, writing
 
 POLL_SECONDS = 0.2
+DIGESTS = "digests.json"
 
 
 def cache_root() -> Path:
@@ -27,16 +28,17 @@ def cache_root() -> Path:
 
 
 def once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `build(temporary folder)` unless it exists.
+    """Return `folder`, filled by `build(temporary folder)` unless it exists and is intact.
 
     One process builds and the others wait for it; if it dies, the next one builds. The folder is
     complete or absent.
     """
     with writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if not folder.exists():
+        if not _is_intact(folder):
             with FileLock(folder.with_suffix(".lock"), poll_interval=POLL_SECONDS):
-                if not folder.exists():
+                if not _is_intact(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
                     _build(folder, build)
     return folder
 
@@ -56,10 +58,21 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     return _sha(json.dumps(content, sort_keys=True, default=repr))
 
 
+def _is_intact(folder: Path) -> bool:
+    """Return whether the folder has the files that were written, none of them damaged since."""
+    try:
+        digests = dict(json.loads((folder / DIGESTS).read_text()))
+        return all(sha256(folder / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         build(part)
+        digests = {path.name: sha256(path) for path in part.iterdir()}
+        (part / DIGESTS).write_text(json.dumps(digests))
         part.rename(folder)
     except OSError:
         # Another host wrote the same to a shared folder: locks do not reach across all file

@@ -179,22 +179,24 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
     only names and sizes are compared, which reads none of the files."""
     try:
         files = dict(json.loads((folder / MANIFEST).read_text())["files"])
+        sizes = {name: int(file["size"]) for name, file in files.items()}
+        expected = {name: file["sha256"] for name, file in files.items()}
     except FileNotFoundError:
         return f"{folder} has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder / MANIFEST} cannot be read"
-    for name, expected in files.items():
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if path.stat().st_size != expected["size"]:
-            return f"{path} has {path.stat().st_size} bytes instead of {expected['size']}"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes instead of {size}"
     if not contents:
         return None
     with ThreadPool(THREADS) as pool:
-        digests = pool.map(sha256, [folder / name for name in files])
-    pairs = zip(files, digests, strict=True)
-    changed = [name for name, current in pairs if current != files[name]["sha256"]]
+        digests = pool.map(sha256, [folder / name for name in expected])
+    pairs = zip(expected, digests, strict=True)
+    changed = [name for name, current in pairs if current != expected[name]]
     return f"{folder / changed[0]} has changed since it was written" if changed else None
 
 

@@ -197,6 +197,16 @@ def test_a_layout_that_does_not_fit_is_replaced(check: Any) -> None:
     assert lines[-1].endswith(" (stage not varied), resume exact")
 
 
+def test_a_layout_that_takes_the_place_of_another_has_ranks_that_its_axes_divide(
+    check: Any,
+) -> None:
+    words = ("--nproc", "2", "--deepspeed.stage", "1", "--deepspeed.tensor_parallel", "2")
+    code, lines = check(*words, fault=no_room_without_sharding)
+    assert code == 0, lines
+    assert lines[3].startswith("other      2 ranks, stage 1, batch.tokens ")
+    assert lines[-1].endswith(" (ranks and stage not varied), resume exact")
+
+
 def test_a_run_that_fails_ends_the_command_with_its_error(check: Any) -> None:
     code, lines = check("--optim.lr", "1e30")
     assert code == 2

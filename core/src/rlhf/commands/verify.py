@@ -35,6 +35,7 @@ from rlhf.rank.comparison import (
     losses,
 )
 from rlhf.rank.dataset import Dataset, prepare_data
+from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import to_tree
 
@@ -159,18 +160,25 @@ class Verification:
     def _run_other(self, straight: Path) -> tuple[Layout, Path]:
         """Take the run that differs most from `straight` and fits the accelerators. Returns its
         layout too."""
-        most, less = self._other_layouts(straight)
+        other = self._other_layout(straight)
         try:
-            return most, self._run("other", most)
+            return other, self._run("other", other)
         except RunFailed as failure:
             if "out of memory" not in str(failure):
                 raise
             show("other", "out of memory; this one has the configured stage")
-            return less, self._run("other", less, "--overwrite")
+            other = attrs.evolve(other, ranks=self._fewer_ranks(), stage=self.layout.stage)
+            return other, self._run("other", other, "--overwrite")
 
-    def _other_layouts(self, straight: Path) -> tuple[Layout, Layout]:
-        """Return a layout with another number of ranks, stage and budget, and one that needs hardly
-        more memory than that of `straight`."""
+    def _fewer_ranks(self) -> int:
+        """Return the ranks without one data rank, all of them if there is only one."""
+        config, ranks = self.request.config, self.layout.ranks
+        hooks, _ = load_hooks(config)
+        data = hooks.axis_sizes(config=config, ranks=ranks)["data"]
+        return ranks - ranks // data or ranks
+
+    def _other_layout(self, straight: Path) -> Layout:
+        """Return a layout with another number of ranks, stage and budget."""
         layout, lengths = self.layout, self.data.train.lengths
         on_cpu = said(straight, "devices").endswith("cpu")
         most = 2 if on_cpu else num_devices()
@@ -182,8 +190,7 @@ class Verification:
         if "stage" in attrs.fields_dict(type(stage)):
             stage = type(stage)(stage=0 if stage_of(straight) else SHARDED)
         ranks = 1 if layout.ranks > 1 else min(2, most)
-        light = Layout(ranks=max(1, layout.ranks - 1), stage=layout.stage, tokens=tokens)
-        return Layout(ranks=ranks, stage=stage, tokens=tokens), light
+        return Layout(ranks=ranks, stage=stage, tokens=tokens)
 
     def _same_curve(self, run: Path, straight: Path, steps: range = range(STEPS)) -> bool:
         """Return whether two runs differ by no more than rounding, and print where they do."""

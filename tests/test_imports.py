@@ -73,5 +73,11 @@ def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:
 
 
 def test_core_names_no_attribute_of_deepspeed() -> None:
-    sources = (ROOT / "core" / "src").rglob("*.py")
-    assert [path for path in sources if re.search(r"\bds_\w", path.read_text())] == []
+    core = ROOT / "core" / "src" / "rlhf"
+    tables = core / "config" / "foreign"  # Keys of other projects, as text.
+    named = [
+        path
+        for path in core.rglob("*.py")
+        if re.search(r'(?<!")\bds_\w' if tables in path.parents else r"\bds_\w", path.read_text())
+    ]
+    assert named == []

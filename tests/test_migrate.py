@@ -185,6 +185,10 @@ def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:
         "stage": 3, "sequence_parallel": 2, "offload_optimizer": True,
     }  # fmt: skip
     assert "- input_template 'Question: {}': prompts are used as they are" in text
+    tensor = OPENRLHF.replace("--ring_attn_size", "--ds_tensor_parallel_size")
+    (tmp_path / "ours.yaml").unlink()
+    ours, _ = migrated(tmp_path / "tensor.sh", tensor.replace("--zero_stage 3", "--zero_stage 2"))
+    assert ours["deepspeed"]["tensor_parallel"] == 2
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_the_commands_of_a_host_file_give_each_host_its_place(
     assert lines[::2] == ["# on node1", "# on node2"]
     command = shlex.join([sys.executable, "-m", "rlhf", "run", *TOY, "--output", "runs/a"])
     assert lines[3] == (
-        "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=node1 "
-        f"PET_MASTER_PORT=1234 {command} --resume"
+        f"cd {Path.cwd()} && PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 "
+        f"PET_MASTER_ADDR=node1 PET_MASTER_PORT=1234 {command} --resume"
     )
 
 
@@ -193,6 +193,11 @@ def test_half_a_place_is_refused(
             "PET_NNODES is 4, but WORLD_SIZE is 2; start ranks on every host, or unset PET_NNODES",
         ),
         (
+            {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "WORLD_SIZE": "2"},
+            "SLURM_STEP_NUM_TASKS is 8, but WORLD_SIZE is 2; start ranks on every host, or unset "
+            "SLURM_STEP_NUM_TASKS",
+        ),
+        (
             {"SLURM_NTASKS": "8"},
             "SLURM_NTASKS is 8, but this is one process; start the ranks with `srun python -m rlhf "
             "run ...`, or give --nproc to use this machine only",
@@ -262,6 +267,15 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
         (
             [*KUBERNETES, "--volume", "data=/s", *TOY, "--output", "runs/a"],
             "output runs/a is not on the volume at /s, which all pods share; set --output /s/a",
+        ),
+        (
+            ["slurm", "--nodes", "2", "--gpus", "8", *TOY, "--output", "a", "--nproc", "4"],
+            "--nproc 4 has no effect in a job, whose ranks per host come from --gpus; remove it",
+        ),
+        (
+            ["hostfile", "--hosts", "h", *TOY, "--output", "a", "--nproc", "4"],
+            "--nproc 4 has no effect in a job, whose ranks per host come from slots in h; "
+            "remove it",
         ),
         (
             ["hostfile", "--hosts", "none", *TOY, "--output", "a"],

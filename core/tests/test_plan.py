@@ -144,6 +144,17 @@ def test_sequence_ranks_divide_activations_and_the_states(words, capsys):
     assert part["activations"] < 0.4 * whole["activations"]
 
 
+def test_a_long_refusal_is_printed_whole(words, tmp_path, capsys):
+    axis = ("--deepspeed.tensor_parallel", "3", "--gpus", "3", "--gpu-memory", "1")
+    path = tmp_path / ("a" * 80)
+    path.symlink_to(words[1])
+    assert main(["plan", "sft", "--model", str(path), *words[2:], *axis]) == 2
+    assert capsys.readouterr().err == (
+        "error: no plan: deepspeed.tensor_parallel is 3, which does not divide the heads and the "
+        f"feed-forward layers of {path}; set it to 1 or 2\n"
+    )
+
+
 def test_a_plan_refuses_a_sequence_size_that_does_not_divide(words, capsys):
     axis = ("--deepspeed.sequence_parallel", "3")
     assert main(["plan", "sft", *words, *axis, "--gpus", "4", "--gpu-memory", "1"]) == 2

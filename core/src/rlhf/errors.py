@@ -18,9 +18,11 @@ class RanksFailed(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text, at most 200 characters; its type's name if it
-    has no text. A line that ends with a colon introduces the next one, which is added to it."""
+    """Return the first line of an exception's text, cut at 200 characters unless it is an
+    RLHFError; its type's name if it has no text. A line that ends with a colon introduces the next
+    one, which is added to it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")[:200]
+    line = " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")
+    return line if isinstance(error, RLHFError) else line[:200]

@@ -187,7 +187,12 @@ def test_the_record_imports_neither_torch_nor_deepspeed():
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("zero9", "did you mean zero?"), ("fast", "available: auto, ddp, zero1, ")]
+    ("name", "hint"),
+    [
+        ("zero9", "did you mean zero?"),
+        ("ZeRO2", "did you mean zero2?"),
+        ("fast", "available: auto, ddp, zero1, "),
+    ],
 )
 def test_an_unknown_preset_gets_a_near_match_or_the_list(name, hint):
     with pytest.raises(ValueError, match=re.escape(f"unknown preset {name}; {hint}")):

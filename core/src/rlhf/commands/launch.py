@@ -56,6 +56,12 @@ def launch_command(request: Request, **chosen: Any) -> int:
             "is started again"
         )
     options = argparse.Namespace(**chosen)
+    if request.nproc is not None:
+        ranks = f"slots in {options.hosts}" if options.kind == "hostfile" else "--gpus"
+        raise RLHFError(
+            f"--nproc {request.nproc} has no effect in a job, whose ranks per host come from "
+            f"{ranks}; remove it"
+        )
     resume = [] if request.resume is not None else ["--resume"]
     arguments = ["-m", "rlhf", *request.argv, *resume]
     if options.kind == "hostfile":
@@ -105,7 +111,7 @@ def _submit(job: str, options: argparse.Namespace) -> int:
 def _host_file(command: list[str], options: argparse.Namespace) -> int:
     where = jobs.places(jobs.read_hosts(options.hosts), port=options.port)
     if not options.start:
-        print(jobs.host_commands(command, where), end="")
+        print(jobs.host_commands(command, where, folder=Path.cwd()), end="")
         return 0
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
     place = next((where[name] for name in names if name in where), None)

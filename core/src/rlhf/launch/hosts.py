@@ -62,12 +62,14 @@ def check_world(nproc: int | None) -> None:
     Such a run would train by itself in each process, each with all of the data.
     """
     env = os.environ
-    world, hosts = env.get("WORLD_SIZE"), env.get("PET_NNODES", "1")
-    if world and hosts.isdecimal() and world.isdecimal() and int(world) < int(hosts):
-        raise RLHFError(
-            f"PET_NNODES is {hosts}, but WORLD_SIZE is {world}; start ranks on every host, or "
-            "unset PET_NNODES"
-        )
+    world = env.get("WORLD_SIZE")
+    for name in ("PET_NNODES", "SLURM_STEP_NUM_TASKS"):
+        promised = env.get(name, "1")
+        if world and promised.isdecimal() and world.isdecimal() and int(world) < int(promised):
+            raise RLHFError(
+                f"{name} is {promised}, but WORLD_SIZE is {world}; start ranks on every host, or "
+                f"unset {name}"
+            )
     tasks = env.get("SLURM_NTASKS", "1")
     if world is None and nproc is None and "SLURM_STEP_ID" not in env and tasks != "1":
         raise RLHFError(

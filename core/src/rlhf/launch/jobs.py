@@ -145,10 +145,11 @@ def variables(place: Place) -> dict[str, str]:
     }
 
 
-def host_commands(command: Sequence[str], where: dict[str, Place]) -> str:
-    """Return a shell line for each host."""
+def host_commands(command: Sequence[str], where: dict[str, Place], *, folder: Path) -> str:
+    """Return a shell line for each host, which runs `command` in `folder`."""
     lines = []
     for name, place in where.items():
         values = " ".join(f"{key}={value}" for key, value in variables(place).items())
-        lines += [f"# on {name}", f"{values} {shlex.join(command)}"]
+        start = f"cd {shlex.quote(str(folder))} && {values} {shlex.join(command)}"
+        lines += [f"# on {name}", start]
     return "\n".join([*lines, ""])

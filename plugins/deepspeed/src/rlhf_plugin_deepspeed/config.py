@@ -94,7 +94,7 @@ def known_preset(section: object, attribute: object, value: str) -> None:
     """Raise ValueError unless `value` is a preset or auto."""
     names = ("auto", *PRESETS, *OTHER_NAMES)
     if value not in names:
-        near = difflib.get_close_matches(value, names, n=1)
+        near = difflib.get_close_matches(value.lower(), names, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; available: {', '.join(names)}"
         raise ValueError(f"unknown preset {value}{hint}")
 

@@ -46,6 +46,7 @@ KEYS: dict[str, Rule] = {
     "load_in_4bit": to("model.quantize", {True: "nf4"}, off=(None, False)),
     "zero_stage": to("deepspeed.stage"),
     "ring_attn_size": to("deepspeed.sequence_parallel", off=(None, 1)),
+    "ds_tensor_parallel_size": to("deepspeed.tensor_parallel", off=(None, 1)),
     "adam_offload": to("deepspeed.offload_optimizer", off=(None, False)),
     "logging_steps": to("train.log_every"),
     "eval_steps": to("train.eval_every", off=(None, -1)),

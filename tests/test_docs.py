@@ -16,6 +16,7 @@ import yaml
 
 from doc_blocks import FENCED, commands, in_place
 from guide_package import install_guide
+from rlhf.commands.main import main
 from rlhf.demo import rows
 from rlhf.loop.fragments import SavedEngine
 from rlhf.registry.installed import installed
@@ -176,6 +177,19 @@ def run_apart(words: list[str], place: Path, inputs: Inputs) -> None:
         [str(program), *words[1:]], cwd=place, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, (words, done.stderr)
+
+
+@pytest.mark.parametrize("kind", ["slurm", "hostfile"])
+def test_the_jobs_of_the_docs_are_as_printed(
+    kind: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    page = (ROOT / "docs" / "runs.md").read_text()
+    command = re.search(rf"^rlhf (launch {kind} .*)$", page, re.MULTILINE)
+    assert command is not None
+    assert main(shlex.split(command[1])) == 0
+    printed = capsys.readouterr().out.replace(str(Path.cwd()), "/shared/work")
+    assert f"```text\n{printed.replace(sys.executable, '/shared/venv/bin/python')}```\n" in page
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))

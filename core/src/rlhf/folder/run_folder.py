@@ -123,7 +123,10 @@ def _check_settings(request: Request, folder: Path) -> None:
         changed = ", ".join(
             f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()
         )
-        raise RLHFError(f"{folder} cannot be resumed with another configuration: {changed}")
+        raise RLHFError(
+            f"{folder} cannot be resumed with another configuration: {changed}; set back what "
+            "differs, or choose another --output"
+        )
 
 
 def is_running(folder: Path) -> bool:

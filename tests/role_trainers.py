@@ -134,3 +134,17 @@ class BigramTrainer(CriticTrainer):
         with torch.no_grad():
             others = self.frozen(given, targets=batch.predict)
         return Loss((Term((losses - 0.5 * others).sum(), "tokens"),))
+
+
+class JudgedTrainer(CriticTrainer):
+    """A policy whose gradient comes through a frozen module, as from a differentiable reward."""
+
+    def setup(self, run: Run) -> None:
+        self.policy = run.load("policy")
+        torch.manual_seed(0)
+        judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.judge = run.prepare(judge, "judge", trained=False)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        return Loss((Term(self.judge(logprobs[:, None]).sum(), "tokens"),))

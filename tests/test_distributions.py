@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from code_lines import code_lines
+
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
 each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
@@ -99,3 +101,26 @@ def test_the_tests_of_a_distribution_are_complete(project: Path) -> None:
     command += ["--rootdir", str(project), "--confcutdir", str(project), "-p", "no:cacheprovider"]
     done = subprocess.run([*command, "tests"], cwd=project, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+TRAINERS = [
+    project for project in PROJECTS if "rlhf.trainers" in metadata(project).get("entry-points", {})
+]
+
+
+@pytest.mark.parametrize("project", TRAINERS, ids=lambda path: path.name)
+def test_a_trainer_is_short(project: Path) -> None:
+    files = project.glob("src/*/*.py")
+    most = 350 if project.name == "dpo" else 250
+    assert sum(len(code_lines(file.read_text())) for file in files) <= most
+
+
+def test_no_two_plugins_share_six_lines() -> None:
+    owners: dict[tuple[str, ...], set[str]] = {}
+    for project in PROJECTS[1:]:
+        for file in project.glob("src/**/*.py"):
+            lines = code_lines(file.read_text())
+            for start in range(len(lines) - 5):
+                owners.setdefault(tuple(lines[start : start + 6]), set()).add(project.name)
+    assert len(owners) > 1000
+    assert [(lines, names) for lines, names in owners.items() if len(names) > 1] == []

@@ -124,6 +124,22 @@ def test_a_command_line_of_trl_becomes_our_configuration(
     assert "lora" not in ours
 
 
+def test_an_adapter_of_trl_becomes_ours_if_it_is_switched_on(tmp_path: Path) -> None:
+    words = "trl sft --model_name_or_path org/model --dataset_name org/chats --lora_r 16 --use_dora"
+    more = " --use_rslora --lora_modules_to_save embed_tokens lm_head --lora_target_modules o_proj"
+    ours, text = migrated(tmp_path / "sft.sh", f"{words}{more} --use_peft")
+    assert ours["lora"] == {
+        "rank": 16, "alpha": 32, "dropout": 0.05, "targets": "o_proj", "rslora": True,
+        "dora": True, "modules_to_save": ["embed_tokens", "lm_head"],
+    }  # fmt: skip
+    assert "# use_dora\n" in text
+    config = read_config("sft", overrides=[str(tmp_path / "ours.yaml")]).config
+    assert config.lora is not None
+    assert config.lora.dora
+    (tmp_path / "ours.yaml").unlink()
+    assert "lora" not in migrated(tmp_path / "sft.sh", words)[0]
+
+
 def test_a_yaml_of_axolotl_becomes_our_configuration(tmp_path: Path) -> None:
     ours, text = migrated(tmp_path / "qlora.yaml", AXOLOTL, "--gpus", "2")
     assert text.startswith("# Axolotl's sft, from qlora.yaml, for `rlhf run sft`.\n")

@@ -29,7 +29,7 @@ plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
 NAMES = (
     "MyTrainer", "OwnRows", "Imitation", "ActorCritic", "TokenDPO", "AboveAverage", "Retrieval",
-    "Draws", "Clipped",
+    "Draws", "Clipped", "Judged",
 )  # fmt: skip
 CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [

@@ -165,3 +165,22 @@ def test_a_loss_of_another_model_or_none_is_refused(
     with pytest.raises(RankFailure) as error:
         one.run(run, trainer, sft_runs.words(inputs, tmp_path / "run"), str(inputs.cache))
     assert REFUSED[trainer] in str(error.value)
+
+
+def test_a_gradient_flows_through_a_frozen_model_that_is_not_in_shards(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    def words(name: str, *more: str) -> list[str]:
+        return sft_runs.words(inputs, tmp_path / name, "--train.steps", "2", *more)
+
+    plain = one.run(run, "JudgedTrainer", words("plain"), str(inputs.cache), True)[0]
+    whole = words("whole", *STAGES["3"], "--deepspeed.frozen", "0")
+    metrics = one.run(run, "JudgedTrainer", whole, str(inputs.cache))[0]
+    assert column(metrics, "grad_norm") == pytest.approx(column(plain, "grad_norm"), rel=1e-4)
+    assert min(column(metrics, "grad_norm")) > 0
+    with pytest.raises(RankFailure) as error:
+        one.run(run, "JudgedTrainer", words("shards", *STAGES["3"]), str(inputs.cache))
+    assert (
+        "a gradient flows through the judge, which is frozen and in shards; detach what the "
+        "trainer passes to it, or set deepspeed.frozen to 0"
+    ) in str(error.value)

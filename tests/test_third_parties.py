@@ -1,7 +1,6 @@
 """Methods of third parties, in `third_parties/`: each is written over what `rlhf new` makes,
 in less than 100 lines, is installed beside the wheels of ours and passes the kit of trainers."""
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from code_lines import code_lines
 from rlhf.commands.main import main
 from wheel_sites import ROOT, build, make_site, python
 
@@ -40,26 +40,10 @@ def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project
 
 
-def num_lines(source: str) -> int:
-    """Return the number of lines that have code, without comments and docstrings."""
-    tree = ast.parse(source)
-    texts = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    lines = enumerate(source.splitlines(), start=1)
-    return sum(
-        bool(line.strip()) and not line.strip().startswith("#") and number not in texts
-        for number, line in lines
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_takes_less_than_a_hundred_lines(name: str) -> None:
     files = (METHODS / name).glob("*.py")
-    assert sum(num_lines(path.read_text()) for path in files) < 100
+    assert sum(len(code_lines(path.read_text())) for path in files) < 100
 
 
 @pytest.mark.parametrize(

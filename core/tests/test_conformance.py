@@ -30,10 +30,23 @@ class Section:
     power: float = 1.0
     '''That power.'''
 
+@frozen(kw_only=True)
+class Bare:
+    '''A section whose field is not documented.'''
+    power: float = 1.0
+
+@frozen(kw_only=True)
+class Mistyped:
+    '''A section whose field has a default of another type.'''
+    power: float = "high"
+    '''Exponent.'''
+
 sound = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Sound")
 means = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Means")
 inert = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Inert")
 sampling = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Sampling")
+bare = TrainerPlugin(config=Bare, trainer="odd_plugin_trainers:Sound")
+mistyped = TrainerPlugin(config=Mistyped, trainer="odd_plugin_trainers:Sound")
 """
 TRAINERS = """
 import torch
@@ -91,11 +104,11 @@ OTHERS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A distribution with two sound trainers and two that are not."""
+    """A distribution with two sound trainers and others that are not."""
     info = tmp_path / "site" / "rlhf_odd-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: rlhf-odd\nVersion: 1.0\n")
-    trainers = ("sound", "means", "inert", "sampling")
+    trainers = ("sound", "means", "inert", "sampling", "bare", "mistyped")
     names = "".join(f"odd_{name} = odd_plugin:{name}\n" for name in trainers)
     (info / "entry_points.txt").write_text(f"[rlhf.trainers]\n{names}")
     (info.parent / "odd_plugin.py").write_text(PLUGIN)
@@ -153,6 +166,20 @@ def test_the_kit_names_a_setting_without_a_test(
     advice = r"give others \(or without_effect\) a value for \['shift'\]"
     with pytest.raises(AssertionError, match=advice):
         Sound().test_every_hyper_parameter_changes_the_loss(bench_of(Sound, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("bare", "`rlhf config` prints the docstrings of settings; add one to ['power']"),
+     ("mistyped", 'odd_mistyped.power: expected a number, got "high"')],
+)  # fmt: skip
+def test_the_kit_names_a_setting_without_a_docstring_or_with_a_default_of_another_type(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    kit = type("Kit", (Sound,), {"trainer": f"odd_{name}"})
+    with pytest.raises((AssertionError, RLHFError)) as caught:
+        kit().test_the_configuration_survives_a_round_trip(bench_of(kit, tmp_path), tmp_path)
+    assert str(caught.value).startswith(message)
 
 
 def test_the_budget_holds_the_answers_of_a_rollout_which_end_at_different_lengths(

@@ -7,6 +7,7 @@ import torch
 
 from rlhf.data.order import RunOrder
 from rlhf.engine import LaterOutcome, Mesh, StepOutcome
+from rlhf.folder.run_folder import RunFolder
 from rlhf.journal import journal
 from rlhf.journal.journal import StepResult
 from rlhf.journal.sums import RESERVED, Report, Sums
@@ -33,10 +34,11 @@ def result(
     )  # fmt: skip
 
 
-def report() -> Report:
+def report(**metrics: float) -> Report:
     sums = Sums(Mesh())
-    sums.add(Loss(()), torch.tensor(1.0))
-    return sums.reduce({})
+    named = {name: (torch.tensor(value), "rows") for name, value in metrics.items()}
+    sums.add(Loss((), named), torch.tensor(1.0))
+    return sums.reduce({"rows": 1.0})
 
 
 def test_the_time_of_an_evaluation_is_not_that_of_steps(
@@ -68,3 +70,19 @@ def test_steps_that_the_loss_scaler_skipped_are_counted_over_a_resume(session: S
     session.journal.skipped = 0
     session.journal.load_state(state)
     assert session.journal.skipped == 2
+
+
+def test_a_metric_that_is_not_finite_is_a_warning_once(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.journal.folder = RunFolder(tmp_path / "run", fresh=True)
+    for number in range(2):
+        bad = report(kl=float("nan"), right=0.5)
+        session.journal.step(result(session.train_order, number, MOVED, bad))
+    session.journal.flush()
+    session.journal.evaluation(2, report(margin=float("inf")))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("warning")] == [
+        "warning: step 1: the metric 'kl' is nan",
+        "warning: step 2: the metric 'eval/margin' is inf",
+    ]

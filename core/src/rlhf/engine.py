@@ -292,6 +292,7 @@ class EngineState:
     """What is not a tensor, as plain data for JSON; the same on every rank."""
 
 
+@documented
 class SavedState(Protocol):
     """The state of an engine in a checkpoint, which any layout may have written."""
 
@@ -307,6 +308,7 @@ class SavedState(Protocol):
         RLHFError if the checkpoint does not have them."""
 
 
+@documented
 class Engine(Protocol):
     """A model prepared by a backend. The only source of truth for stage, precision and device."""
 

@@ -88,6 +88,7 @@ class Sample:
     for temperature 0)."""
 
 
+@documented
 class Trainer(abc.ABC):
     """Base class of a training workflow. Subclasses implement `example`, `setup` and `loss`."""
 
@@ -226,6 +227,7 @@ class Reference(Protocol):
         which only holds log-probabilities of the data's own answers."""
 
 
+@documented
 class Run(Protocol):
     """What `Trainer.setup` may use: the configuration, the tokenizer, and models as engines."""
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import itertools
 import sys
 from pathlib import Path
@@ -31,11 +32,17 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Show the docstrings of an attrs class's fields in `help`; a decorator above `@frozen`.
+    """Show the docstrings of a class's fields in `help`; a decorator above `@frozen`.
 
-    `help` takes them from `__slots__` if that is a dictionary.
+    `help` takes them from `__slots__` if that is a dictionary. A class without slots, such as a
+    protocol, gets them at the end of its docstring.
     """
-    cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
+    if "__slots__" in vars(cls):
+        cls.__slots__ = _FieldDocs(cls)  # type: ignore[attr-defined]
+    else:
+        docs = field_docs(cls)  # type: ignore[arg-type]
+        fields = (f"{name}: {text}" for name, text in docs.items())
+        cls.__doc__ = "\n\n".join([inspect.cleandoc(cls.__doc__ or ""), *fields])
     return cls
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
+from rlhf.config.field_docs import documented
 from rlhf.data.example import Example
 from rlhf.data.packing import PER_TOKEN
 from rlhf.data.trees import TreeFile
@@ -103,6 +104,7 @@ class Part:
     """Numbers of the file's examples, in order; a number may occur several times."""
 
 
+@documented
 class Packable(Protocol):
     """A sequence of examples whose sizes are known without reading them."""
 

@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, the observers and the terminal. Each number is written one
 step late, so that the host does not wait for the device."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,8 @@ class Journal:
     """A logged step whose sums are still being copied, and its numbers from the host."""
     _progress: Progress | None = field(default=None, init=False)
     _evaluating_since: float = field(default=0.0, init=False)
+    _not_finite: set[str] = field(factory=set, init=False)
+    """Metrics of which a warning was printed."""
 
     def state(self) -> dict[str, int]:
         """Return what a checkpoint must hold (plain data)."""
@@ -114,6 +117,7 @@ class Journal:
             # Above the progress bar, if there is one: rich prints around it.
             lines = [evaluation_line(step, metrics), *map(sample_line, samples)]
             print("\n".join(lines), flush=True)
+            self._warn(step, metrics)
         self.speed.since += time.perf_counter() - self._evaluating_since
 
     def checkpoint(self, step: int, directory: Path) -> None:
@@ -128,7 +132,9 @@ class Journal:
         result, host = pending
         assert result.report is not None, "only a logged step is kept"
         norms = {role: outcome.read().grad_norm for role, outcome in result.outcomes.items()}
-        metrics = result.report.read(self.derive) | per_role("grad_norm", norms) | host
+        read = result.report.read(self.derive)
+        self._warn(result.step, read)
+        metrics = read | per_role("grad_norm", norms) | host
         self.last |= metrics
         self.folder.append(METRICS, {"step": result.step, **metrics})
         self.observers.on_step(run=self.record, step=result.step, metrics=metrics)
@@ -139,6 +145,13 @@ class Journal:
         """End the progress bar."""
         if self._progress is not None:
             self._progress.close()
+
+    def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print a warning for each metric that is not finite for the first time."""
+        names = {name for name, value in metrics.items() if not math.isfinite(value)}
+        for name in sorted(names - self._not_finite):
+            print(f"warning: step {step}: the metric {name!r} is {metrics[name]}", flush=True)
+        self._not_finite |= names
 
     def _host_metrics(self, result: StepResult) -> dict[str, Any]:
         """Return what is known without the device's sums, and measure the speed anew."""

@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlhf.config.field_docs import documented
 from rlhf.engine import Layout
 from rlhf.hookspecs import Finding
 from rlhf.plugin import BackendPlugin, Config
@@ -108,6 +109,7 @@ class Problems:
         return self.made[name]
 
 
+@documented
 class BackendConformance:
     """The tests. A subclass names its backend."""
 

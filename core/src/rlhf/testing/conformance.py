@@ -23,7 +23,7 @@ import torch
 import yaml
 from attrs import frozen
 
-from rlhf.config.field_docs import documented
+from rlhf.config.field_docs import documented, field_docs
 from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
 from rlhf.testing import tiny
@@ -46,6 +46,7 @@ class Other:
     """Further fields of the trainer's section, set with the default and with `value` alike."""
 
 
+@documented
 class TrainerConformance:
     """The tests. A subclass names its trainer and gives each of its settings another value."""
 
@@ -114,6 +115,9 @@ class TrainerConformance:
         file.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
         again = read_config(self.trainer, overrides=[str(file)]).config
         assert again == config, "a configuration that is written and read again differs"
+        section: Any = type(config.own)
+        bare = sorted(attrs.fields_dict(section).keys() - field_docs(section).keys())
+        assert not bare, f"`rlhf config` prints the docstrings of settings; add one to {bare}"
 
     @promise("the loss changes and every gradient is clipped", "testing.md, Trainers")
     def test_the_curve_means_something(self, bench: Bench) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 from attrs import define, field
 
+from rlhf.config.field_docs import documented
 from rlhf.hookspecs import RunRecord, hookimpl
 from rlhf.registry.gateway import check_hooks, load_observer
 from rlhf.registry.installed import find
@@ -118,6 +119,7 @@ class Watched:
         return self.made[name]
 
 
+@documented
 class ObserverConformance:
     """The tests. A subclass names its observer."""
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
+from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.mesh import Groups
@@ -85,8 +88,19 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
     if plan.stage < 3:
         runner: nn.Module = model.to(mesh.device)
     else:
+        model.register_forward_hook(partial(_refuse_gradient, role))
         runner, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(plan.settings))
     return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
+
+
+def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Raise RLHFError if the frozen model's results have a graph: in backward DeepSpeed would fail,
+    with a message about other settings."""
+    if any(isinstance(item, torch.Tensor) and item.requires_grad for item in tree_leaves(outputs)):
+        raise RLHFError(
+            f"a gradient flows through the {role}, which is frozen and in shards; detach what the "
+            "trainer passes to it, or set deepspeed.frozen to 0"
+        )
 
 
 def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:

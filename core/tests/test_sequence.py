@@ -125,11 +125,11 @@ def test_more_ranks_than_rows_leave_some_without() -> None:
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     places: dict[str, Any] = axes(0, data=2, sequence=6)
-    architecture = LlamaConfig(**SIZES | {"num_attention_heads": 16, "num_key_value_heads": 4})
+    architecture = LlamaConfig(**SIZES | {"num_attention_heads": 4, "num_key_value_heads": 4})
     with pytest.raises(RLHFError) as error:
         check_heads(architecture, Mesh(world=12, **places))
     assert str(error.value) == (
-        "the model has 16 attention heads, which 6 sequence ranks do not divide; set "
+        "the model has 4 attention heads, which 6 sequence ranks do not divide; set "
         "sequence_parallel to 1 or 2 or 4"
     )
 

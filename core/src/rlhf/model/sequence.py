@@ -79,7 +79,7 @@ def check_heads(architecture: Any, mesh: Mesh) -> None:
     heads = getattr(architecture.get_text_config(), "num_attention_heads", 0)
     size = mesh.sequence.size
     if heads % size:
-        allowed = [str(n) for n in range(1, heads) if heads % n == 0 == mesh.shards.size % n]
+        allowed = [str(n) for n in range(1, heads + 1) if heads % n == 0 == mesh.shards.size % n]
         raise SameOnAllRanks(
             f"the model has {heads} attention heads, which {size} sequence ranks do not divide; "
             f"set sequence_parallel to {' or '.join(allowed)}"

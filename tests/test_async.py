@@ -159,6 +159,6 @@ def announced(words: list[str], cache: str) -> int:
 
 def test_a_writer_that_is_not_beside_has_ended_at_once() -> None:
     done: list[int] = []
-    writing = Writing(partial(done.append, 1), step=1, best=None, beside=False)
+    writing = Writing(partial(done.append, 1), step=1, best=None, background=False)
     assert writing.is_done
     assert done == [1]

@@ -99,10 +99,10 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _sources(trainer: Any) -> list[str]:
-    """Digests of the packages that the trainer's classes come from, and of core's own data room.
+    """Return digests of the packages of the trainer's classes, and of core's data room.
 
     A helper module may decide what `example` returns as much as the trainer's own, so the whole
-    top-level package counts, or all Python files beside a single one.
+    top-level package counts, or all Python files in the folder of a single one.
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
@@ -111,8 +111,8 @@ def _sources(trainer: Any) -> list[str]:
 
 
 def _module_digest(name: str) -> str:
-    """A digest of the Python files of a package, or of a module and those beside it; its name if it
-    has none."""
+    """Return a digest of the Python files of a package, or of those in the folder of a module; the
+    module's name if it has no file."""
     module = sys.modules.get(name)
     packages = getattr(module, "__path__", None)
     if packages:

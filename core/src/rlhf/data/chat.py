@@ -96,7 +96,7 @@ class ChatTemplate:
         return Rendering(self, None, {})
 
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
-        """The rendering up to the end of the last turn, and the spans of that turn."""
+        """Return the rendering up to the end of the last turn, and the spans of that turn."""
         if view.marked:
             return self._marked_turn(messages, view)
         text = view.text(messages)
@@ -120,7 +120,7 @@ class ChatTemplate:
         return text[:end], ((start, end),) if end > start else ()
 
     def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
-        """The same for a template with `{% generation %}` marks."""
+        """Return the same for a template with `{% generation %}` marks."""
         text, spans = view.marks(messages)
         earlier = any(message["role"] == "assistant" for message in messages[:-1])
         if earlier:
@@ -133,8 +133,10 @@ class ChatTemplate:
         return text[:end], (*spans[:-1], (start, end))
 
     def _start_by_probes(self, text: str, messages: Messages, view: "Rendering") -> int | None:
-        """Where another answer would make a difference, after the rendering of the messages
-        before. Needed if the generation prompt says more than the rendering."""
+        """Return where renderings with other answers begin to differ, after the earlier messages.
+
+        Needed if the generation prompt says more than the rendering.
+        """
         before = messages[:-1]
         closed = view.text_or_none(before) if before else ""
         others = [view.text_or_none([*before, _answer(probe)]) for probe in PROBES]
@@ -144,7 +146,7 @@ class ChatTemplate:
         return max(len(closed), len(_shared([text, *known])))
 
     def _end_by_probes(self, text: str, start: int) -> int | None:
-        """After the end-of-turn token, if the rendering ends as it does after any answer."""
+        """Return the end of the end-of-turn token, if the text ends as it does after any answer."""
         if self._ending is None or not text.endswith(self._ending[0]):
             return None
         answer_end = len(text) - len(self._ending[0])
@@ -152,7 +154,7 @@ class ChatTemplate:
 
     @cached_property
     def _ending(self) -> tuple[str, int] | None:
-        """What the template writes after any answer, and how much of it the model generates; None
+        """Return what the template writes after any answer, and how much of it is generated; None
         if it holds no special token."""
         question = {"role": "user", "content": "a"}
         texts = [self._plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
@@ -166,7 +168,7 @@ class ChatTemplate:
         return any(match.end() == len(text) for match in self._special.finditer(text))
 
     def _special_prefix(self, tail: str) -> int:
-        """How many characters of `tail` its first token takes, if that is a special one."""
+        """Return the length of the special token that `tail` begins with, 0 without one."""
         blank = len(tail) - len(tail.lstrip())
         match = self._special.match(tail, blank)
         return match.end() if match else 0
@@ -258,7 +260,7 @@ def _raise_if_dropped(view: Rendering, messages: Messages, text: str) -> None:
 
 
 def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
-    """Where the answer begins, unless the row itself writes the empty block of reasoning."""
+    """Return where the answer begins: after empty reasoning that the row does not have."""
     block = EMPTY_REASONING.match(text, start)
     if block is None or block.group().strip() in str(message.get("content")):
         return start
@@ -266,7 +268,7 @@ def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
 
 
 def _shared(texts: Sequence[str]) -> str:
-    """The common beginning of all texts."""
+    """Return the longest common prefix of the texts."""
     low, high = min(texts), max(texts)
     for place, (one, other) in enumerate(zip(low, high, strict=False)):
         if one != other:

@@ -24,7 +24,7 @@ def errors_at(where: str) -> Iterator[None]:
 
 
 def has(row: Columns, *names: str) -> bool:
-    """Whether the row has all these columns and none of them is null."""
+    """Return whether the row has all these columns and none of them is null."""
     return all(row.get(name) is not None for name in names)
 
 

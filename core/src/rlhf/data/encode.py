@@ -107,7 +107,7 @@ class Encoder:
         return Encoded([self.bos, *text.ids], runs)
 
     def _with_eos(self, text: Encoded) -> Encoded:
-        """The text with EOS, which is trained on, unless it ends with EOS already."""
+        """Return the text with EOS, which is trained on, unless it ends with EOS already."""
         if self.eos is None or text.ids[-1:] == [self.eos]:
             return text
         size, runs = len(text.ids), [*text.trained]
@@ -186,7 +186,7 @@ class Encoder:
         return int(token) if ids[token - 1] in self._special else None
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Only the ids, straight from the backend, which is a third faster without offsets."""
+        """Return only the ids, straight from the backend: a third faster than with offsets."""
         if not self._direct or not texts:
             return [ids for ids, _ in self._tokenise(texts)]
         backend = self.tokenizer.backend_tokenizer
@@ -200,8 +200,8 @@ class Encoder:
         return [encoding.ids for encoding in encodings]
 
     def _tokenise(self, texts: list[str]) -> list[tuple[list[int], Any]]:
-        """The ids of each text, and its encoding, which knows the characters of each token; None
-        from a tokenizer without offsets."""
+        """Return the ids of each text, and its encoding, which has the characters of each token:
+        None from a tokenizer without offsets."""
         if not texts:
             return []
         out = self.tokenizer(
@@ -214,7 +214,7 @@ class Encoder:
         return list(zip(out["input_ids"], out.encodings or [None] * len(texts), strict=True))
 
     def _puts_blank_first(self) -> bool:
-        """Whether a text by itself begins differently than the same text after another."""
+        """Return whether the tokens of a text depend on whether another text precedes it."""
         if not self.tokenizer.is_fast:
             return False
         for anchor in ANCHORS:
@@ -226,8 +226,8 @@ class Encoder:
 
 
 def _calls_backend(tokenizer: Any) -> bool:
-    """Whether calling the tokenizer is the same as calling its backend: it is a fast one, and no
-    class of its own overrides the call."""
+    """Return whether calling the tokenizer is the same as calling its backend: it is a fast one, of
+    which no class overrides the call."""
     for kind in type(tokenizer).__mro__:
         if kind.__module__.startswith("transformers.tokenization_"):
             return bool(tokenizer.is_fast)

@@ -216,7 +216,7 @@ class Examples(Sequence[Example]):
         return self._joined(lambda file: file.column(name))
 
     def _joined(self, column: Callable[[TreeFile], NDArray[Any]]) -> NDArray[Any]:
-        """A column of every file, in the order of the examples."""
+        """Return a column of all files, in the order of the examples."""
         pairs = zip(self.files, self._parts, strict=True)
         return np.concatenate([column(file)[part.take] for file, part in pairs])
 

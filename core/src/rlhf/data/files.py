@@ -117,7 +117,7 @@ class Source:
         return kept | {target: row[source] for target, source in self.entry.columns.items()}
 
     def _local(self) -> Path | None:
-        """The file or folder, None for a hub name. Raises RLHFError for a missing file."""
+        """Return the file or folder, None for a hub name. Raises RLHFError for a missing file."""
         place = Path(self.path).expanduser()
         if place.exists():
             return place
@@ -147,7 +147,7 @@ class Source:
         return loaded[split]
 
     def _splits(self, name: str) -> datasets.Dataset:
-        """The rows of a hub name, or of a folder that is laid out like one."""
+        """Return the rows of a hub name, or of a folder with the layout of a hub's repository."""
         return self._load(name, name=self.entry.subset, split=self.entry.split or "train")
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
@@ -194,7 +194,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
-    """The rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
+    """Return the rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
     schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
     target = scratch / "rows.arrow"
     rows = _texts(path)
@@ -206,7 +206,7 @@ def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
 
 
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Line number from 1 and text of each row; line 0 in a JSON array."""
+    """Yield the line number, from 1, and the text of each row; line 0 in a JSON array."""
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
@@ -253,7 +253,7 @@ def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
 
 
 def _as_text(path: str) -> dict[str, Any]:
-    """Options that keep all cells of a CSV file as text: by default pandas reads the answers `None`
+    """Return options that keep all CSV cells as text: by default pandas reads the answers `None`
     and `NA` as missing and `007` as 7."""
     opener: Any = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
@@ -263,7 +263,7 @@ def _as_text(path: str) -> dict[str, Any]:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of CSV: empty cells are missing, and labels and margins are parsed."""
+    """Return a row of CSV without empty cells, with its label and margin parsed."""
     kept = {name: value for name, value in row.items() if value != ""}
     for name in SCALARS:
         if isinstance(kept.get(name), str):

@@ -74,7 +74,6 @@ def read_rows(format: str, rows: Sequence[tuple[str, Columns]], reader: Reader) 
 
 
 def _demonstration(row: Columns, reader: Reader) -> list[Rendered]:
-    """The texts of one row."""
     if has(row, "messages"):
         return render_conversation(row, reader, as_messages("messages", row["messages"]), first=0)
     if has(row, "prompt", "completion"):

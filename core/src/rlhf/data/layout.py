@@ -51,8 +51,6 @@ def layout(
             f"set batch.tokens to at least {int(sizes.max())}"
         )
     micro = max(1, -(-total // (tokens * ranks)))
-    if micro * ranks == 1:
-        return [[np.arange(len(sizes))]]
     work = sizes if costs is None else np.asarray(costs)
     by_work = np.argsort(-work, kind="stable")
     plain_sizes, plain_work = sizes.tolist(), work.tolist()
@@ -62,7 +60,7 @@ def layout(
         if filled is None:
             filled = _tight(np.argsort(-sizes, kind="stable").tolist(), plain_sizes, bins, tokens)
         if filled is not None:
-            return _arrange(filled, plain_work, micro, ranks)
+            return _arrange(filled, plain_work, ranks)
         micro += 1
 
 
@@ -104,16 +102,14 @@ def _tight(order: list[int], sizes: list[int], bins: int, tokens: int) -> list[l
     return filled
 
 
-def _arrange(
-    filled: list[list[int]], work: list[float], micro: int, ranks: int
-) -> list[list[Rows]]:
+def _arrange(filled: list[list[int]], work: list[float], ranks: int) -> list[list[Rows]]:
     """Run bins of similar work at the same time; the heaviest bin of each group goes to the rank
     with the least work so far."""
     loads = [sum([work[item] for item in items]) for items in filled]
     order = sorted(range(len(filled)), key=lambda number: (-loads[number], number))
     done = [0.0] * ranks
     out = []
-    for start in range(0, micro * ranks, ranks):
+    for start in range(0, len(order), ranks):
         group = order[start : start + ranks]
         row: list[Rows] = [np.empty(0, np.int64)] * ranks
         for number, rank in zip(group, sorted(range(ranks), key=done.__getitem__), strict=True):

@@ -88,7 +88,7 @@ class RowsToTrees:
 
 
 def _cut(example: Example, size: int) -> Example:
-    """The example with every path cut at `size` tokens; no token that is left changes."""
+    """Return the example with every path cut at `size` tokens."""
     prompt = example.prompt[:size]
     room = size - len(prompt)
     answers = [
@@ -103,13 +103,13 @@ def _cut(example: Example, size: int) -> Example:
 
 
 def _alike(example: Example) -> bool:
-    """Whether the example has several answers and all of them are equal."""
+    """Return whether the example has several answers and all of them are equal."""
     first, *others = (list(answer.tokens) for answer in example.answers)
     return bool(others) and all(answer == first for answer in others)
 
 
 def _predictions(example: Example) -> list[int]:
-    """For each answer the number of its trained tokens that follow another token."""
+    """Return for each answer the number of trained tokens that follow another token."""
     counts = []
     for answer in example.answers:
         mask = answer.trained
@@ -120,7 +120,7 @@ def _predictions(example: Example) -> list[int]:
 
 
 def _labels(example: Example) -> int:
-    """The number of values per token that are not nan."""
+    """Return the number of values per token that are not nan."""
     per_token = [value for value in example.values.values() if kind_of(value) == PER_TOKEN]
     return sum(
         int((~np.isnan(np.asarray(row, float))).sum()) for value in per_token for row in value

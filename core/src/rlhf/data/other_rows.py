@@ -42,7 +42,7 @@ def with_our_columns(row: Columns) -> Columns:
 
 
 def _instruction(row: Columns) -> list[dict[str, Any]]:
-    """The messages before an answer of Alpaca: pairs in `history`, and the instruction."""
+    """Return the messages before an Alpaca answer: pairs in `history`, and the instruction."""
     turns = [text for pair in row.get("history") or () for text in pair]
     turns.append("\n".join(filter(None, (row["instruction"], row.get("input")))))
     roles = ("user", "assistant")

@@ -130,7 +130,7 @@ def _per_token(segments: Segments, size: int) -> dict[str, NDArray[np.int64]]:
 def _predictions(
     chosen: Sequence[Example], segments: Segments, tokens: NDArray[np.int64]
 ) -> dict[str, NDArray[np.int64]]:
-    """The index tensors of the loss."""
+    """Return the index tensors of the loss."""
     on_answer = segments.branch > 0
     starts, lengths = segments.starts[on_answer], segments.lengths[on_answer]
     assert bool((lengths > 0).all()), "an answer without tokens"
@@ -173,7 +173,7 @@ def _values(
 
 
 def _inputs(chosen: Sequence[Example]) -> dict[str, Any]:
-    """Keyword arguments for the model, concatenated along the first dimension."""
+    """Return the keyword arguments of the model, concatenated along the first dimension."""
     return {
         name: torch.cat([torch.as_tensor(example.inputs[name]) for example in chosen])
         for name in chosen[0].inputs

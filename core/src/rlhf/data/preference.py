@@ -63,7 +63,7 @@ def render_pair(row: Columns, reader: Reader) -> list[Rendered]:
 
 
 def _before(row: Columns, shared: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages before the answers: the prompt, unless the shared messages repeat it."""
+    """Return the messages before the answers: the shared ones, after the prompt if they lack it."""
     if not has(row, "prompt"):
         return shared
     prompt = as_messages("prompt", row["prompt"], role="user")
@@ -75,7 +75,7 @@ def _before(row: Columns, shared: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
-    """A prompt with several answers and how good they are."""
+    """Read a prompt with several answers and their ranks or scores."""
     answers = row["answers"]
     if not isinstance(answers, list):
         raise RLHFError(f"`answers` must be a list, not {type_name(answers)}")
@@ -101,7 +101,7 @@ def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
 
 
 def _margin(row: Columns) -> dict[str, float]:
-    """The row's `margin` as a number, if it has one."""
+    """Return the row's `margin` as a number, if it has one."""
     if not has(row, "margin"):
         return {}
     return {"margin": _numbers("margin", [row["margin"]])[0]}
@@ -117,8 +117,8 @@ def _numbers(name: str, values: Sequence[Any]) -> list[float]:
 
 
 def _shared_text(one: str, other: str) -> int:
-    """Where the answers of two texts begin: after the last speaker's name that both share; else at
-    the last word (with its blank) or line break before the first difference."""
+    """Return where the answers of two texts begin: after the last speaker's name that both share,
+    else at the last word (with its blank) or line break before the first difference."""
     shortest = min(len(one), len(other))
     size = next((n for n in range(shortest) if one[n] != other[n]), shortest)
     speaker = one.rfind(SPEAKER, 0, size)

@@ -88,7 +88,7 @@ def label_per_token(row: Row) -> list[float]:
 
 
 def _pieces(row: Columns, reader: Reader) -> tuple[list[str], list[int]]:
-    """The texts after the prompt that are tokenised one by one, and which of them end a step."""
+    """Return the texts after the prompt that are tokenised separately, and which end a step."""
     if has(row, "completions", "labels"):
         steps = _steps(row)
         if reader.placeholder:
@@ -145,7 +145,7 @@ def _marked_text(name: str, text: Any, placeholder: str | None) -> tuple[list[st
 def _row(
     row: Columns, spans: Sequence[tuple[int, int]], marks: Sequence[int], texts: Sequence[Encoded]
 ) -> Row:
-    """The row of its encoded text, in which steps end at the characters `marks`."""
+    """Return the row of its encoded text, in which steps end at the characters `marks`."""
     (text,) = texts
     labels = row["labels"]
     if not isinstance(labels, list):

@@ -83,7 +83,7 @@ def _prepare_entry(
 
 
 def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
-    """The rows to read, in the order of the file: all, or a share drawn by the seed."""
+    """Return the rows to read, in the order of the file: all, or a share drawn by the seed."""
     if weight >= 1:
         return np.arange(count)
     drawn = np.random.Generator(np.random.PCG64([*seed, 1])).permutation(count)
@@ -91,8 +91,8 @@ def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
 
 
 def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
-    """The examples to take: each as often as the whole part of the weight says, and a drawn share
-    once more."""
+    """Return the examples to take: each as often as the integer part of the weight says, and a
+    random share once more."""
     if weight <= 1:
         return np.arange(count)
     whole = int(weight)
@@ -139,7 +139,7 @@ def _tokenised(
 
 
 def _report(table: pa.Table) -> Report:
-    """The counts of a table of trees, including dropped ones."""
+    """Return the counts of a table of trees, including dropped ones."""
     column = {name: table[name].to_numpy() for name in trees.NUMBERS}
     status, kept = column["status"], column["status"] <= trees.CUT
     rows, counts = np.unique(column["row"], return_counts=True)

@@ -165,15 +165,13 @@ def render_answer(
 
 
 def _prompt_size(path: Encoded) -> int:
-    """How many tokens precede the first one that is trained on."""
+    """Return the number of tokens before the first one that is trained on."""
     return next((start for start, end in path.trained if start < end), len(path.ids))
 
 
 def _answer(path: Encoded, size: int) -> Answer:
-    """The tokens of a path after the first `size`."""
+    """Return the tokens of a path after the first `size`."""
     tokens = path.ids[size:]
-    if path.trained == [(size, len(path.ids))]:
-        return Answer(tokens)
     mask = [False] * len(tokens)
     for start, end in path.trained:
         mask[start - size : end - size] = [True] * (end - start)

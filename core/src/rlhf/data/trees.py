@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, kind_of
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
 
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
 NUMBERS = (
@@ -153,7 +153,7 @@ def write(table: pa.Table, path: Path) -> None:
 
 
 def _masks(answers: Sequence[Answer]) -> Sequence[bool]:
-    """The masks of all answers; empty if everything is trained on."""
+    """Return the masks of all answers; empty if everything is trained on."""
     if all(answer.trained is None for answer in answers):
         return []
     masks = ([True] * len(a.tokens) if a.trained is None else a.trained for a in answers)
@@ -170,20 +170,14 @@ def _nested(
     flat: NDArray[np.float32], kinds: Mapping[str, str], answers: Sequence[Answer]
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    start = 0
+    ends = [*accumulate(len(answer.tokens) for answer in answers)]
+    counts = {PER_EXAMPLE: 1, PER_ANSWER: len(answers), PER_TOKEN: ends[-1]}
     for name, kind in kinds.items():
+        part, flat = flat[: counts[kind]], flat[counts[kind] :]
         if kind == PER_EXAMPLE:
-            values[name] = float(flat[start])
-            start += 1
-        elif kind == PER_ANSWER:
-            values[name] = flat[start : start + len(answers)]
-            start += len(answers)
+            values[name] = float(part[0])
         else:
-            rows = []
-            for answer in answers:
-                rows.append(flat[start : start + len(answer.tokens)])
-                start += len(answer.tokens)
-            values[name] = rows
+            values[name] = part if kind == PER_ANSWER else np.split(part, ends[:-1])
     return values
 
 

@@ -44,7 +44,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 EXTRA_FILE = "extra/parameters.safetensors"
 """File of a trainer's own parameters in a model folder. It is in a folder of its own, since servers
-such as vLLM load every safetensors file beside the model's."""
+such as vLLM load every safetensors file in the model's folder."""
 
 FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, SAMPLES)
 """Files that a run writes, besides its lock."""
@@ -226,7 +226,7 @@ class RunFolder:
         self.write_json("versions.json", versions | more)
 
     def write_summary(self, **more: Any) -> None:
-        """Write what is known of the run as a whole, beside what is written already."""
+        """Add what is known of the run as a whole to summary.json."""
         before = read_json(self.path / "summary.json")
         self.write_json("summary.json", before | more)
 

@@ -76,18 +76,18 @@ class Journal:
         self.tokens_seen, self.skipped = state["tokens_seen"], state["skipped"]
 
     def start(self) -> None:
-        """The models are ready."""
+        """Report the start of the run, once the models are ready."""
         if self.folder is not None:
             self.observers.on_start(run=self.record)
 
     def start_steps(self, first_step: int) -> None:
-        """The first step is next."""
+        """Start the progress bar and the clock right before the first step."""
         if self.folder is not None:
             self._progress = Progress(first_step, self.record.steps)
         self.speed = self.speed.restarted()
 
     def step(self, result: StepResult) -> None:
-        """A step has ended."""
+        """Count a finished step; its metrics are written when the next one ends."""
         self.speed.add(result.plan, result.batches)
         self.tokens_seen += int(result.plan.lengths.sum())
         self.skipped += any(item.skipped_by_scaler for item in result.outcomes.values())
@@ -121,7 +121,7 @@ class Journal:
         self.speed.since += time.perf_counter() - self._evaluating_since
 
     def checkpoint(self, step: int, directory: Path) -> None:
-        """A checkpoint is complete."""
+        """Report a complete checkpoint. On rank 0 only."""
         self.observers.on_checkpoint(run=self.record, step=step, directory=directory)
 
     def flush(self) -> None:

@@ -30,11 +30,11 @@ class Progress:
         self._bar.start()
 
     def step(self, step: int) -> None:
-        """A step has ended."""
+        """Advance the bar to a finished step."""
         self._bar.update(self._task, completed=step)
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a logged step are known."""
+        """Show the metrics of a logged step."""
         if not self._bar.disable:
             speed = f"{_number(metrics['tokens_per_s'])} tokens/s"
             self._bar.update(self._task, metrics=f"loss {_number(metrics['loss'])}  {speed}")

@@ -28,7 +28,7 @@ RANDOM = "random-{:05d}.safetensors"
 
 def save(session: Session, step: int) -> None:
     """Write the checkpoint of `step`, complete or not at all, then remove old ones. With
-    `checkpoint.async` the files are written beside the next steps. Collective."""
+    `checkpoint.async` the files are written while the next steps run. Collective."""
     mesh = session.mesh
     session.place.enter("checkpoint", step=step)
     finish(session)
@@ -39,10 +39,10 @@ def save(session: Session, step: int) -> None:
             (part / engine.role).mkdir()
     mesh.barrier()
     part = checkpoints.part_folder(session.checkpoints, step)
-    beside = session.config.checkpoint.async_
-    write = _prepare(session, part, step, copied=beside)
-    session.writing = Writing(write, step=step, best=session.best.step, beside=beside)
-    if not beside:
+    background = session.config.checkpoint.async_
+    write = _prepare(session, part, step, copied=background)
+    session.writing = Writing(write, step=step, best=session.best.step, background=background)
+    if not background:
         finish(session)
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written by a thread beside the steps or at once."""
+"""The files of a checkpoint, written by a background thread or at once."""
 
 import threading
 from collections.abc import Callable
@@ -9,13 +9,13 @@ class Writing:
     """This rank's part of a checkpoint while it is being written."""
 
     def __init__(
-        self, write: Callable[[], None], *, step: int, best: int | None, beside: bool
+        self, write: Callable[[], None], *, step: int, best: int | None, background: bool
     ) -> None:
         self.step = step
         self.best = best
         """The step of the best evaluation when the checkpoint was taken."""
         self._end: Future[None] = Future()
-        if beside:
+        if background:
             # Not a thread of a pool: Python would wait for it when a second Ctrl-C ends the run.
             threading.Thread(target=self._run, args=(write,), daemon=True).start()
         else:

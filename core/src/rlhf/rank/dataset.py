@@ -24,14 +24,15 @@ class Dataset:
     eval: Examples | None
 
     @property
-    def parts(self) -> list[Examples]:
-        """The rows to train on, and the held-out ones if there are any."""
-        return [part for part in (self.train, self.eval) if part]
+    def parts(self) -> dict[str, Examples]:
+        """The rows to train on as `train`, and the held-out ones as `eval` if there are any."""
+        parts = {"train": self.train, "eval": self.eval}
+        return {which: part for which, part in parts.items() if part}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest path."""
-        return max(int(part.longest_path.max()) for part in self.parts)
+        return max(int(part.longest_path.max()) for part in self.parts.values())
 
     def with_token_budget(self, config: Config) -> Config:
         """Return `config` with a number for `batch.tokens: auto`, which holds every example and
@@ -39,7 +40,8 @@ class Dataset:
         if config.batch.tokens != "auto":
             return config
         made = config.data.max_tokens if self.trainer.needs_rollout() else 0
-        tokens = max(START, made, *(int(part.lengths.max()) for part in self.parts))
+        largest = max(int(part.lengths.max()) for part in self.parts.values())
+        tokens = max(START, made, largest)
         return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
 
     def steps_per_epoch(self, config: Config) -> int:
@@ -53,9 +55,7 @@ class Dataset:
 
     def warnings(self) -> list[str]:
         """Return a line for each part of the data of which many rows were dropped or cut."""
-        warnings = [self.train.report.warning("train")]
-        if self.eval is not None:
-            warnings.append(self.eval.report.warning("eval"))
+        warnings = (part.report.warning(which) for which, part in self.parts.items())
         return [f"warning    {warning}" for warning in warnings if warning]
 
 
@@ -75,7 +75,7 @@ def prepare_data(request: Request) -> Dataset:
     }
     data = Dataset(trainer=trainer, train=parts["train"], eval=parts.get("eval"))
     _check_tokens(data, config)
-    for which, part in parts.items():
+    for which, part in data.parts.items():
         try:
             trainer.check_examples(part)
         except RLHFError as error:
@@ -93,7 +93,7 @@ def _check_tokens(data: Dataset, config: Config) -> None:
     own_tokens = trainer.row_format is None
     if known is None or (not own_tokens and max(tokenizer.get_vocab().values()) < known):
         return
-    for part in data.parts:
+    for part in data.parts.values():
         beyond = part.first_beyond(known)
         if beyond is not None:
             where, number = beyond

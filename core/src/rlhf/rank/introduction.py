@@ -59,11 +59,10 @@ def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
     """Return what the run folder holds of the run as a whole, from its start."""
     mesh = fit.mesh
     estimate = None if mesh.device.type == "cpu" else fit.estimate
-    parts = {"train": data.train, "eval": data.eval}
     return {
         "started": time.time(), "steps": fit.steps, "ended": None, "error": None, "seconds": {},
         "devices": f"{mesh.world} x {mesh.device.type}",
-        "data": {name: attrs.asdict(part.report) for name, part in parts.items() if part},
+        "data": {name: attrs.asdict(part.report) for name, part in data.parts.items()},
         "memory": estimate and {
             "parts": estimate.parts(), "peak": estimate.peak, "device": mesh.memory
         },

@@ -48,7 +48,7 @@ def set_up(
     config, trainer = fit.config, data.trainer
     run = RunContext(
         config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
-        longest=data.longest, examples=tuple(data.parts), resumed=resumed, fit=fit,
+        longest=data.longest, examples=tuple(data.parts.values()), resumed=resumed, fit=fit,
         startup=place.startup,
     )  # fmt: skip
     identity = "" if folder is None else introduce_run(request, data, fit, choice, folder)
@@ -128,7 +128,7 @@ def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -
     """Return whether a step of this run fits."""
     return StepFit(
         data.trainer, data.with_token_budget(config), mesh, hooks, steps=data.num_steps(config),
-        longest=data.longest, examples=data.parts,
+        longest=data.longest, examples=tuple(data.parts.values()),
     )  # fmt: skip
 
 

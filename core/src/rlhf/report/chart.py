@@ -49,8 +49,7 @@ class Chart:
 
 
 def chart(name: str, runs: Sequence[Mapping[str, Curve]]) -> Chart:
-    """Return the chart of a metric, with its values on the held-out rows beside those of the
-    training."""
+    """Return the chart of a metric in training and on the held-out rows."""
     curves = [(run, "train", curves.get(name, [])) for run, curves in enumerate(runs)]
     curves += [(run, "eval", curves.get(f"eval/{name}", [])) for run, curves in enumerate(runs)]
     every = [point for *_, curve in curves for point in curve]

@@ -125,6 +125,15 @@ def test_other_settings_follow_the_same_curve(setting: str, bench: Bench, tmp_pa
     same_curve(curves[1], curves[0])
 
 
+def test_ranks_of_a_row_share_a_second_copy_of_the_weights(bench: Bench, tmp_path: Path) -> None:
+    # So that layers are gathered again in backward.
+    released = "{stage3_max_reuse_distance: 0, stage3_prefetch_bucket_size: 0}"
+    words = ("--deepspeed.hpz_partition_size", "2", "--deepspeed.frozen", "3", *STAGES["3"])
+    words += ("--deepspeed.config", f"{{zero_optimization: {released}}}")
+    found = bench.divided("dpo", tmp_path / "run", shared(4), 2, *words)
+    same_curve(found, bench.plain("dpo"))
+
+
 def test_a_run_continues_with_another_sequence_size_and_exports_the_same_model(
     bench: Bench, tmp_path: Path
 ) -> None:

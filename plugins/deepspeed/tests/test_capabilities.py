@@ -136,12 +136,18 @@ def test_what_is_not_offered_is_refused_with_the_alternative(name, reason):
 
 
 def test_keys_of_zeropp_are_refused_by_name():
-    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+    for key in ("weights", "gradients", "nontrainable_weights"):
         with pytest.raises(ValueError, match="remove") as error:
-            DeepSpeedConfig(config={"zero_optimization": {key: 2}})
+            DeepSpeedConfig(config={"zero_optimization": {f"zero_quantized_{key}": True}})
         assert str(error.value) == (
-            f"remove zero_optimization.{key} (ZeRO++ is not supported; stage 2 gathers no weights)"
+            f"remove zero_optimization.zero_quantized_{key} (it rounds what ranks exchange to 8 or "
+            "4 bits, which changes the curve; deepspeed.hpz_partition_size does not)"
         )
+    with pytest.raises(ValueError, match="remove") as error:
+        DeepSpeedConfig(config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+    assert str(error.value) == (
+        "remove zero_optimization.zero_hpz_partition_size (deepspeed.hpz_partition_size decides it)"
+    )
 
 
 def test_deepspeeds_own_keys_are_read_from_the_command_line():

@@ -24,6 +24,14 @@ LAYOUTS = (
     {"preset": "zero2_offload"},
     {"preset": "zero3", "offload_optimizer": True, "persistence_threshold": 0},
     {"preset": "zero3_offload", "persistence_threshold": 0},
+    {
+        "stage": 3,
+        "hpz_partition_size": 2,
+        "persistence_threshold": 40,
+        "config": {
+            "zero_optimization": {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        },
+    },
 )
 STAGES = LAYOUTS[:4]
 EXACT = {"rel": 1e-5}
@@ -87,7 +95,8 @@ def test_patches_for_speed_do_not_change_the_curve(pair, plain, settings, states
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+# One rank has no second copy.
+@pytest.mark.parametrize("settings", LAYOUTS[:-1], ids=str)
 def test_one_rank_in_four_micro_batches_follows_the_plain_curve(single, plain, settings):
     ((outcome, _),) = single.run(run, Case(config=layout(**settings), micro_batches=4))
     assert outcome.losses == pytest.approx(plain.losses, **EXACT)

@@ -45,6 +45,7 @@ def test_a_setting_that_needs_a_newer_deepspeed_is_reported(version):
     ok, *lacking = [each for each in diagnosis.diagnose() if each.subject == "deepspeed"]
     assert (ok.state, {lacks.state for lacks in lacking}) == ("ok", {"optional"})
     assert [lacks.feature for lacks in lacking] == [
+        "deepspeed.hpz_partition_size",
         "deepspeed.tensor_parallel",
         "deepspeed.config.zero_optimization.contiguous_gradients",
     ]

@@ -163,8 +163,8 @@ class DeepSpeedBackend:
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
         restore_modules()
-        meshes.forget("axes-reset")
         meshes.close_axes(mesh)
+        meshes.forget("axes-reset")
         # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()

@@ -81,6 +81,15 @@ CAPABILITIES = (
         alternative="remove it or set deepspeed.stage to 3",
     ),
     Capability(
+        feature="second copy of the weights within a host (hpZ of ZeRO++)",
+        setting="deepspeed.hpz_partition_size",
+        least="0.19.8",
+        stages=(3,),
+        excludes=("deepspeed.offload_param", "deepspeed.tensor_parallel"),
+        optional_stage=True,
+        alternative="remove it or set deepspeed.stage to 3",
+    ),
+    Capability(
         feature="size of reduced and gathered buckets",
         setting="deepspeed.bucket_size",
         stages=(1, 2, 3),

@@ -79,6 +79,9 @@ def restore(engine: InferenceEngine, saved: SavedState) -> None:
         offload = getattr(optimizer, "parameter_offload", optimizer)
         # Small parameters are whole on every rank, and would keep their values.
         offload.partition_all_parameters()
+        for parameter in engine.module.parameters():
+            # Of the weights before.
+            parameter.ds_secondary_tensor = None
     for item in _untrained(engine):
         saved.read(item.name, item.kind, item.offset, item.values)
     if isinstance(engine, TrainingEngine):

@@ -73,6 +73,7 @@ REFUSED = {
         "deepspeed.bucket_size": "zero_optimization.reduce_bucket_size "
         "zero_optimization.allgather_bucket_size",
         "deepspeed.persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+        "deepspeed.hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
         "observers": "tensorboard wandb csv_monitor",
     }.items()
     for name in names.split()
@@ -81,11 +82,9 @@ REFUSED = {
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
 } | {
-    f"zero_optimization.{name}": "ZeRO++ is not supported; stage 2 gathers no weights"
-    for name in (
-        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-        "zero_quantized_nontrainable_weights",
-    )
+    f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
+    "which changes the curve; deepspeed.hpz_partition_size does not"
+    for name in ("weights", "gradients", "nontrainable_weights")
 }  # fmt: skip
 """Why a key of DeepSpeed's JSON cannot be set."""
 
@@ -177,6 +176,10 @@ class DeepSpeedConfig:
     persistence_threshold: int | None = field(default=None, validator=optional(validators.ge(0)))
     """Stage 3: parameters with at most this many elements stay whole on every rank; DeepSpeed's
     default is 100000."""
+    hpz_partition_size: int = field(default=1, validator=validators.ge(1))
+    """Stage 3: number of ranks, usually those of one host, that share a second copy of the weights,
+    so that only the first gathering after an update crosses hosts (hpZ of ZeRO++, arXiv
+    2306.10209). It divides the number of ranks; 1 keeps no second copy."""
     bucket_size: int | None = field(default=None, validator=optional(validators.gt(0)))
     """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8, or the model's
     size if smaller. Reductions during backward: the size of a layer, 5e7 to 2e8."""
@@ -247,6 +250,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "deepspeed.offload_states": section.offload_states == "always",
         "deepspeed.persistence_threshold": section.persistence_threshold is not None
         and section.frozen in ("auto", 0),
+        "deepspeed.hpz_partition_size": section.hpz_partition_size > 1,
         "deepspeed.bucket_size": section.bucket_size is not None,
         "deepspeed.sequence_parallel": section.sequence_parallel > 1,
         "model.quantize": config.model.quantize is not None,

@@ -55,7 +55,8 @@ def states(
         # With the optimizer on the host, gradients are added up there.
         gradients = 0 if offload_optimizer else gradients // world
     if stage == 3:
-        weights = weights // world + 2 * shape.largest_layer * size.weight
+        weights = _in_shards(weights, world, second=config.backend_section.hpz_partition_size)
+        weights += 2 * shape.largest_layer * size.weight
     if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
         weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
@@ -79,7 +80,9 @@ def estimate(
     parts = states(config, shape, stage=plan.stage, world=world, offload_optimizer=offloaded)
     if plan.stage == 3:
         on_host = "offload_param" in zero
-        parts["weights"] = 0 if on_host else shape.parameters * size.weight // world
+        second = zero.get("zero_hpz_partition_size", 1)
+        whole = shape.parameters * size.weight
+        parts["weights"] = 0 if on_host else _in_shards(whole, world, second=second)
         # On one rank the shards are the weights.
         if on_host or world > 1:
             parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
@@ -97,6 +100,12 @@ def estimate(
     taken = _updating(config, shape, size, stage=plan.stage, world=world)
     parts["updating"] = 0 if offloaded else taken
     return parts
+
+
+def _in_shards(weights: int, world: int, *, second: int) -> int:
+    """Return what one of `world` ranks has of the weights, and of their second copy, which `second`
+    ranks share if they are several."""
+    return weights // world + (weights // second if second > 1 else 0)
 
 
 def _buffers(

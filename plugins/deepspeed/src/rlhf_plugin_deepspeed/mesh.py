@@ -68,13 +68,17 @@ def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
     """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
     them."""
     section = config.backend_section
-    return sizes_of(ranks, sequence=section.sequence_parallel, tensor=section.tensor_parallel)
+    sequence, tensor = section.sequence_parallel, section.tensor_parallel
+    return sizes_of(ranks, sequence=sequence, tensor=tensor, second=section.hpz_partition_size)
 
 
-def sizes_of(ranks: int, *, sequence: int = 1, tensor: int = 1) -> dict[str, int]:
-    """Return the sizes of the axes. Raises RLHFError if `sequence` or `tensor`, as configured, does
-    not divide the ranks, or for both at once."""
-    for setting, size in (("sequence_parallel", sequence), ("tensor_parallel", tensor)):
+def sizes_of(ranks: int, *, sequence: int = 1, tensor: int = 1, second: int = 1) -> dict[str, int]:
+    """Return the sizes of the axes. Raises RLHFError if one, or the number of ranks that share a
+    second copy of the weights, does not divide the ranks, or for two axes at once."""
+    configured = {
+        "sequence_parallel": sequence, "tensor_parallel": tensor, "hpz_partition_size": second,
+    }  # fmt: skip
+    for setting, size in configured.items():
         if ranks % size:
             allowed = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
             raise SameOnAllRanks(
@@ -133,9 +137,12 @@ class Groups:
 
 
 def close_axes(mesh: Mesh) -> None:
-    """End the groups of the axes."""
-    for name in ACROSS:
-        if (group := getattr(mesh, name).group) is not None:
+    """End the groups of the axes and of second copies."""
+    for group in (
+        *(getattr(mesh, name).group for name in ACROSS),
+        groups._get_zero_param_intra_parallel_group(),
+    ):
+        if group is not None:
             distributed.destroy_process_group(group)
 
 

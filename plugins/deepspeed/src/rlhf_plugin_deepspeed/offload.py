@@ -104,7 +104,8 @@ def _tensors(engine: InferenceEngine, kind: StateKind) -> Iterator[Tensor]:
     if kind == "weights":
         for parameter in engine.module.parameters():
             yield parameter
-            yield from _leaves(getattr(parameter, "ds_tensor", None))
+            for name in ("ds_tensor", "ds_secondary_tensor"):
+                yield from _leaves(getattr(parameter, name, None))
         yield from engine.module.buffers()
     elif not isinstance(engine, TrainingEngine):
         return

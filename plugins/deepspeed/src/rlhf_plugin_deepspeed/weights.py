@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
 from rlhf.engine import Mesh, Plan, register_sharding
@@ -47,13 +48,16 @@ def sharded_creation(
         return nullcontext()
     register_sharding(ZeroSharding())
     replace_linear(plan.patches)
-    offloaded = "offload_param" in plan.settings["zero_optimization"]
+    zero = plan.settings["zero_optimization"]
+    # DeepSpeed creates this group for the first model and fails if it should do so again.
+    second = "zero_hpz_partition_size" in zero
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(
         module=module,
         data_parallel_group=mesh.shards.group,
         config_dict_or_path=copy.deepcopy(plan.settings),
-        remote_device="cpu" if offloaded else None,
+        remote_device="cpu" if "offload_param" in zero else None,
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if second else None,
     )
 
 

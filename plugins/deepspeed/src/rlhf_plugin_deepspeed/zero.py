@@ -83,7 +83,9 @@ def plan_at(
     }
     ranks = _ranks(mesh)
     tensor = 1 if shape.tensor % mesh.tensor.size else mesh.tensor.size
-    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, trained)
+    second = settings["zero_optimization"].get("zero_hpz_partition_size")
+    copies = f"a second copy of the weights over {second} ranks" if second else ""
+    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, copies, trained)
     return Plan(
         stage=stage,
         tensor=tensor,
@@ -170,6 +172,8 @@ def _zero(
         zero |= {"stage3_prefetch_bucket_size": min(50_000_000, gathered)}
         if section.persistence_threshold is not None:
             zero["stage3_param_persistence_threshold"] = section.persistence_threshold
+        if section.hpz_partition_size > 1 and not resolved.offload_param:
+            zero["zero_hpz_partition_size"] = section.hpz_partition_size
     host = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
     if during_backward:
         zero["overlap_comm"] = True

@@ -47,7 +47,7 @@ PATCHES = {
             *(f"deepspeed.utils.groups:{name}" for name in (
                 "mpu", "mesh_device", "_DATA_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP",
                 "_TENSOR_MODEL_PARALLEL_GROUP", "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
-                "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+                "_MPU_TENSOR_MODEL_PARALLEL_RANK", "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
             )),
             f"{SEQUENCE}:_SEQUENCE_PARALLEL_GROUP",
             f"{SEQUENCE}:_SEQUENCE_DATA_PARALLEL_GROUP",

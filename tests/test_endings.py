@@ -22,8 +22,8 @@ hookimpl = pluggy.HookimplMarker("rlhf")
 
 
 class Extension:
-    """Edits the plan; kills the process when the engine's state has been read that often: once at
-    the start, then in every save."""
+    """Edits the plan; kills the process when the engine's state has been read that often: at the
+    start, after the first step, then in every save."""
 
     saves = 0
 
@@ -174,7 +174,7 @@ def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # ty
 def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "6", "--checkpoint.every", "2", "--extensions", "[probe]")
     words += ("--checkpoint.keep", "1")
-    code, _, _ = finish(start(*words, KILL_IN_SAVE="3"))
+    code, _, _ = finish(start(*words, KILL_IN_SAVE="4"))
     assert code == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [

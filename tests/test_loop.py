@@ -11,14 +11,18 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 import sft_runs
 from odd_trainers import HoardingTrainer
+from rlhf.errors import RLHFError
+from rlhf.hookspecs import hookimpl
 from rlhf.model import probe
 from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import column, write_rows
 from rlhf.testing.ranks import RankFailure, Ranks
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 
 
@@ -68,6 +72,27 @@ def test_a_run_that_could_not_save_within_the_stop_timeout_warns_once(
         errors("short", "0.001"),
     )
     assert "stop_timeout" not in errors("long", "600")
+
+
+class Adafactor(DeepSpeedBackend):
+    """The backend as an extension leaves it whose optimizer keeps rows and columns."""
+
+    @hookimpl
+    def build_optimizer(self, groups: Any, config: Any, plan: Any) -> Any:
+        return torch.optim.Adafactor([dict(group) for group in groups], lr=config.optim.lr)
+
+
+def test_a_run_whose_optimizer_cannot_be_saved_ends_at_its_first_step(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--deepspeed.stage", "0")
+    with pytest.raises(RLHFError) as error:
+        sft_runs.run(words, str(inputs.cache), backend=Adafactor())
+    assert str(error.value) == (
+        "Adafactor keeps row_var, which does not have one element per weight, so that a checkpoint "
+        "could not be read in another layout; use another optimizer"
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_an_evaluation_is_one_mean_however_many_steps_it_takes(

@@ -54,6 +54,9 @@ def _take_steps(
             # The first step loads compilers.
             _freeze_heap(session.engine.device)
             session.record_startup()
+            for role in session.trained.values():
+                # The optimizer has its states now: a backend that cannot save them says so.
+                session.hooks.save_checkpoint(engine=role.engine)
         step += 1
         session.journal.step(result)
         reason = pause.after_step(step, seconds=time.perf_counter() - began)

@@ -93,14 +93,3 @@ def test_a_missing_nvcc_is_reported_for_an_operator_of_cuda(monkeypatch):
         "cannot be compiled: nvcc is missing",
         "install the CUDA toolkit 13.0 and set CUDA_HOME to it",
     )
-
-
-def test_missing_libaio_is_reported(cpu_adam, monkeypatch, capfd):
-    builder = type(get_accelerator().create_op_builder("AsyncIOBuilder"))
-    monkeypatch.setattr(builder, "has_function", lambda *_, **__: False)
-    lacks = found("async_io")
-    assert lacks.here == "cannot be compiled: libaio is missing"
-    assert lacks.remedy == "apt install libaio-dev"
-    monkeypatch.setattr(builder, "has_function", lambda *_, **__: True)
-    assert found("async_io").state == "ok"
-    assert capfd.readouterr().out == ""

@@ -30,7 +30,6 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 OPERATORS = {
     "FusedAdamBuilder": "training on the accelerator; torch's AdamW takes its place",
     "CPUAdamBuilder": "deepspeed.offload_optimizer; torch's AdamW takes its place",
-    "AsyncIOBuilder": "offload to NVMe, which rlhf does not offer",
 }
 """What each operator is for. On a CPU without offload, torch's AdamW is used in any case."""
 
@@ -131,8 +130,6 @@ def _obstacle(builder: Any) -> tuple[str, str]:
             return "cannot be compiled: nvcc is missing", remedy
     with redirect_stdout(io.StringIO()):
         fits = builder.is_compatible(verbose=False)
-    if not fits and builder.name == "async_io":
-        return "cannot be compiled: libaio is missing", "apt install libaio-dev"
     if not fits:
         return "cannot be compiled here", "python -m deepspeed.env_report"
     return "not compiled yet; its first use takes half a minute", ""

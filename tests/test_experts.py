@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from rlhf.testing import column, short_run
+from rlhf.commands.main import main
+from rlhf.model.exported import exported_model
+from rlhf.testing import column, command, short_run
 from rlhf.testing.ranks import Ranks
 from rlhf.testing.tiny import run
 
@@ -20,17 +29,24 @@ FORMATS = {
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
 
 
-def write_experts(source: Path, folder: Path) -> Path:
-    """Write a Mixtral with the tokenizer of `source`."""
+def write_experts(source: Path, folder: Path, family: str = "mixtral") -> Path:
+    """Write a Mixtral or a Qwen3-MoE with the tokenizer of `source`."""
     dense = AutoConfig.from_pretrained(source)
-    config = MixtralConfig(
-        vocab_size=dense.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        router_aux_loss_coef=0.5, pad_token_id=dense.pad_token_id,
-        bos_token_id=dense.bos_token_id, eos_token_id=dense.eos_token_id, sliding_window=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": dense.vocab_size, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "pad_token_id": dense.pad_token_id,
+        "bos_token_id": dense.bos_token_id, "eos_token_id": dense.eos_token_id,
+        "sliding_window": None,
+    }  # fmt: skip
     torch.manual_seed(0)
-    MixtralForCausalLM(config).save_pretrained(folder)
+    model: Any
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **sizes))
+    else:
+        sizes |= {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    model.save_pretrained(folder)
     for path in source.glob("token*"):
         (folder / path.name).write_bytes(path.read_bytes())
     for path in source.glob("*.jinja"):
@@ -72,3 +88,84 @@ def test_the_curve_with_the_router_loss_does_not_depend_on_the_layout(
     }
     if name == "sft":
         AutoModelForCausalLM.from_pretrained(tmp_path / "apart/model")
+
+
+STACKED = "[experts.gate_up_proj, experts.down_proj]"
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_an_adapter_of_experts_follows_the_curve_resumes_and_merges(
+    stage: str, tmp_path: Path, one: Ranks, two: Ranks
+) -> None:
+    words = short_run(tmp_path, "preference")
+    source = Path(words[words.index("--model") + 1])
+    experts = write_experts(source, tmp_path / "experts", "qwen3_moe")
+    words += ["--model.path", str(experts), "--train.steps", "4", "--lora.rank", "2"]
+    words += ["--lora.targets", "q_proj", "--lora.parameters", STACKED]
+    words += ["--dpo.reference", "adapter"]
+
+    def lines(ranks: Ranks, output: str, *more: str) -> list[dict[str, Any]]:
+        arguments = [*words, "--output", str(tmp_path / output), *more]
+        return ranks.run(run, "dpo", arguments, str(tmp_path / "cache"))[0]
+
+    alone = lines(one, "alone", "--deepspeed.stage", "0", "--batch.tokens", "2048")
+    assert column(alone, "rewards/margins")[0] == 0
+    layout = STAGE_3 if stage == "3" else ("--deepspeed.stage", stage)
+    apart = (*layout, "--batch.tokens", "256", "--model.recompute", "full")
+    straight = lines(two, "apart", *apart)
+    assert column(straight, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    assert column(straight, "grad_norm") == pytest.approx(column(alone, "grad_norm"), rel=1e-4)
+    lines(two, "halves", *apart, "--train.stop_at", "2")
+    assert column(lines(two, "halves", *apart, "--resume"), "loss") == column(straight, "loss")
+
+    saved = load_file(tmp_path / "apart/model/adapter_model.safetensors")
+    trained = [name for name in saved if "experts" in name and "lora_B" in name]
+    assert len(trained) == 4
+    assert all(saved[name].any() for name in trained)
+    command("merge", str(tmp_path / "apart/model"), str(tmp_path / "merged"))
+    assert {name: item.shape for name, item in load_file(
+        tmp_path / "merged/model.safetensors").items()} == {
+        name: item.shape for name, item in load_file(experts / "model.safetensors").items()
+    }  # fmt: skip
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        adapted, merged, base = (
+            exported_model(folder, "causal", dtype=torch.float32).eval()(tokens).logits
+            for folder in (tmp_path / "apart/model", tmp_path / "merged", experts)
+        )
+    assert torch.allclose(adapted, merged, atol=1e-5)
+    assert not torch.allclose(adapted, base, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            ("--lora.parameters", "[experts.up_proj]"),
+            "lora.parameters experts.up_proj names no stacked weight of Qwen3MoeForCausalLM; "
+            "available: experts.down_proj, experts.gate_up_proj",
+        ),
+        (
+            ("--lora.parameters", STACKED, "--lora.dora", "true"),
+            "lora.parameters cannot be combined with lora.dora",
+        ),
+        (
+            ("--lora.parameters", STACKED, "--lora.dropout", "0.1"),
+            "lora.parameters cannot be combined with lora.dropout",
+        ),
+        (
+            ("--lora.parameters", STACKED, "--model.kernels", "compile"),
+            "lora.parameters cannot be combined with model.kernels compile; remove one of the two",
+        ),
+    ],
+    ids=("name", "dora", "dropout", "compile"),
+)
+def test_adapters_of_experts_that_cannot_be_are_refused(
+    more: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = short_run(tmp_path, "demonstration")
+    source = Path(words[words.index("--model") + 1])
+    experts = write_experts(source, tmp_path / "experts", "qwen3_moe")
+    words += ["--model.path", str(experts), "--output", str(tmp_path / "run"), *more]
+    assert main(["run", "sft", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {text}"

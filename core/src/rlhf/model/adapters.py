@@ -1,6 +1,7 @@
 """LoRA adapters: new ones from `train.seed`, and the adapter folders of peft."""
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhf.config.sections import Config
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.weights import quiet_loading
+from rlhf.sharding import whole_shape
 
 
 def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -> nn.Module:
@@ -107,6 +109,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
                 f"lora.modules_to_save {name} names no module of {type(causal).__name__}; similar "
                 f"names: {', '.join(near)}"
             )
+    check_stacked(causal, lora.parameters)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
@@ -114,11 +117,27 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        target_parameters=list(lora.parameters) or None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=tied_head(causal) is not None
         and any(name in EMBEDDING_LAYER_NAMES for name in lora.modules_to_save),
         task_type=FORMS[task].peft,
     )
+
+
+def check_stacked(causal: Any, names: Sequence[str]) -> None:
+    """Raise RLHFError for names in `lora.parameters` that no stacked weight of the model has."""
+    stacked = {
+        ".".join(name.split(".")[-2:])
+        for name, parameter in causal.named_parameters()
+        if len(whole_shape(parameter)) == 3
+    }
+    for name in names:
+        if not any(f".{one}".endswith(f".{name}") for one in stacked):
+            raise RLHFError(
+                f"lora.parameters {name} names no stacked weight of {type(causal).__name__}; "
+                f"available: {', '.join(sorted(stacked)) or 'none'}"
+            )
 
 
 def no_such_target(causal: Any, targets: list[str]) -> RLHFError:

@@ -145,7 +145,7 @@ def _vllm(task: str, base: str, folder: Path) -> str:
     pooling = " --runner pooling" * (task != "causal")
     if adapter is None:
         return f"```bash\nvllm serve MODEL{pooling}\n```"
-    if adapter.get("use_dora") or adapter.get("modules_to_save"):
+    if any(adapter.get(key) for key in ("use_dora", "modules_to_save", "target_parameters")):
         return (
             "For vLLM, first merge the adapter with `rlhf merge MODEL MERGED`, then run\n"
             f"```bash\nvllm serve MERGED{pooling}\n```"

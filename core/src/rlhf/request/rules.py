@@ -13,7 +13,7 @@ def contradictions(config: Config) -> list[str]:
     has_adapter = config.lora is not None or adapter is not None
     steps, constant, local = train.steps, optim.schedule == "constant", Path(model.path).is_dir()
     random, quantized = model.init == "random", model.quantize is not None
-    best = config.checkpoint.best
+    best, lora = config.checkpoint.best, config.lora
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
     compiler = "model.fp8" if model.fp8 else "model.kernels compile"
     past = f"is past train.steps {steps}"
@@ -23,6 +23,8 @@ def contradictions(config: Config) -> list[str]:
         ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
         (f"model.adapter {exclusive} model.init random", adapter and random),
         (f"model.quantize {exclusive} model.init random", quantized and random),
+        (f"lora.parameters {exclusive} lora.dora", lora and lora.parameters and lora.dora),
+        (f"lora.parameters {exclusive} lora.dropout", lora and lora.parameters and lora.dropout),
         ("model.revision has no effect on a local folder; remove it", model.revision and local),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),

@@ -119,6 +119,12 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
+    # peft replaces the weights in every forward.
+    Capability(
+        feature="adapters of experts",
+        setting="lora.parameters",
+        excludes=("model.kernels compile",),
+    ),
     Capability(
         feature="master weights and moments in bf16",
         setting="optim.states bf16",

@@ -255,6 +255,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "deepspeed.sequence_parallel": section.sequence_parallel > 1,
         "model.quantize": config.model.quantize is not None,
         "lora.dora": config.lora is not None and config.lora.dora,
+        "lora.parameters": config.lora is not None and bool(config.lora.parameters),
         "optim.states bf16": config.optim.states == "bf16",
         f"optim.name {config.optim.name}": True,
         "model.kernels compile": config.model.kernels == "compile",

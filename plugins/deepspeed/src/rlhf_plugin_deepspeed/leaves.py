@@ -96,6 +96,9 @@ def expert_blocks(model: nn.Module) -> list[str]:
 
 def _is_block(module: nn.Module) -> bool:
     children = dict(module.named_children())
+    if "base_layer" in children:
+        # peft's adapter of stacked weights, which reads its own weights and theirs together.
+        return _is_block(children["base_layer"])
     if any(type(child).__name__.endswith("Norm") for child in children.values()):
         return False
     lists = any(

@@ -63,6 +63,7 @@ KEYS: dict[str, Rule] = {
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),
     "lora_target_modules": to("lora.targets"),
+    "lora_target_parameters": to("lora.parameters"),
     "lora_target_linear": to("lora.targets", {True: "all-linear"}, off=(None, False)),
     "peft_use_rslora": to("lora.rslora", off=(None, False)),
     "peft_use_dora": to("lora.dora", off=(None, False)),
@@ -83,7 +84,7 @@ KEYS: dict[str, Rule] = {
     "use_mlflow": read("observers", TRACKERS),
     "use_trackio": read("observers", TRACKERS),
     **lost(
-        "load_in_8bit lora_target_parameters loraplus_lr_ratio"
+        "load_in_8bit loraplus_lr_ratio"
         " peft_init_lora_weights peft_layers_to_transform relora tokenizer_config special_tokens"
         " tokens default_system_message embedding_lr embedding_lr_scale lr_groups"
         " neftune_noise_alpha unfrozen_parameters reinit_weights curriculum_sampling"

@@ -24,6 +24,7 @@ KEYS: dict[str, Rule] = {
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),
     "lora_target_modules": to("lora.targets"),
+    "lora_target_parameters": to("lora.parameters"),
     "use_rslora": to("lora.rslora", off=(None, False)),
     "use_dora": to("lora.dora", off=(None, False)),
     "lora_modules_to_save": to("lora.modules_to_save"),
@@ -41,7 +42,7 @@ KEYS: dict[str, Rule] = {
     "chat_template_path": to("data.chat_template", note="this must be a Jinja file here"),
     "router_aux_loss_coef": to("model.router_loss", note=PER_EXAMPLE),
     **lost("max_prompt_length max_completion_length max_target_length", WHOLE_ROW),
-    **lost("load_in_8bit lora_target_parameters eos_token pad_token test_split_size"),
+    **lost("load_in_8bit eos_token pad_token test_split_size"),
     **unneeded("dtype torch_dtype", "model.dtype"),
     **unneeded(
         "accelerate_config activation_offloading attn_implementation bnb_4bit_quant_storage"

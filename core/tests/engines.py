@@ -50,10 +50,10 @@ class Shards:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.shapes = {parameter: parameter.shape for parameter in parameters}
-        self.shards = {parameter: torch.ones(3) for parameter in self.shapes}
+        self.parts = {parameter: torch.ones(3) for parameter in self.shapes}
 
     def whole_shape(self, parameter: Tensor) -> torch.Size | None:
         return self.shapes.get(parameter)
 
-    def shard(self, parameter: Tensor) -> Tensor | None:
-        return self.shards.get(parameter)
+    def shards(self, parameter: Tensor) -> list[Tensor]:
+        return [self.parts[parameter]] if parameter in self.parts else []

@@ -190,7 +190,7 @@ def test_a_sharded_parameter_is_freed_with_its_shard(monkeypatch: pytest.MonkeyP
     assert (whole_shape(sharded), whole_shape(whole)) == ((2, 4), (2, 4))
     for parameter in (sharded, whole):
         free(parameter)
-    assert (whole.numel(), shards.shards[sharded].numel()) == (0, 0)
+    assert (whole.numel(), shards.parts[sharded].numel()) == (0, 0)
 
 
 def test_recomputation_works_under_an_adapter(llama: str) -> None:

@@ -1,5 +1,7 @@
 """What core knows of parameters that a backend has divided among the ranks."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -12,8 +14,8 @@ class Sharding(Protocol):
     def whole_shape(self, parameter: Tensor) -> torch.Size | None:
         """Return the shape of the whole parameter; None if this backend has not sharded it."""
 
-    def shard(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's part of a sharded parameter; None if there is none."""
+    def shards(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Return the tensors that hold this rank's parts of a sharded parameter."""
 
 
 _shardings: list[Sharding] = []
@@ -40,7 +42,6 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def free(parameter: Tensor) -> None:
-    """Release the memory of a parameter that is not used again, and that of its shard."""
-    for held in (parameter, *(sharding.shard(parameter) for sharding in _shardings)):
-        if held is not None:
-            held.data = held.data.new_empty(0)
+    """Release the memory of a parameter that is not used again, and that of its shards."""
+    for held in (parameter, *chain(*(sharding.shards(parameter) for sharding in _shardings))):
+        held.data = held.data.new_empty(0)

@@ -18,7 +18,7 @@ from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.memory import estimate
 from rlhf_plugin_deepspeed.mesh import sizes_of
-from rlhf_plugin_deepspeed.weights import gathered
+from rlhf_plugin_deepspeed.weights import ZeroSharding, gathered
 
 SETTINGS = {
     "stage": 3,
@@ -52,6 +52,8 @@ def run(case):
     for each in (reference, engine):
         loss = each(batch, losses)["loss"].sum()
     seen.append(copies(engine.module))
+    # What leaves the device, and what is released with the model.
+    assert all(len(ZeroSharding().shards(item)) == 2 for item in module.parameters())
     move_states(backend, reference)
     with torch.no_grad():
         frozen = float(reference(batch, losses)["loss"].sum()) / 8

@@ -18,6 +18,7 @@ from torch import Tensor, UntypedStorage
 from rlhf.engine import StateKind
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
+from rlhf_plugin_deepspeed.weights import ZeroSharding
 
 PIECE = 1 << 28
 """Bytes that are copied at once: torch rounds an allocation of pinned memory up to a power of 2."""
@@ -104,8 +105,7 @@ def _tensors(engine: InferenceEngine, kind: StateKind) -> Iterator[Tensor]:
     if kind == "weights":
         for parameter in engine.module.parameters():
             yield parameter
-            for name in ("ds_tensor", "ds_secondary_tensor"):
-                yield from _leaves(getattr(parameter, name, None))
+            yield from ZeroSharding().shards(parameter)
         yield from engine.module.buffers()
     elif not isinstance(engine, TrainingEngine):
         return

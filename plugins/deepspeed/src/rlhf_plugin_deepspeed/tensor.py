@@ -8,7 +8,7 @@ without an engine; its first forward also compares the ranks' inputs and needs t
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,9 +63,9 @@ class TensorSharding:
         part = part_of(parameter)
         return None if part is None else part.shape
 
-    def shard(self, parameter: Tensor) -> Tensor | None:
-        """Return None: the parameter itself is the part."""
-        return None
+    def shards(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Return nothing: the parameter itself is the part."""
+        return ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorSharding)

@@ -1,7 +1,7 @@
 """Weights under ZeRO-3: created in shards, loaded and gathered one parameter at a time."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,9 +34,10 @@ class ZeroSharding:
         """Return the shape before sharding; None for a parameter that DeepSpeed does not shard."""
         return getattr(parameter, "ds_shape", None)
 
-    def shard(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's shard; None for a parameter that DeepSpeed does not shard."""
-        return getattr(parameter, "ds_tensor", None)
+    def shards(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Return this rank's shard, and that of the second copy if there is one."""
+        held = (getattr(parameter, f"ds_{name}", None) for name in ("tensor", "secondary_tensor"))
+        return [shard for shard in held if shard is not None]
 
 
 def sharded_creation(

@@ -13,8 +13,9 @@ from rlhf.plugin import ModelConfig
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch, move_states
 from rlhf.testing.ranks import shared
+from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.memory import estimate
 from rlhf_plugin_deepspeed.mesh import sizes_of
@@ -118,6 +119,15 @@ def test_what_has_no_second_copy_is_refused(settings, text):
     assert str(error.value) == text
 
 
+def test_it_chooses_stage_3_at_which_layers_are_not_compiled():
+    with pytest.raises(RLHFError) as error:
+        check(evolve(half(hpz_partition_size=2), model=ModelConfig(kernels="compile")))
+    assert str(error.value) == (
+        "model.kernels compile works only at ZeRO stages 0 to 2, not at stage 3; use the preset "
+        "zero2"
+    )
+
+
 def test_its_size_divides_the_ranks():
     with pytest.raises(RLHFError) as error:
         sizes_of(4, second=3)
@@ -132,9 +142,10 @@ def test_the_plan_and_the_estimate_count_it():
     settings = {"hpz_partition_size": 4}
     once, twice = plan(16, 80 * GIB, stage=3), plan(16, 80 * GIB, **settings)
     assert twice.summary == (
-        "ZeRO 3 (the first whose states fit: 11.50 GiB in 60% of 80.0 GiB), bf16, 16 ranks, a "
-        "second copy of the weights over 4 ranks, FusedAdam"
+        "ZeRO 3, bf16, 16 ranks, a second copy of the weights over 4 ranks, FusedAdam"
     )
+    needed = zero._needed(half(**settings), Resolved(stage=3), SHAPE, Mesh(world=16), 3)
+    assert needed / GIB == 11.5
     parts = [estimate(half(), made, SHAPE, world=16, trained=True) for made in (once, twice)]
     assert parts[1]["weights"] - parts[0]["weights"] == 14 * GIB // 4
     run = evolve(config(frozen=3, **settings), model=ModelConfig(dtype="bf16"))

@@ -86,7 +86,6 @@ CAPABILITIES = (
         least="0.19.8",
         stages=(3,),
         excludes=("deepspeed.offload_param", "deepspeed.tensor_parallel"),
-        optional_stage=True,
         alternative="remove it or set deepspeed.stage to 3",
     ),
     Capability(

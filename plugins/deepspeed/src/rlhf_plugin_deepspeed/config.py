@@ -197,9 +197,8 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
     contradicts the preset."""
     preset = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
     if preset is None:
-        preset = Resolved(
-            stage=3 if section.offload_param and section.stage == "auto" else section.stage
-        )
+        only_3 = section.offload_param or section.hpz_partition_size > 1
+        preset = Resolved(stage=3 if only_3 and section.stage == "auto" else section.stage)
     elif section.stage not in ("auto", preset.stage):
         raise RLHFError(
             f"deepspeed.stage is {section.stage} but the preset {section.preset} is stage "

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
-import yaml
 
 from rlhf.config.field_docs import field_docs
 from rlhf.config.structure import expected, section_class, setting_name
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import to_tree
+from rlhf.request.settings_tree import flow, to_tree
 
 
 def config_command(request: Request) -> int:
@@ -34,10 +33,7 @@ def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Ite
         yield from gap
         if section is None:
             yield from _comment(_doc(cls, item))
-            flow = yaml.safe_dump(
-                {name: value}, default_flow_style=True, sort_keys=False, width=10**6
-            )
-            yield flow[1:-2]
+            yield flow({name: value})
             continue
         yield from _comment(" ".join((section.__doc__ or "").split()))
         yield f"{name}:{' null' if value is None else '' if value else ' {}'}"

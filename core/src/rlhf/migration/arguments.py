@@ -2,14 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from attrs import frozen
 
-from rlhf.config.foreign import PROJECTS, Project
+from rlhf.config.foreign import PROJECTS
 from rlhf.errors import RLHFError
 from rlhf.request.settings_tree import load_yaml
 
@@ -126,20 +126,16 @@ def _parse(text: str) -> Any:
 
 def _most_known(keys: Mapping[str, Any], path: Path) -> str:
     """Return the project that knows the most of the keys."""
-    counts = {
-        name: len(keys.keys() & (project.keys.keys() | _variant_keys(project)))
+    known = {
+        name: set(project.keys).union(*(variant.keys for variant in project.variants.values()))
         for name, project in PROJECTS.items()
     }
-    best = [name for name, count in counts.items() if count == max(counts.values())]
+    best = _best(known, keys)
     if len(best) > 1:
         raise RLHFError(
             f"{path} could be of {' or '.join(best)}; pass --from {best[0]} or another one"
         )
     return best[0]
-
-
-def _variant_keys(project: Project) -> set[str]:
-    return {key for variant in project.variants.values() for key in variant.keys}
 
 
 def _variant(name: str, keys: Mapping[str, Any], path: Path) -> str:
@@ -150,13 +146,16 @@ def _variant(name: str, keys: Mapping[str, Any], path: Path) -> str:
             return key if value is True else str(value)
     if project.usual:
         return project.usual
-    counts = {
-        each: len(keys.keys() & variant.keys.keys()) for each, variant in project.variants.items()
-    }
-    best = [each for each, count in counts.items() if count == max(counts.values())]
+    best = _best({each: variant.keys for each, variant in project.variants.items()}, keys)
     if len(best) > 1:
         raise RLHFError(
             f"{path} does not say which trainer of {project.title} it is for; pass "
             + " or ".join(f"--from {name}/{each}" for each in best)
         )
     return best[0]
+
+
+def _best(known: Mapping[str, Collection[str]], keys: Mapping[str, Any]) -> list[str]:
+    """Return the names that know the most of the keys."""
+    counts = {name: len(keys.keys() & {*theirs}) for name, theirs in known.items()}
+    return [name for name, count in counts.items() if count == max(counts.values())]

@@ -12,15 +12,8 @@ Entries = list[Any]
 Notes = dict[str, str]
 
 
-def rows_of(project: str, variant: str, keys: Keys, folder: Path) -> tuple[Entries, Entries, Notes]:
-    """Return the entries of `data.train` and `data.eval`, and what to know about them."""
-    notes: Notes = {}
-    train, held_out = READERS[project](variant, keys, folder, notes)
-    return train, held_out, notes
-
-
 def _entry(path: Any, **options: Any) -> Any:
-    """An entry, or only its path if it has no other key."""
+    """Return an entry, or only its path if it has no other key."""
     if options.get("split") == "train":
         del options["split"]
     kept = {name: value for name, value in options.items() if value}
@@ -31,8 +24,8 @@ def _renamed(columns: Iterable[tuple[str, Any]]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in columns if theirs and ours != theirs}
 
 
-def _listed(value: Any) -> list[Any]:
-    """A list, also of a text with commas or a single value."""
+def listed(value: Any) -> list[Any]:
+    """Return a list, also of a text with commas or of a single value."""
     if isinstance(value, str):
         return [each.strip() for each in value.split(",")]
     return value if isinstance(value, list) else [] if value is None else [value]
@@ -41,7 +34,7 @@ def _listed(value: Any) -> list[Any]:
 def _trl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
     train = [
         _entry(
-            (_listed(each.get("data_files")) or [each.get("path")])[0],
+            (listed(each.get("data_files")) or [each.get("path")])[0],
             subset=each.get("name"),
             split=each.get("split"),
         )
@@ -89,7 +82,7 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
             notes["datasets: message_property_mappings"] = (
                 "messages have role and content here, or from and value; rename them in the rows"
             )
-        files = _listed(each.get("data_files"))
+        files = listed(each.get("data_files"))
         return _entry(
             files[0] if files else each.get("path"),
             subset=each.get("name"),
@@ -153,8 +146,8 @@ def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tupl
 
     if "enable_thinking" in keys:
         notes["enable_thinking"] = "set it in data.chat_template_kwargs if the template reads it"
-    train = [read(name) for name in _listed(keys.get("dataset"))]
-    return train, [read(name) for name in _listed(keys.get("eval_dataset"))]
+    train = [read(name) for name in listed(keys.get("dataset"))]
+    return train, [read(name) for name in listed(keys.get("eval_dataset"))]
 
 
 def _openrlhf(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
@@ -195,8 +188,8 @@ def _openrlhf(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Ent
         )
 
     train_split = keys.get("dataset_split", keys.get("train_split"))
-    train = [read(name, train_split) for name in _listed(keys.get("dataset"))]
-    held_out = _listed(keys.get("eval_dataset"))
+    train = [read(name, train_split) for name in listed(keys.get("dataset"))]
+    held_out = listed(keys.get("eval_dataset"))
     return train, [read(name, keys.get("eval_split")) for name in held_out]
 
 
@@ -206,3 +199,5 @@ READERS: dict[str, Callable[[str, Keys, Path, Notes], tuple[Entries, Entries]]] 
     "llamafactory": _llama_factory,
     "openrlhf": _openrlhf,
 }
+"""For each project what returns the entries of `data.train` and `data.eval` from its keys, and adds
+what to know about them to the notes."""

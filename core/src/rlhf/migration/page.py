@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import yaml
 
 from rlhf.config.sections import Config
 from rlhf.config.structure import section_class, setting_name
 from rlhf.migration.translate import Migration
+from rlhf.request.settings_tree import flow
 
 ORDER = ("model", "data", "batch", "optim", "train", "checkpoint", "lora", "deepspeed")
 
@@ -62,24 +62,18 @@ def _sections(migration: Migration) -> Iterator[str]:
         if entries and section:
             yield f"{section}:"
         indent = "  " * bool(section)
-        texts = [f"{indent}{_flow({name: value})}" for name, value, _ in entries]
+        texts = [f"{indent}{flow({name: value})}" for name, value, _ in entries]
         width = max((len(text) for text in texts if len(text) <= 50), default=0)
         for text, (name, value, origin) in zip(texts, entries, strict=True):
             if len(text) <= 70:
                 yield f"{text:<{width}}  # {origin}"
                 continue
             yield f"{indent}{name}:  # {origin}"
-            yield from (f"{indent}  - {_flow([each])}" for each in value)
+            yield from (f"{indent}  - {flow([each])}" for each in value)
 
 
 def _place(section: str, field: str) -> int:
-    """The place of a field in its section of core."""
+    """Return the place of a field in its section of core."""
     kind = section_class(getattr(attrs.fields(Config), section, attrs.fields(Config).model).type)
     names = [setting_name(item) for item in attrs.fields(kind)] if kind else []
     return names.index(field) if field in names else len(names)
-
-
-def _flow(value: Any) -> str:
-    """The value as one line of YAML, without its outer brackets."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    return text[1:-2]

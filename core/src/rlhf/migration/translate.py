@@ -11,7 +11,7 @@ from attrs import define, field
 from rlhf.config.foreign import PROJECTS, Rule
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import Arguments
-from rlhf.migration.datasets import rows_of
+from rlhf.migration.datasets import READERS, listed
 
 
 @define
@@ -72,13 +72,12 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
 
 
 def _plain(value: Any) -> Any:
-    """A number in place of its text: YAML 1.1 reads 1e-5 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value) if any(each.isdigit() for each in value) else value
-        except ValueError:
-            return value
-    return value
+    """Return a number in place of its text: YAML 1.1 reads 1e-5 as text."""
+    try:
+        has_digit = isinstance(value, str) and any(map(str.isdigit, value))
+        return float(value) if has_digit else value
+    except ValueError:
+        return value
 
 
 def _apply(
@@ -192,9 +191,8 @@ def _lora(migration: Migration) -> None:
     for name in ("lora.targets", "lora.modules_to_save"):
         value = settings.get(name)
         if isinstance(value, str) and ("," in value or name == "lora.modules_to_save"):
-            settings[name] = [each.strip() for each in value.split(",")]
-    targets = settings.get("lora.targets")
-    if targets is None:
+            settings[name] = listed(value)
+    if settings.get("lora.targets") is None:
         note = "peft chooses by the model's family, for Llama and Qwen q_proj and v_proj"
         migration.notes["lora.targets"] = note
         migration.set("lora.targets", ["q_proj", "v_proj"], "default of peft")
@@ -206,8 +204,8 @@ def _losses(migration: Migration, keys: Mapping[str, Any]) -> None:
         _distillation(migration, keys)
     if migration.trainer != "dpo":
         return
-    names = _listed(migration.settings["dpo.loss"])
-    theirs = _listed(keys.get("loss_type", keys.get("dpo_loss_type", names)))
+    names = listed(migration.settings["dpo.loss"])
+    theirs = listed(keys.get("loss_type", keys.get("dpo_loss_type", names)))
     weights = keys.get("loss_weights", keys.get("dpo_loss_weights", [1.0] * len(theirs)))
     weight_of = dict(zip(theirs, weights, strict=False))
     losses = {name: weight_of.get(name, 1.0) for name in names}
@@ -236,10 +234,6 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
     if not settings.get("kd.on_policy") and not settings.get("kd.teacher_answers"):
         migration.drop("kd.max_new_tokens")
         migration.drop("kd.sampling_temperature")
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None:
@@ -271,8 +265,8 @@ def _data(
     migration: Migration, arguments: Arguments, keys: Mapping[str, Any], folder: Path
 ) -> None:
     """Translate the data sets, and drop the settings of evaluation if no row is held out."""
-    train, held_out, notes = rows_of(arguments.project, arguments.variant, keys, folder)
-    migration.notes.update(notes)
+    read = READERS[arguments.project]
+    train, held_out = read(arguments.variant, keys, folder, migration.notes)
     rules = PROJECTS[arguments.project].keys
     for name, entries in (("data.train", train), ("data.eval", held_out)):
         if entries:

@@ -1,7 +1,8 @@
 """Layers of a configuration: trees of plain data, read from YAML, merged and compared."""
 
+import sys
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, get_args
 
 import attrs
@@ -87,6 +88,13 @@ def to_tree(config: Any) -> Any:
     return [to_tree(item) for item in config] if isinstance(config, list | tuple) else config
 
 
+def flow(value: Any) -> str:
+    """Return a list or a mapping as YAML on one line, without its outer brackets."""
+    return yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=sys.maxsize
+    )[1:-2]
+
+
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return {dotted: (old, new)} of the leaves that differ; a missing leaf counts as None."""
     changes: dict[str, tuple[Any, Any]] = {}
@@ -110,6 +118,13 @@ def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes paths as text."""
+
+
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 class _Loader(yaml.SafeLoader):

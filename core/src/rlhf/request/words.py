@@ -2,15 +2,15 @@
 
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
 from attrs import frozen
 
 from rlhf.errors import RLHFError
+from rlhf.request.settings_tree import flow
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),
@@ -65,20 +65,12 @@ def option(name: str, value: Any) -> str:
     """Return the word that sets a setting to `value`, plain data or paths. Raises RLHFError for
     other values."""
     try:
-        flow = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
+        return f"--{name}={flow([value])}"
     except yaml.representer.RepresenterError as error:
         kind = type(error.args[-1]).__name__
         raise RLHFError(
             f"{name} contains a {kind}; pass text, numbers, lists and mappings"
         ) from None
-    return f"--{name}={flow[1:-2]}"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes paths as text."""
-
-
-_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import attrs
 import pytest
 import torch
 from attrs import define, field, frozen
@@ -28,6 +27,7 @@ from rlhf.plugin import BackendPlugin, Config
 from rlhf.registry.gateway import CORE, BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
+from rlhf.request.settings_tree import to_tree
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import (
     Case,
@@ -79,7 +79,7 @@ class Problems:
     made: dict[str, Any] = field(factory=dict)
 
     def seen(self, layout: str, ranks: int) -> list[Seen]:
-        """Return what each rank saw of four steps, with a frozen engine beside the policy."""
+        """Return what each rank saw of four steps, with a frozen engine next to the policy."""
         folder = self._folder(layout, ranks, "seen")
         return self._once(str(folder), see, self._case(layout, micro_batches=2), folder, ranks)
 
@@ -139,6 +139,11 @@ class BackendConformance:
         """The runs of the class."""
         return Problems(record_of(cls), tmp_path_factory.mktemp("backend"))
 
+    @pytest.fixture
+    def seen(self, problems: Problems, layout: str, ranks: int) -> list[Seen]:
+        """What each rank saw in this layout."""
+        return problems.seen(layout, ranks)
+
     @promise("a backend implements each hook once", "hooks.md, Backend hooks")
     def test_every_hook_is_implemented(self) -> None:
         backend = load_object(record_of(type(self)).hooks)()
@@ -155,23 +160,22 @@ class BackendConformance:
         assert done.stdout == "False\n", f"{module} imports torch"
 
     @promise("the ranks divide the rows, and each knows its place", "hooks.md, setup_mesh")
-    def test_each_rank_has_its_place(self, problems: Problems, layout: str, ranks: int) -> None:
-        places = [seen.place for seen in problems.seen(layout, ranks)]
-        for rank, place in enumerate(places):
-            assert place == {"rank": rank, "world": ranks, "data": rank, "size": ranks}
+    def test_each_rank_has_its_place(self, seen: list[Seen], ranks: int) -> None:
+        for rank, one in enumerate(seen):
+            assert one.place == {"rank": rank, "world": ranks, "data": rank, "size": ranks}
 
     @promise("a plan is plain data, the same on all ranks", "hooks.md, configure_zero")
-    def test_the_plan_is_plain_data(self, problems: Problems, layout: str, ranks: int) -> None:
-        first, *others = problems.seen(layout, ranks)
+    def test_the_plan_is_plain_data(self, seen: list[Seen]) -> None:
+        first, *others = seen
         assert json.loads(json.dumps(first.plans)) == first.plans
         assert all(other.plans == first.plans for other in others)
         said = {name: first.plans["policy"][name] for name in ("stage", "precision")}
         assert first.facts == said | {"role": "policy"}, "the engine differs from its plan"
 
     @promise("a frozen model has no gradients and no optimizer", "hooks.md, estimate_memory")
-    def test_the_estimate_has_its_parts(self, problems: Problems, layout: str, ranks: int) -> None:
-        for seen in problems.seen(layout, ranks):
-            policy, frozen = seen.memory["policy"], seen.memory["reference"]
+    def test_the_estimate_has_its_parts(self, seen: list[Seen]) -> None:
+        for one in seen:
+            policy, frozen = one.memory["policy"], one.memory["reference"]
             assert "weights" in policy.keys() & frozen.keys()
             assert policy.keys() | frozen.keys() <= PARTS
             assert not TRAINED & {name for name, size in frozen.items() if size}
@@ -179,11 +183,10 @@ class BackendConformance:
 
     @promise("the curve does not depend on ranks and layout", "hooks.md, prepare")
     def test_the_steps_are_those_of_plain_torch(
-        self, problems: Problems, layout: str, ranks: int
+        self, problems: Problems, seen: list[Seen], layout: str, ranks: int
     ) -> None:
         expected, _, weights = plain()
-        for seen in problems.seen(layout, ranks):
-            outcome = seen.outcome
+        for outcome in (one.outcome for one in seen):
             assert outcome.losses == pytest.approx(expected.losses, rel=1e-5), "the losses differ"
             assert outcome.norms == pytest.approx(expected.norms, rel=1e-4), (
                 "the gradient norms, which are those before clipping, differ"
@@ -224,18 +227,16 @@ class BackendConformance:
         assert resumed.losses == pytest.approx(straight.losses[2:], rel=1e-5)
 
     @promise("an engine without an optimizer takes no gradient", "hooks.md, prepare")
-    def test_a_frozen_engine_takes_no_gradient(
-        self, problems: Problems, layout: str, ranks: int
-    ) -> None:
-        for seen in problems.seen(layout, ranks):
-            assert not seen.frozen["has_graph"], "its output has a graph"
-            assert not seen.frozen["trainable"], f"{seen.frozen['trainable']} require a gradient"
-            first, last = seen.frozen["losses"]
+    def test_a_frozen_engine_takes_no_gradient(self, seen: list[Seen]) -> None:
+        for one in seen:
+            assert not one.frozen["has_graph"], "its output has a graph"
+            assert not one.frozen["trainable"], f"{one.frozen['trainable']} require a gradient"
+            first, last = one.frozen["losses"]
             assert first == last, "its loss changed while the policy was trained"
 
     @promise("weights are mixed by the share", "hooks.md, mix_weights")
+    @pytest.mark.usefixtures("seen")
     def test_weights_are_mixed(self, problems: Problems, layout: str, ranks: int) -> None:
-        problems.seen(layout, ranks)
         before, policy, mixed = (
             problems.exported(layout, ranks, name) for name in ("reference", "trained", "mixed")
         )
@@ -255,25 +256,25 @@ class BackendConformance:
         same_weights(others, weights)
 
     @promise("generation runs in evaluation mode, without gradient", "hooks.md, generation_context")
-    def test_generation_has_no_gradient(self, problems: Problems, layout: str, ranks: int) -> None:
-        for seen in problems.seen(layout, ranks):
-            assert seen.generation == {"training": False, "gradient": False, "after": True}
+    def test_generation_has_no_gradient(self, seen: list[Seen]) -> None:
+        for one in seen:
+            assert one.generation == {"training": False, "gradient": False, "after": True}
 
     @promise("layouts are ordered by their cost", "hooks.md, layouts")
-    def test_the_layouts_can_be_compared(self, problems: Problems, layout: str, ranks: int) -> None:
-        seen = problems.seen(layout, ranks)[0]
-        assert all(isinstance(item, Layout) for item in seen.layouts)
-        costs = [item.cost for item in seen.layouts]
+    def test_the_layouts_can_be_compared(self, seen: list[Seen]) -> None:
+        layouts = seen[0].layouts
+        assert all(isinstance(item, Layout) for item in layouts)
+        costs = [item.cost for item in layouts]
         assert costs == sorted(costs)
-        assert all(isinstance(item.config, Config) for item in seen.layouts)
+        assert all(isinstance(item.config, Config) for item in layouts)
 
     @promise("rlhf doctor can print what the machine has", "hooks.md, diagnose")
-    def test_the_machine_is_diagnosed(self, problems: Problems, layout: str, ranks: int) -> None:
-        assert all(isinstance(item, Finding) for item in problems.seen(layout, ranks)[0].findings)
+    def test_the_machine_is_diagnosed(self, seen: list[Seen]) -> None:
+        assert all(isinstance(item, Finding) for item in seen[0].findings)
 
     @promise("the group ends, and another can begin", "hooks.md, close_mesh")
-    def test_the_mesh_closes(self, problems: Problems, layout: str, ranks: int) -> None:
-        assert all(seen.closed is True for seen in problems.seen(layout, ranks))
+    def test_the_mesh_closes(self, seen: list[Seen]) -> None:
+        assert all(one.closed is True for one in seen)
 
     @promise("a precision has its own weights and nearly the curve of fp32", "hooks.md, prepare")
     def test_every_precision_follows_the_curve(
@@ -321,7 +322,7 @@ def train(hooks: str, case: Case, folder: Path) -> Outcome:
 
 
 def see(hooks: str, case: Case, folder: Path) -> Seen:
-    """Run the problem on this rank, with a frozen engine beside the policy."""
+    """Run the problem on this rank, with a frozen engine next to the policy."""
     backend = gateway(hooks)
     outcome, engine, mesh = follow(backend, case)
     _export(backend, engine, mesh, folder / "policy")
@@ -329,7 +330,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
     plans, memory = {}, {}
     for role, trained in (("policy", True), ("reference", False)):
         plan = backend.configure_zero(**arguments, role=role, trained=trained, occupied=0)
-        plans[role] = attrs.asdict(plan)
+        plans[role] = to_tree(plan)
         memory[role] = dict(backend.estimate_memory(**arguments, plan=plan, trained=trained))
     plan, module = load(backend, case, mesh, "reference", trained=False)
     reference = backend.prepare(
@@ -349,7 +350,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
         place={
             "rank": mesh.rank, "world": mesh.world, "data": mesh.data.rank, "size": mesh.data.size,
         },
-        plans=json_like(plans),
+        plans=plans,
         facts={name: getattr(engine, name) for name in ("stage", "precision", "role")},
         memory=memory,
         frozen=frozen,
@@ -363,13 +364,6 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
 def gateway(hooks: str) -> BackendGateway:
     """Return the backend behind core's gateway, which refuses a hook that returns None."""
     return build_gateways(load_object(hooks)())[0]
-
-
-def json_like(tree: Any) -> Any:
-    """Return plain data with lists in place of tuples, as JSON has them."""
-    if isinstance(tree, dict):
-        return {key: json_like(value) for key, value in tree.items()}
-    return [json_like(item) for item in tree] if isinstance(tree, list | tuple) else tree
 
 
 def _beside(policy: Any, reference: Any) -> dict[str, Any]:

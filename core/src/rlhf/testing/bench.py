@@ -1,20 +1,17 @@
 """The inputs of one trainer's conformance tests, and the runs that its tests share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from attrs import define, field
 
-from rlhf import demo
-from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.imports import load_record
 from rlhf.registry.installed import find_backend
-from rlhf.request.reader import read_config
+from rlhf.request.words import option
 from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics
 from rlhf.testing.ranks import shared
-from rlhf.trainer import Trainer
 
 NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""
@@ -29,7 +26,7 @@ def layouts(backend: str | None = None) -> dict[str, tuple[str, ...]]:
     `tested`; None is the only backend that is installed."""
     plugin = find_backend(backend)
     tested = load_record(plugin).tested
-    return {name: tuple(_words(plugin.name, tested[name])) for name in tested}
+    return {name: _words(plugin.name, tested[name]) for name in tested}
 
 
 @define
@@ -88,51 +85,6 @@ class Bench:
         return made
 
 
-def _words(section: str, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a command line for these fields of a section."""
-    for name, value in settings.items():
-        yield from (f"--{section}.{name}", yaml.safe_dump(value).split("\n...")[0])
-
-
-def make_bench(
-    trainer: str,
-    folder: Path,
-    *,
-    backend: str | None,
-    rows: Sequence[Mapping[str, Any]] | None,
-    words: Sequence[str],
-    rate: str,
-    clip: str,
-) -> Bench:
-    """Write models and rows into the empty `folder` and return the bench of `trainer`."""
-    chosen = [] if backend is None else ["--backend", backend]
-    request = read_config(trainer, overrides=chosen, inputs=False)
-    kind = load_object(request.plugin.trainer)
-    rows = rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
-    needed = NUM_ROWS + NUM_HELD_OUT
-    assert len(rows) >= needed, (
-        f"{trainer}: the tests train on {NUM_ROWS} rows and hold out {NUM_HELD_OUT}; give {needed} "
-        f"rows instead of {len(rows)}"
-    )
-    # The embedding of EOS hides what else is read at an answer's end, such as a reward.
-    ends = kind.needs_rollout is not Trainer.needs_rollout
-    models = {
-        "model": tiny.make_model(folder / "model", ends_answers=ends),
-        "other_model": tiny.make_model(folder / "other_model", seed=1, ends_answers=ends),
-    }
-    train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
-    held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])
-    arguments = [
-        "--model", str(models["model"]), "--model.dtype", "fp32", "--data.train", str(train),
-        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "4",
-        "--optim.lr", rate, "--optim.clip", clip, "--train.steps", str(NUM_STEPS),
-        "--checkpoint.every", "null", *chosen, *(word.format(**models) for word in words),
-    ]  # fmt: skip
-    trainer = request.trainer  # By which ranks in another folder find a file.
-    bench = Bench(trainer, request.name, folder, arguments, str(folder / "cache"))
-    unused = ["--output", str(folder / "unused")]
-    bench.longest = tiny.longest_example(
-        trainer, [*arguments, *unused], bench.cache, num_steps=NUM_STEPS
-    )
-    bench.words += ["--batch.tokens", str(4 * bench.longest)]
-    return bench
+def _words(section: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of a command line for these fields of a section."""
+    return tuple(option(f"{section}.{name}", value) for name, value in settings.items())

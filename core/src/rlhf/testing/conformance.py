@@ -10,7 +10,6 @@ ranks are those of `rlhf.testing.ranks.shared`, so all test files of a session u
 processes. A trainer takes about half a minute.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +22,16 @@ import torch
 import yaml
 from attrs import frozen
 
+from rlhf import demo
 from rlhf.config.field_docs import documented, field_docs
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
 from rlhf.testing import tiny
-from rlhf.testing.bench import NUM_STEPS, STOP_AT, Bench, layouts, make_bench
+from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, NUM_STEPS, STOP_AT, Bench, layouts
 from rlhf.testing.curves import column, same_curve, training, weights, without_timings
 from rlhf.testing.promises import promise
+from rlhf.trainer import Trainer
 
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""
@@ -38,7 +40,7 @@ BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 @documented
 @frozen(kw_only=True)
 class Other:
-    """Another value of a setting that acts only beside further settings."""
+    """Another value of a setting that acts only with further settings."""
 
     value: Any
     """The other value."""
@@ -67,7 +69,7 @@ class TrainerConformance:
     ranks: ClassVar[int] = 2
     """Processes of the runs through the backend; 1 for a backend that has no more."""
     precisions: ClassVar[Sequence[str]] = ("bf16",)
-    """Values of `model.dtype` beside fp32 that the backend has on a CPU."""
+    """Values of `model.dtype` other than fp32 that the backend has on a CPU."""
     rate: ClassVar[str] = "1e-2"
     """Learning rate of the runs: high enough that a wrong gradient changes the next loss."""
     clip: ClassVar[str] = "0.05"
@@ -86,11 +88,10 @@ class TrainerConformance:
     @classmethod
     def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         """The inputs and runs of the class."""
-        before = os.environ.get("RLHF_CACHE")
-        yield bench_of(cls, tmp_path_factory.mktemp(f"conformance-{cls.__name__}"))
-        os.environ.pop("RLHF_CACHE", None)
-        if before is not None:
-            os.environ["RLHF_CACHE"] = before
+        folder = tmp_path_factory.mktemp(f"conformance-{cls.__name__}")
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RLHF_CACHE", str(folder / "cache"))
+            yield bench_of(cls, folder)
 
     @promise("a record imports no torch", "plugins.md, A trainer")
     def test_the_record_imports_neither_torch_nor_transformers(self) -> None:
@@ -229,13 +230,35 @@ class TrainerConformance:
 
 
 def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
-    """Return the bench of a subclass, with its inputs in the empty `folder`."""
-    return make_bench(
-        kit.trainer,
-        folder,
-        backend=kit.backend,
-        rows=kit.rows,
-        words=kit.words,
-        rate=kit.rate,
-        clip=kit.clip,
+    """Write models and rows into the empty `folder` and return the bench of a subclass."""
+    chosen = [] if kit.backend is None else ["--backend", kit.backend]
+    request = read_config(kit.trainer, overrides=chosen, inputs=False)
+    kind = load_object(request.plugin.trainer)
+    rows = kit.rows or demo.rows("arithmetic", "train", kind.row_format or "raw")
+    needed = NUM_ROWS + NUM_HELD_OUT
+    assert len(rows) >= needed, (
+        f"{kit.trainer}: the tests train on {NUM_ROWS} rows and hold out {NUM_HELD_OUT}; give "
+        f"{needed} rows instead of {len(rows)}"
     )
+    # The embedding of EOS hides what else is read at an answer's end, such as a reward.
+    ends = kind.needs_rollout is not Trainer.needs_rollout
+    models = {
+        "model": tiny.make_model(folder / "model", ends_answers=ends),
+        "other_model": tiny.make_model(folder / "other_model", seed=1, ends_answers=ends),
+    }
+    train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
+    held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])
+    words = [
+        "--model", str(models["model"]), "--model.dtype", "fp32", "--data.train", str(train),
+        "--data.eval", str(held_out), "--data.workers", "0", "--batch.size", "4",
+        "--optim.lr", kit.rate, "--optim.clip", kit.clip, "--train.steps", str(NUM_STEPS),
+        "--checkpoint.every", "null", *chosen, *(word.format(**models) for word in kit.words),
+    ]  # fmt: skip
+    trainer = request.trainer  # By which ranks in another folder find a file.
+    bench = Bench(trainer, request.name, folder, words, str(folder / "cache"))
+    unused = ["--output", str(folder / "unused")]
+    bench.longest = tiny.longest_example(
+        trainer, [*words, *unused], bench.cache, num_steps=NUM_STEPS
+    )
+    bench.words += ["--batch.tokens", str(4 * bench.longest)]
+    return bench

@@ -8,7 +8,6 @@ stopped and resumed.
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -132,15 +131,13 @@ class ObserverConformance:
     @classmethod
     def runs(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         """The runs of the class."""
-        before = os.environ.get("RLHF_CACHE")
         folder = tmp_path_factory.mktemp(f"observer-{cls.observer}")
         inputs = tiny.short_run(folder, "demonstration")
         inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
         inputs += ["--checkpoint.every", "2", "--train.samples", "2"]
-        yield Watched(cls.observer, folder, inputs, cls.words)
-        os.environ.pop("RLHF_CACHE", None)
-        if before is not None:
-            os.environ["RLHF_CACHE"] = before
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RLHF_CACHE", str(folder / "cache"))
+            yield Watched(cls.observer, folder, inputs, cls.words)
 
     @promise("an observer implements hooks of observers", "hooks.md, Observer hooks")
     def test_it_has_hooks(self) -> None:
@@ -170,19 +167,12 @@ class ObserverConformance:
 
     @promise("an observer takes any metrics and a failed run", "testing.md, Observers")
     def test_it_takes_any_metrics_and_a_failed_run(self, runs: Watched) -> None:
-        self._call(runs, "failed", {"loss": math.nan, "grad_norm": math.inf}, {"loss": 1.0})
-
-    def _call(self, runs: Watched, name: str, *metrics: Mapping[str, float]) -> None:
-        """Call the observer as a run with these steps that then fails."""
-        run, gateway = runs.record(name), self._gateway()
+        run, gateway = runs.record("failed"), ObserverGateway({self.observer: self._made()})
         gateway.on_start(run=run)
-        for step, values in enumerate(metrics, start=1):
-            gateway.on_step(run=run, step=step, metrics=values)
+        gateway.on_step(run=run, step=1, metrics={"loss": math.nan, "grad_norm": math.inf})
+        gateway.on_step(run=run, step=2, metrics={"loss": 1.0})
         gateway.on_finish(run=run, error=RuntimeError("a device was lost"))
-        assert not runs.failure(name), runs.failure(name)
-
-    def _gateway(self) -> ObserverGateway:
-        return ObserverGateway({self.observer: self._made()})
+        assert not runs.failure("failed"), runs.failure("failed")
 
     def _made(self) -> object:
         """Return the observer with the settings of `words`."""

@@ -76,7 +76,7 @@ def losses(hidden: Tensor, head: nn.Linear, batch: Mapping[str, Tensor]) -> dict
 
 @frozen(kw_only=True)
 class BackendConfig(Config):
-    """Core's sections with a backend's own beside them."""
+    """Core's sections and that of a backend."""
 
     trainer_name: ClassVar[str] = "none"
     backend_name: ClassVar[str] = "section"

@@ -21,6 +21,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
 from rlhf.engine import StepOutcome
+from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
 from rlhf.loop.rollout import evaluated
@@ -98,8 +99,7 @@ def run(
     backend = PlainBackend() if plain else None
     folder, ended = run_rank(request, backend=backend, observers=observers)
     assert ended != "signal", "the run was stopped by a signal"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return logged(folder)
 
 
 def command(*words: str) -> None:

@@ -55,6 +55,7 @@ class Part:
         return torch.cat(parts, self.dim).to(part.device)
 
 
+@frozen
 class TensorSharding:
     """What core asks of divided parameters (`rlhf.engine.Sharding`)."""
 
@@ -66,11 +67,6 @@ class TensorSharding:
     def shards(self, parameter: Tensor) -> Sequence[Tensor]:
         """Return nothing: the parameter itself is the part."""
         return ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorSharding)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def check_divides(shape: ModelShape, size: int, *, path: str) -> None:

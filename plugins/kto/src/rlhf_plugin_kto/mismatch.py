@@ -1,9 +1,6 @@
 """Every prompt with the completion of another row: the pairs over which the KL divergence is
 estimated."""
 
-from collections.abc import Sequence
-from typing import overload
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +29,7 @@ def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np
     return partner
 
 
-class Mismatched(Sequence[Example]):
+class Mismatched:
     """Examples of one answer, of which i has the prompt and values of example i and the answer of
     its partner.
 
@@ -56,13 +53,7 @@ class Mismatched(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._examples)
 
-    @overload
-    def __getitem__(self, number: int) -> Example: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Example]: ...
-    def __getitem__(self, number: int | slice) -> Example | list[Example]:
-        if isinstance(number, slice):
-            return [self[place] for place in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Example:
         own = self._examples[number]
         (other,) = self._examples[int(self._partner[number])].answers
         room = self._longest - len(own.prompt)

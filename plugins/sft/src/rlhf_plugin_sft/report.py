@@ -1,7 +1,6 @@
 """The report after the demo: how many held-out problems the model solves before and after, and
 some of its answers."""
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.demo import Problem, base_model_folder, problems
+from rlhf.demo import Problem, base_model_folder, print_before_and_after, problems
 
 NUM_PROBLEMS = 100
 SAMPLES = 3
@@ -21,10 +20,8 @@ def report(config: Any, folder: Path) -> None:
     held_out = list(islice(problems("eval"), NUM_PROBLEMS))
     before = answers(base_model_folder(), held_out)
     after = answers(folder / "model", held_out)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
-    print("\nheld-out problems       before    after")
-    print(f"loss per token        {losses[0]:8.3f} {losses[-1]:8.3f}")
+    title = "held-out problems".ljust(len("right answers, of 100"))
+    print_before_and_after(folder, title, {"loss": ("loss per token", "8.3f")})
     solved = [num_solved(texts, held_out) for texts in (before, after)]
     print(f"right answers, of {len(held_out):3d} {solved[0]:8d} {solved[1]:8d}")
     for problem, text in islice(zip(held_out, after, strict=True), SAMPLES):

@@ -1,19 +1,10 @@
 """Axolotl: the YAML of `axolotl train`."""
 
-from rlhf.config.foreign.project import (
-    OFF,
-    Project,
-    Rule,
-    Variant,
-    factor,
-    lost,
-    read,
-    to,
-    unneeded,
-)
+from rlhf.config.foreign.project import Project, Rule, Variant, factor, lost, read, to, unneeded
 from rlhf.config.foreign.transformers import (
     ADAMW,
     DEFAULTS,
+    HELD_OUT,
     LENGTH,
     ONLY_ADAMW,
     OPTIMIZER,
@@ -26,7 +17,6 @@ from rlhf.config.foreign.transformers import (
 from rlhf.config.foreign.trl import LOSSES
 
 PER_EPOCH = "this is counted in steps here; set train.eval_every and checkpoint.every"
-HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
 
 KEYS: dict[str, Rule] = {
     **OPTIMIZER,
@@ -45,15 +35,15 @@ KEYS: dict[str, Rule] = {
     "excess_length_strategy": to(
         "data.too_long", {"drop": "drop", "truncate": "cut", "raise": "error"}
     ),
-    "datasets": read("data.train"),
-    "test_datasets": read("data.eval"),
-    "val_set_size": Rule(kind="lost", note=HELD_OUT, off=OFF),
+    **read("datasets", "data.train"),
+    **read("test_datasets", "data.eval"),
+    **lost("val_set_size", HELD_OUT),
     "dataset_processes": to("data.processes"),
     "dataset_num_proc": to("data.processes"),
-    "chat_template": read("data.chat_template"),
+    **read("chat_template", "data.chat_template"),
     "chat_template_jinja": to("data.chat_template", note="this must be a file here"),
     "chat_template_kwargs": to("data.chat_template_kwargs"),
-    "sample_packing": read("always on", PACKING),
+    **read("sample_packing", "always on", PACKING),
     "adapter": to(
         "lora",
         {"lora": True, "qlora": {"lora": True, "model.quantize": "nf4"}, "none": False},
@@ -69,20 +59,13 @@ KEYS: dict[str, Rule] = {
     "peft_use_dora": to("lora.dora", off=(None, False)),
     "lora_modules_to_save": to("lora.modules_to_save"),
     "load_in_4bit": to("model.quantize", {True: "nf4"}, off=(None, False)),
-    "deepspeed": read("deepspeed.stage"),
+    **read("deepspeed", "deepspeed.stage"),
     "context_parallel_size": to("deepspeed.sequence_parallel", off=(None, 1)),
     "sequence_parallel_degree": to("deepspeed.sequence_parallel", off=(None, 1)),
     "tensor_parallel_size": to("deepspeed.tensor_parallel", off=(None, 1)),
-    "rl": read(),
-    "reward_model": read(),
-    "process_reward_model": read(),
-    "saves_per_epoch": read(note=PER_EPOCH),
-    "evals_per_epoch": read(note=PER_EPOCH),
-    "use_tensorboard": read("observers", TRACKERS),
-    "use_wandb": read("observers", TRACKERS),
-    "wandb_project": read("observers", TRACKERS),
-    "use_mlflow": read("observers", TRACKERS),
-    "use_trackio": read("observers", TRACKERS),
+    **read("rl reward_model process_reward_model"),
+    **read("saves_per_epoch evals_per_epoch", note=PER_EPOCH),
+    **read("use_tensorboard use_wandb wandb_project use_mlflow use_trackio", "observers", TRACKERS),
     **lost(
         "load_in_8bit loraplus_lr_ratio"
         " peft_init_lora_weights peft_layers_to_transform relora tokenizer_config special_tokens"
@@ -117,7 +100,7 @@ RL = {
     **lost("dpo_use_weighting trl"),
     **unneeded("dpo_padding_free dpo_use_liger_kernel precompute_ref_log_probs"),
 }
-DPO = RL | {"dpo_loss_type": to("dpo.loss", LOSSES), "dpo_loss_weights": read("dpo.loss")}
+DPO = RL | {"dpo_loss_type": to("dpo.loss", LOSSES)} | read("dpo_loss_weights", "dpo.loss")
 SIMPO = RL | {"cpo_alpha": to("dpo.sft"), "simpo_gamma": to("dpo.gamma")}
 KTO = {
     "rl_beta": to("kto.beta"),

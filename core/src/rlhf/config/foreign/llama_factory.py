@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from rlhf.config.foreign.project import OFF, Project, Rule, Variant, lost, read, to, unneeded
+from rlhf.config.foreign.project import Project, Rule, Variant, lost, read, to, unneeded
 from rlhf.config.foreign.transformers import (
     DEFAULTS,
+    HELD_OUT,
     PACKING,
     PER_EXAMPLE,
     TRACKERS,
@@ -12,12 +13,11 @@ from rlhf.config.foreign.transformers import (
 )
 
 TEMPLATE = "the tokenizer's own chat template is used here; data.chat_template replaces it"
-HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
 BITS = {4: "nf4"}
 
 KEYS: dict[str, Rule] = {
     **TRANSFORMERS,
-    "stage": read(),
+    **read("stage"),
     "model_name_or_path": to("model.path"),
     "model_revision": to("model.revision", off=(None, "", "main")),
     "adapter_name_or_path": to("model.adapter"),
@@ -32,20 +32,17 @@ KEYS: dict[str, Rule] = {
     "use_dora": to("lora.dora", off=(None, False)),
     "additional_target": to("lora.modules_to_save"),
     "quantization_bit": to("model.quantize", BITS),
-    "dataset": read("data.train"),
-    "eval_dataset": read("data.eval"),
-    "dataset_dir": read("data.train"),
-    "max_samples": read("data.train"),
+    **read("dataset dataset_dir max_samples", "data.train"),
+    **read("eval_dataset", "data.eval"),
     "mix_strategy": Rule(values={"concat": {}}),
-    "val_size": Rule(kind="lost", note=HELD_OUT, off=OFF),
-    "template": read("data.chat_template", TEMPLATE),
-    "enable_thinking": read("data.chat_template_kwargs"),
+    **lost("val_size", HELD_OUT),
+    **read("template", "data.chat_template", TEMPLATE),
+    **read("enable_thinking", "data.chat_template_kwargs"),
     "cutoff_len": to("data.max_tokens"),
     "preprocessing_num_workers": to("data.processes"),
-    "packing": read("always on", PACKING),
-    "neat_packing": read("always on", PACKING),
-    "early_stopping_steps": read("train.patience", "set train.patience and checkpoint.best"),
-    "use_swanlab": read("observers", TRACKERS),
+    **read("packing neat_packing", "always on", PACKING),
+    **read("early_stopping_steps", "train.patience", "set train.patience and checkpoint.best"),
+    **read("use_swanlab", "observers", TRACKERS),
     "moe_aux_loss_coef": to("model.router_loss", note=PER_EXAMPLE),
     **lost(
         "create_new_adapter default_system interleave_probs"

@@ -36,7 +36,7 @@ class Variant:
     keys: Mapping[str, Rule] = field(factory=dict)
     """Keys of this trainer only."""
     defaults: Mapping[str, Any] = field(factory=dict)
-    """Its defaults that change what is learned, beside the project's."""
+    """Defaults of this trainer that change what is learned, in addition to the project's."""
     settings: Mapping[str, Any] = field(factory=dict)
     """Our settings that make our trainer this one."""
 
@@ -76,9 +76,9 @@ def factor(ours: str) -> Rule:
     return Rule(ours=ours, kind="factor")
 
 
-def read(ours: str = "", note: str = "") -> Rule:
-    """Return the rule of a key that is translated together with others."""
-    return Rule(ours=ours, kind="read", note=note, off=OFF)
+def read(names: str, ours: str = "", note: str = "") -> dict[str, Rule]:
+    """Return rules of keys that are translated together with others."""
+    return dict.fromkeys(names.split(), Rule(ours=ours, kind="read", note=note, off=OFF))
 
 
 def unneeded(names: str, ours: str = "") -> dict[str, Rule]:
@@ -86,6 +86,6 @@ def unneeded(names: str, ours: str = "") -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(ours=ours, kind="unneeded"))
 
 
-def lost(names: str, note: str = "", off: tuple[Any, ...] = OFF) -> dict[str, Rule]:
+def lost(names: str, note: str = "") -> dict[str, Rule]:
     """Return rules of keys without a counterpart."""
-    return dict.fromkeys(names.split(), Rule(kind="lost", note=note, off=off))
+    return dict.fromkeys(names.split(), Rule(kind="lost", note=note, off=OFF))

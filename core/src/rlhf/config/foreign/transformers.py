@@ -25,6 +25,7 @@ PACKING = (
     "examples: multiply it by the examples in a packed row"
 )
 STEPS = (*OFF, "steps")
+HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
 EPOCH_ENDS = "these are counted in steps here; set train.eval_every and checkpoint.every"
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
@@ -44,7 +45,7 @@ OPTIMIZER: dict[str, Rule] = {
     "warmup_steps": to("optim.warmup"),
     "warmup_ratio": to("optim.warmup", off=(None, 0)),
     "lr_scheduler_type": to("optim.schedule", SCHEDULES),
-    "lr_scheduler_kwargs": read("optim.min_lr"),
+    **read("lr_scheduler_kwargs", "optim.min_lr"),
 }
 LENGTH = {
     "num_train_epochs": to("train.epochs"),
@@ -65,16 +66,18 @@ REPORTS = {
     "save_strategy": Rule(kind="read", note=EPOCH_ENDS, off=STEPS),
     "save_steps": to("checkpoint.every"),
     "save_total_limit": to("checkpoint.keep"),
-    "load_best_model_at_end": read(note="set checkpoint.best to a metric such as eval/loss"),
-    "metric_for_best_model": read(note="set checkpoint.best to a metric such as eval/loss"),
-    "early_stopping_patience": read("train.patience", "set train.patience and checkpoint.best"),
-    "report_to": read("observers", TRACKERS),
+    **read(
+        "load_best_model_at_end metric_for_best_model",
+        note="set checkpoint.best to a metric such as eval/loss",
+    ),
+    **read("early_stopping_patience", "train.patience", "set train.patience and checkpoint.best"),
+    **read("report_to", "observers", TRACKERS),
     "output_dir": to("output"),
-    "resume_from_checkpoint": read("the flag --resume", "pass --resume to `rlhf run`"),
-    "push_to_hub": read(note="upload with `rlhf push` after the run"),
+    **read("resume_from_checkpoint", "the flag --resume", "pass --resume to `rlhf run`"),
+    **read("push_to_hub", note="upload with `rlhf push` after the run"),
 }
 MACHINE = {
-    "deepspeed": read("deepspeed.stage"),
+    **read("deepspeed", "deepspeed.stage"),
     **unneeded("gradient_checkpointing", "model.recompute"),
     **unneeded(
         "auto_find_batch_size average_tokens_across_devices dataloader_drop_last"

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,7 @@ PUBLIC = (
         for name in ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
     ),
 )
-"""What scripts import, and what plugins may import beside `rlhf.hookspecs`, which has its page."""
+"""What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -84,8 +84,8 @@ This is the output of `rlhf config sft`:
 
 def backends_page() -> str:
     """Return backends.md with its tables of DeepSpeed's presets, capabilities and patches."""
-    tables = {"presets": _presets(), "capabilities": _capabilities(), "patches": _patches()}
-    return _filled("backends.md", {name: _table(rows) for name, rows in tables.items()})
+    parts = {"presets": _presets(), "capabilities": _capabilities(), "patches": _patches()}
+    return _filled("backends.md", parts)
 
 
 def migrate_page() -> str:
@@ -103,8 +103,9 @@ def _filled(name: str, parts: dict[str, str]) -> str:
     return page
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _projects() -> Iterator[str]:
@@ -113,29 +114,23 @@ def _projects() -> Iterator[str]:
         groups = {"": project.keys} | {
             name: variant.keys for name, variant in project.variants.items()
         }
-        rows = [(name, key, rule) for name, keys in groups.items() for key, rule in keys.items()]
-        head = [("trainer", "key", "here", "remark"), ("---",) * 4]
-        yield _table(
-            [
-                *head,
-                *(
-                    (
-                        name or "all",
-                        f"`{key}`",
-                        _counterpart(rule, names_trainer=key in project.chosen_by),
-                        _remark(rule),
-                    )
-                    for name, key, rule in rows
-                    if rule.kind != "unneeded" or rule.note
-                ),
-            ]
+        rows = (
+            (
+                name or "all",
+                f"`{key}`",
+                _counterpart(rule, names_trainer=key in project.chosen_by),
+                _remark(rule),
+            )
+            for name, keys in groups.items()
+            for key, rule in keys.items()
+            if rule.kind != "unneeded" or rule.note
         )
-        head = [("trainer", "here", "defaults that are written"), ("---",) * 3]
-        defaults = [
-            (f"`{name}`", f"`{variant.trainer}`", _defaults(project.defaults | variant.defaults))
+        yield _table(("trainer", "key", "here", "remark"), rows)
+        defaults = (
+            (f"`{name}`", f"`{variant.trainer}`", _values(project.defaults | variant.defaults))
             for name, variant in project.variants.items()
-        ]
-        yield _table([*head, *defaults])
+        )
+        yield _table(("trainer", "here", "defaults that are written"), defaults)
 
 
 def _counterpart(rule: Rule, *, names_trainer: bool) -> str:
@@ -155,17 +150,15 @@ def _remark(rule: Rule) -> str:
     if pairs and not rule.ours:
         only = ", ".join(f"`{theirs}`" for theirs, ours in pairs if ours == {})
         return "; ".join(filter(None, (f"behaves as {only}", rule.note)))
-    changed = [f"`{theirs}`: {_value(ours)}" for theirs, ours in pairs if ours not in (theirs, {})]
+    changed = [
+        f"`{theirs}`: {_values(ours) if isinstance(ours, dict) else f'`{ours}`'}"
+        for theirs, ours in pairs
+        if ours not in (theirs, {})
+    ]
     return "; ".join(filter(None, (", ".join(changed), rule.note)))
 
 
-def _value(ours: Any) -> str:
-    if isinstance(ours, dict):
-        return ", ".join(f"`{name}` {value}" for name, value in ours.items())
-    return f"`{ours}`"
-
-
-def _defaults(values: Mapping[str, Any]) -> str:
+def _values(values: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}` {value}" for name, value in values.items())
 
 
@@ -225,9 +218,8 @@ PAGES = {
 }
 
 
-def _presets() -> list[tuple[str, ...]]:
-    head = ("preset", "stage", "optimizer", "weights", "choose it where")
-    rows = [head, ("---",) * len(head)]
+def _presets() -> str:
+    rows = []
     for name, preset in PRESETS.items():
         names = [name, *(other for other, same in OTHER_NAMES.items() if same == name)]
         places = (preset.offload_optimizer, preset.offload_param)
@@ -235,26 +227,22 @@ def _presets() -> list[tuple[str, ...]]:
         rows.append(
             (", ".join(f"`{each}`" for each in names), str(preset.stage), *on, preset.reason)
         )
-    return rows
+    return _table(("preset", "stage", "optimizer", "weights", "choose it where"), rows)
 
 
-def _capabilities() -> list[tuple[str, ...]]:
-    head = ("feature", "setting", "DeepSpeed", "stages", "precisions", "not with")
-    return [
-        head,
-        ("---",) * len(head),
-        *(
-            (
-                row.feature,
-                f"`{row.setting}`" if row.setting else "",
-                f">= {row.least}",
-                ", ".join(map(str, row.stages)),
-                ", ".join(row.precisions),
-                ", ".join(f"`{name}`" for name in row.excludes),
-            )
-            for row in CAPABILITIES
-        ),
-    ]
+def _capabilities() -> str:
+    rows = (
+        (
+            row.feature,
+            f"`{row.setting}`" if row.setting else "",
+            f">= {row.least}",
+            ", ".join(map(str, row.stages)),
+            ", ".join(row.precisions),
+            ", ".join(f"`{name}`" for name in row.excludes),
+        )
+        for row in CAPABILITIES
+    )
+    return _table(("feature", "setting", "DeepSpeed", "stages", "precisions", "not with"), rows)
 
 
 def _short(target: str) -> str:
@@ -263,23 +251,19 @@ def _short(target: str) -> str:
     return ".".join(names if len(names) > 1 else [module.rpartition(".")[2], *names])
 
 
-def _patches() -> list[tuple[str, ...]]:
-    head = ("patch", "stages", "kind", "reason", "gain", "targets")
-    return [
-        head,
-        ("---",) * len(head),
-        *(
-            (
-                f"`{name}`",
-                ", ".join(map(str, patch.stages)),
-                patch.kind,
-                patch.reason,
-                patch.gain,
-                ", ".join(f"`{_short(target)}`" for target in patch.targets),
-            )
-            for name, patch in PATCHES.items()
-        ),
-    ]
+def _patches() -> str:
+    rows = (
+        (
+            f"`{name}`",
+            ", ".join(map(str, patch.stages)),
+            patch.kind,
+            patch.reason,
+            patch.gain,
+            ", ".join(f"`{_short(target)}`" for target in patch.targets),
+        )
+        for name, patch in PATCHES.items()
+    )
+    return _table(("patch", "stages", "kind", "reason", "gain", "targets"), rows)
 
 
 def _public_names(module: ModuleType) -> list[str]:
@@ -348,9 +332,9 @@ def _is_public(node: Function) -> bool:
 def _fields(node: ast.ClassDef) -> Iterator[str]:
     """Yield a list entry for each annotated name of a class, with its default and docstring."""
     for item, below in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+        if not isinstance(item, ast.AnnAssign):
             continue
-        text = f"- `{item.target.id}: {ast.unparse(item.annotation)}`"
+        text = f"- `{ast.unparse(item.target)}: {ast.unparse(item.annotation)}`"
         if (default := _default(item.value)) is not None:
             text += f", default `{default}`"
         match below:
@@ -394,16 +378,18 @@ def _parameters(arguments: ast.arguments) -> Iterator[str]:
     """Yield the source of each parameter."""
     names = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(names) - len(arguments.defaults)) + list(arguments.defaults)
-    for name, default in zip(names, defaults, strict=True):
-        yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
+    yield from map(_parameter, names, defaults)
     if arguments.vararg:
         yield f"*{ast.unparse(arguments.vararg)}"
     elif arguments.kwonlyargs:
         yield "*"
-    for name, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
+    yield from map(_parameter, arguments.kwonlyargs, arguments.kw_defaults)
     if arguments.kwarg:
         yield f"**{ast.unparse(arguments.kwarg)}"
+
+
+def _parameter(name: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(name) + (f"={ast.unparse(default)}" if default else "")
 
 
 def _block(text: str) -> str:

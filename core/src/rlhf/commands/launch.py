@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf.commands.main import positive
 from rlhf.errors import RLHFError
 from rlhf.launch import jobs
 from rlhf.request.reader import Request
@@ -30,10 +31,16 @@ def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
         )
         if kind == "hostfile":
             parser.add_argument("--hosts", required=True, type=Path, help="lines NAME slots=N")
-            parser.add_argument("--port", type=_count, default=jobs.PORT, help="of the first host")
+            parser.add_argument(
+                "--port", type=positive(int), default=jobs.PORT, help="of the first host"
+            )
         else:
-            parser.add_argument("--nodes", type=_count, required=True, help="number of hosts")
-            parser.add_argument("--gpus", type=_count, required=True, help="devices of each host")
+            parser.add_argument(
+                "--nodes", type=positive(int), required=True, help="number of hosts"
+            )
+            parser.add_argument(
+                "--gpus", type=positive(int), required=True, help="devices of each host"
+            )
         if kind == "slurm":
             text = "a further option of sbatch, such as partition=gpu; may be repeated"
             parser.add_argument("--sbatch", action="append", default=[], help=text)
@@ -121,9 +128,3 @@ def _host_file(command: list[str], options: argparse.Namespace) -> int:
         f"this host is {names[0]}, which {options.hosts} does not list; run the printed command "
         "of this host"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return int(text)

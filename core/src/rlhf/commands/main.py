@@ -191,7 +191,7 @@ def _add_migrate(commands: Any) -> None:
     text = "trl, axolotl, llamafactory or openrlhf, with a trainer as in trl/dpo; default: detected"
     command.add_argument("--from", dest="chosen", metavar="PROJECT", help=text)
     text = "devices that it was run on, a factor of batch.size; default: as its launcher says"
-    command.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
+    command.add_argument("--gpus", type=positive(int), metavar="N", help=text)
 
 
 def _add_serve(commands: Any) -> None:
@@ -210,9 +210,9 @@ def _add_serve(commands: Any) -> None:
     text = "what clients must send; none: nothing; default: RLHF_TOKEN, else a new one is printed"
     command.add_argument("--token", help=text)
     text = "tokens of a forward pass, and of the longest prompt with an answer; default: 8192"
-    command.add_argument("--max-tokens", type=_positive(int), default=8192, metavar="N", help=text)
+    command.add_argument("--max-tokens", type=positive(int), default=8192, metavar="N", help=text)
     text = "requests that may wait; more are refused with 503; default: 256"
-    command.add_argument("--queue", type=_positive(int), default=256, metavar="N", help=text)
+    command.add_argument("--queue", type=positive(int), default=256, metavar="N", help=text)
     command.add_argument("--device", help="such as cpu or cuda:1; default: cuda if there is one")
     dtypes = ("auto", "fp32", "bf16", "fp16")
     text = "auto, the default, is that of the folder"
@@ -222,13 +222,15 @@ def _add_serve(commands: Any) -> None:
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add the options of `rlhf plan`, which may also come after the trainer's name."""
     text = "accelerators of all hosts; default: --nproc, else those of this machine"
-    parser.add_argument("--gpus", type=_positive(int), metavar="N", help=text)
+    parser.add_argument("--gpus", type=positive(int), metavar="N", help=text)
     text = "memory of each; default: that of this machine's"
-    parser.add_argument("--gpu-memory", type=_positive(float), metavar="GIB", help=text)
+    parser.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help=text)
     parser.add_argument("--json", **AS_JSON, help="print the plan as JSON, in bytes")
 
 
-def _positive(kind: type[Any]) -> Callable[[str], Any]:
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a parser of numbers above 0 for argparse."""
+
     def read(text: str) -> Any:
         try:
             value = kind(text)

@@ -3,6 +3,8 @@
 import functools
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def check_trainer(trainer: Any, path: str) -> None:
 
 
 def demo_file(plugin: Installed, record: TrainerPlugin) -> Path:
-    """Return the path of the trainer's demo YAML, which lies beside the module of its record."""
+    """Return the path of the trainer's demo YAML, in the folder of the module of its record."""
     if record.demo is None:
         raise RLHFError(f"{plugin} has no demo; pass --model and --data")
     return Path(str(sys.modules[plugin.value.partition(":")[0]].__file__)).with_name(record.demo)
@@ -57,14 +59,21 @@ def load_object(path: str, plugin: Installed | None = None) -> Any:
     `plugin` is the plugin that names it, for the error's text.
     """
     module, _, name = path.partition(":")
-    try:
+    with import_errors(plugin or path, f"python -c 'import {module}'"):
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+@contextmanager
+def import_errors(what: object, command: str) -> Iterator[None]:
+    """Raise RLHFError for what an import raises. `command` shows where."""
+    try:
+        yield
     except RLHFError:
         raise
-    except Exception as error:  # A plugin's module may raise anything.
+    except Exception as error:  # The module of a plugin or of a user may raise anything.
         raise RLHFError(
-            f"{plugin or path} cannot be imported: {type(error).__name__}: {first_line(error)} "
-            f"(`python -c 'import {module}'` shows where)"
+            f"{what} cannot be imported: {type(error).__name__}: {first_line(error)} "
+            f"(`{command}` shows where)"
         ) from error
 
 
@@ -74,7 +83,11 @@ def load_own(path: str) -> Any:
     The module may lie in the current folder, which is not on the path of the command `rlhf`. The
     folder is appended, so that none of the user's files shadows an installed module.
     """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    add_to_path(Path.cwd())
     return load_object(path)
+
+
+def add_to_path(folder: Path) -> None:
+    """Let modules in `folder` be imported, after all others."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -129,7 +129,8 @@ def _rows(name: str, distribution: metadata.Distribution) -> Iterator[Installed]
                 kind=kind,
                 distribution=name,
                 version=distribution.version,
-                summary=_summary(distribution),
+                # Without one, `[]` of importlib_metadata raises.
+                summary=distribution.metadata.get_all("Summary", [""])[0],
                 problem=name_problem(kind, entry.name) or _version_problem(distribution),
                 value=entry.value.partition("[")[0].strip(),
             )
@@ -142,13 +143,6 @@ def name_problem(kind: str, name: str) -> str | None:
     if kind in WITH_SECTION and name in RESERVED:
         return f"its name '{name}' is reserved for core"
     return None
-
-
-def _summary(distribution: metadata.Distribution) -> str:
-    """Return the summary; of one without, importlib_metadata raises where the library returns
-    None."""
-    fields = distribution.metadata
-    return (fields["Summary"] or "") if "Summary" in fields else ""
 
 
 def _version_problem(distribution: metadata.Distribution) -> str | None:

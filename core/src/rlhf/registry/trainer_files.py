@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import inspect
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,13 @@ import attrs
 
 from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import NoSettings, TrainerPlugin
-from rlhf.registry.imports import check_trainer, load_object, load_record
+from rlhf.registry.imports import (
+    add_to_path,
+    check_trainer,
+    import_errors,
+    load_object,
+    load_record,
+)
 from rlhf.registry.installed import Installed, find, name_problem
 
 
@@ -42,19 +47,10 @@ def load_trainer(name: str) -> tuple[Installed, TrainerPlugin]:
 
 def _import(path: Path) -> ModuleType:
     """Import the file as the module of its name, so that other processes find its classes."""
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    add_to_path(path.parent)
     importlib.invalidate_caches()
-    try:
+    with import_errors(path, f"python {path}"):
         module = importlib.import_module(path.stem)
-    except RLHFError:
-        raise
-    except Exception as error:  # A user's file may raise anything.
-        raise RLHFError(
-            f"{path} cannot be imported: {type(error).__name__}: {first_line(error)} "
-            f"(`python {path}` shows where)"
-        ) from error
     other = getattr(module, "__file__", None)
     if other is None or not Path(other).samefile(path):
         raise RLHFError(f"{path} has the name of another module, {other or path.stem}; rename it")

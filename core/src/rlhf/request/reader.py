@@ -77,10 +77,12 @@ def read_config(
     observers = tuple((each, load_record(find("observer", each)).config) for each in names)
     cls = config_class(trainer.name, plugin.config, backend.name, record.config, observers, name)
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
-    tree = _merged(cls, ("model", "data", "optim", "observers", trainer.name, backend.name), layers)
+    sections = ("model", "data", "optim", "observers", trainer.name, backend.name)
+    tree = merge(cls, {section: {} for section in sections}, *layers)
     tree["observers"] = {each: tree["observers"].get(each) for each in names}
-    for dotted, value in record.defaults(tree[backend.name]).items() if record.defaults else ():
-        tree = merge(cls, nested(dotted, value), tree)
+    if record.defaults:
+        implied = record.defaults(tree[backend.name])
+        tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
     if demo:
         tree = merge(cls, load_yaml(demo_file(trainer, plugin)), tree)
@@ -102,22 +104,10 @@ def read_config(
     )
 
 
-def _merged(
-    cls: type, sections: Sequence[str], layers: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the layers as one tree, each over the one before, which has `sections` at least."""
-    tree: dict[str, Any] = {section: {} for section in sections}
-    for layer in layers:
-        tree = merge(cls, tree, layer)
-    return tree
-
-
 def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> dict[str, Any]:
     """Return the trainer's defaults as a tree. Raises RLHFError for an unknown setting or a wrong
     value, which is the plugin's mistake and not the user's."""
-    tree: dict[str, Any] = {"optim": {}}
-    for dotted, value in plugin.defaults.items():
-        tree = merge(cls, tree, nested(dotted, value))
+    tree = merge(cls, {"optim": {}}, *(nested(*item) for item in plugin.defaults.items()))
     _, problems = structure(tree, cls)
     if problems:
         raise RLHFError(f"{trainer} has a wrong default: {'; '.join(problems)}")

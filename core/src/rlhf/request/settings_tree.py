@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
@@ -56,11 +57,12 @@ def without_removed(kind: Any, tree: Any) -> Any:
     return {key: without_removed(kinds.get(key), item) for key, item in kept.items()}
 
 
-def merge(cls: type, under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `over` merged onto `under`, section by section; null disables an optional section."""
+def merge(cls: type, *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers as one tree, each over the one before, section by section; null disables an
+    optional section."""
     kinds = {setting_name(item): item.type for item in attrs.fields(cls)}
-    merged = dict(under)
-    for key, value in over.items():
+    merged: dict[str, Any] = {}
+    for key, value in chain.from_iterable(layer.items() for layer in layers):
         section = section_class(kinds.get(key))
         if section is None or (value is None and section is not kinds[key]):
             merged[key] = value

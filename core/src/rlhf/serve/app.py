@@ -52,8 +52,7 @@ class Service:
         self.queue = queue
         self.open = 0
         """Requests that are accepted and not yet answered."""
-        self.metrics = Metrics()
-        self.metrics.watch(lambda: self.open)
+        self.metrics = Metrics(lambda: self.open)
         self.batches = Batches(scorer, max_tokens=max_tokens, metrics=self.metrics)
         # One thread: a chat template keeps what it rendered last.
         self.reader = ThreadPoolExecutor(1, "reader")

@@ -9,9 +9,9 @@ SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class Metrics:
-    """Counts of one server."""
+    """Counts of one server. `num_open` returns the number of open requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_open: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "rlhf_requests", "Requests that were answered", ["path", "status"],
@@ -24,14 +24,10 @@ class Metrics:
         self.batch_tokens = Histogram(
             "rlhf_batch_tokens", "Tokens of a forward pass", buckets=TOKENS, registry=self.registry
         )
-        self._open = Gauge(
+        Gauge(
             "rlhf_open_requests", "Requests that are accepted and not yet answered",
             registry=self.registry,
-        )  # fmt: skip
-
-    def watch(self, num_open: Callable[[], int]) -> None:
-        """Show what `num_open` returns as the number of open requests."""
-        self._open.set_function(num_open)
+        ).set_function(num_open)  # fmt: skip
 
     def text(self) -> bytes:
         """Return all metrics."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands.main import main
-from rlhf.commands.new import KINDS, TEMPLATES
-from rlhf.registry.installed import is_satisfied
+from rlhf.commands.new import TEMPLATES
+from rlhf.registry.installed import GROUPS, is_satisfied
 
 NAME = "odd_one"
 
@@ -37,7 +37,7 @@ def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GROUPS.values())
 def test_a_new_distribution_passes_its_own_tests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +89,7 @@ def test_the_kit_of_trainers_runs_on_a_new_backend(
 
 
 def test_the_ranges_of_the_templates_include_this_core() -> None:
-    for kind in KINDS:
+    for kind in GROUPS.values():
         text = (TEMPLATES / kind / "pyproject.toml").read_text()
         assert '"rlhf-core>=0.1,<0.2"' in text
     assert is_satisfied("rlhf-core>=0.1,<0.2")

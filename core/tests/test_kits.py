@@ -15,9 +15,8 @@ from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
 from rlhf.testing import BackendConformance, ObserverConformance, PlainBackend, TrainerConformance
 from rlhf.testing.backend_conformance import Problems
-from rlhf.testing.observer_conformance import Watched
+from rlhf.testing.observer_conformance import Watched, watched_by
 from rlhf.testing.plain import PlainEngine
-from rlhf.testing.tiny import short_run
 
 KITS = (TrainerConformance, BackendConformance, ObserverConformance)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,14 +129,10 @@ def _observers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.usefixtures("_observers")
 def test_an_observer_that_raises_fails_and_a_sound_one_passes(tmp_path: Path) -> None:
-    inputs = short_run(tmp_path, "demonstration")
-    inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
-    inputs += ["--checkpoint.every", "2", "--train.samples", "2"]
-
     def watched(name: str) -> tuple[ObserverConformance, Watched]:
-        kit = type("Kit", (ObserverConformance,), {"observer": name})()
+        kit = type("Kit", (ObserverConformance,), {"observer": name})
         (tmp_path / name).mkdir()
-        return kit, Watched(name, tmp_path / name, inputs, ())
+        return kit(), watched_by(kit, tmp_path / name)
 
     kit, runs = watched("odd_sound")
     kit.test_it_does_not_raise(runs)

@@ -73,7 +73,7 @@ def run(
 ) -> RunResult:
     """Train, as `rlhf run` does, and return what the run has left.
 
-    A run of one process takes place in this one; with more, `nproc` of them are started, by default
+    A run of one process happens in this one; with more, `nproc` of them are started, by default
     one per device. `resume` continues the run in `config.output`, from its newest checkpoint or
     from the one that it names (`step-000400`); `overwrite` replaces it. Environment variables,
     signal handlers and process groups are afterwards what they were before. The first Ctrl-C saves

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from rlhf.config import Config
+    from rlhf.config.sections import Config
     from rlhf.engine import (
         Engine,
         EngineState,
@@ -112,7 +112,7 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def axis_sizes(self, config: Config, ranks: int) -> Mapping[str, int]:
-        """Return the sizes of the mesh's axes on so many ranks, as `rlhf.engine.axes` takes them.
+        """Return the sizes of the mesh's axes on `ranks` ranks, as `rlhf.engine.axes` takes them.
 
         `rlhf plan` asks for them without a process group. Core's default makes all ranks data
         ranks. Raises RLHFError if they do not divide the ranks."""

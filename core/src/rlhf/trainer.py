@@ -142,8 +142,8 @@ class Trainer(abc.ABC):
 
         Core calls it without gradient over the whole step, before the first `loss` of the step, and
         in evaluations too. The values of all micro-batches and ranks are in `batch.step`, in the
-        order of examples, beside `batch.step["examples"]` and `batch.step["answers"]`: the places
-        of this micro-batch's own examples and answers among them.
+        order of examples; `batch.step["examples"]` and `batch.step["answers"]` are the places of
+        this micro-batch's own examples and answers among them.
         """
         return {}
 
@@ -264,8 +264,8 @@ class Run(Protocol):
 
         By default the model is the one of the configuration, with its adapters; pass `model` for
         another, such as a teacher. `task` is what its head predicts: the vocabulary, scores per
-        answer, or scores per token; by default it has one of them per answer, or two per token, and
-        with `labels` so many. With `dropout=False` the model's own dropout is removed.
+        answer, or scores per token; by default it has one of them per answer, or two per token;
+        `labels` sets another number. With `dropout=False` the model's own dropout is removed.
 
         `extra` are parameters of the trainer by name, with their first values. A readout gets them
         as `head.extra[name]`. They are trained, sharded, saved and exported with the model, also
@@ -300,7 +300,7 @@ class Run(Protocol):
 
         `adapter` is the policy with its adapter off, `engine` a frozen second model, `cache`
         log-probabilities that are computed once and kept on disk; `auto` takes the cheapest. With
-        `every` the reference moves to the share `mix` of the policy after so many steps (TR-DPO,
+        `every` the reference moves to the share `mix` of the policy every `every` steps (TR-DPO,
         arXiv 2404.09656). `live` means that it is called with other tokens than those of the data,
         or with a readout, which a cache cannot answer; it can then be the teacher of
         `rlhf.readouts.distil`.

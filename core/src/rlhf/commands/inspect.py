@@ -125,7 +125,8 @@ def _legend() -> Text:
 
 
 def _run_of(tokens: Sequence[int], tokenizer: Any, style: str) -> Text:
-    """The tokens as text, including special ones; invalid bytes become a replacement mark."""
+    """Return the tokens as text, including special ones; invalid bytes become a replacement
+    mark."""
     ids = [int(token) for token in tokens]
     if len(ids) <= SHOWN_TOKENS:
         return Text.assemble((tokenizer.decode(ids), style))

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.errors import RLHFError
-from rlhf.registry.installed import GROUPS, installed, known_plugins, name_problem
+from rlhf.registry.installed import installed, known_plugins, name_problem
 
-KINDS = tuple(GROUPS.values())
 PACKAGE = Path(__file__).parents[1]
 TEMPLATES = PACKAGE / "templates"
 """One folder for each kind. They are whole distributions whose name is new_name."""

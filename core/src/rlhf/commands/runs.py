@@ -62,5 +62,5 @@ def _changed(path: Path) -> float:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no nan."""
+    """Return None for what JSON cannot hold, such as nan."""
     return value if value is not None and math.isfinite(value) else None

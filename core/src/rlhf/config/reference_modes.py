@@ -15,7 +15,7 @@ def check_reference(
 ) -> None:
     """Raise RLHFError if this configuration cannot have this mode of a reference.
 
-    `auto` chooses a possible mode, so it fails only for a reference that moves `every` so many
+    `auto` chooses a possible mode, so it fails only for a reference that moves every `every`
     steps, which has to be an engine. `live` says that the trainer needs more than log-probabilities
     of the answers in the rows.
     """

@@ -30,31 +30,25 @@ def slurm_script(
     `partition=gpu`.
     """
     seconds = round(seconds_to_save)
-    lines = [
-        f"job-name=rlhf-{name}",
-        f"nodes={hosts}",
-        f"ntasks-per-node={nproc}",
-        f"gpus-per-node={nproc}",
-        f"signal={stop_signal}@{seconds}",
-        "requeue",
-        "open-mode=append",
-        *options,
-    ]
+    more = "".join(f"#SBATCH --{option}\n" for option in options)
     # Without --wait, the ranks of other hosts would wait for one that has failed.
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH --{line}" for line in lines),
-            "",
-            f"cd {shlex.quote(str(folder))} || exit 1",
-            f"srun --wait={seconds} {shlex.join(command)}",
-            "code=$?",
-            "# 143: the run was stopped and has saved. The same job continues it.",
-            'if [ "$code" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-            'exit "$code"',
-            "",
-        ]
-    )
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name=rlhf-{name}
+#SBATCH --nodes={hosts}
+#SBATCH --ntasks-per-node={nproc}
+#SBATCH --gpus-per-node={nproc}
+#SBATCH --signal={stop_signal}@{seconds}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+{more}
+cd {shlex.quote(str(folder))} || exit 1
+srun --wait={seconds} {shlex.join(command)}
+code=$?
+# 143: the run was stopped and has saved. The same job continues it.
+if [ "$code" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
 
 
 def train_job(

@@ -36,7 +36,7 @@ def num_devices() -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this rank when the launcher of ours that started it dies."""
+    """Have the kernel kill this rank when our launcher that started it dies."""
     parent = os.environ.get(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -46,7 +46,7 @@ def die_with_parent() -> None:
 
 
 def wait_at_gate() -> None:
-    """Wait until the launcher of ours that started this rank, if one did, has prepared the run."""
+    """Wait until our launcher, if it started this rank, has prepared the run."""
     gate = os.environ.get(GATE)
     if gate is not None and not os.read(int(gate), 1):
         sys.exit(1)  # The launcher has died or been stopped.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import FrameType
 
 PARENT = "RLHF_PARENT"
-"""Variable with the process id of the launcher of ours that started this rank."""
+"""Variable with the process id of our launcher that started this rank."""
 PROBLEMS = "RLHF_PROBLEMS"
 """Variable with the descriptor of the file in which that launcher collects the ranks' errors."""
 GATE = "RLHF_GATE"

@@ -53,22 +53,9 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
     def read(each: Mapping[str, Any]) -> Any:
         kind = each.get("type")
         fields = each if not isinstance(kind, Mapping) else {**each, **kind}
-        columns = _renamed(
-            (ours, fields.get(theirs))
-            for ours, theirs in (
-                ("messages", "field_messages"),
-                ("tools", "field_tools"),
-                ("instruction", "field_instruction"),
-                ("input", "field_input"),
-                ("output", "field_output"),
-                ("prompt", "field_prompt"),
-                ("completion", "field_completion"),
-                ("chosen", "field_chosen"),
-                ("rejected", "field_rejected"),
-                ("label", "field_label"),
-                ("text", "field"),
-            )
-        )
+        names = "messages tools instruction input output prompt completion chosen rejected label"
+        columns = _renamed((name, fields.get(f"field_{name}")) for name in names.split())
+        columns |= _renamed([("text", fields.get("field"))])
         if columns.get("messages") == "conversations":
             del columns["messages"]  # It is read under this name too.
         for name in ("roles_to_train", "train_on_eos", "shards", "split_thinking", "roles"):

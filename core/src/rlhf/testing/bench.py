@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import define, field
@@ -44,10 +45,18 @@ class Bench:
     """Tokens of the largest example, that of a rollout included."""
     _made: dict[str, Metrics | Exception] = field(factory=dict)
 
-    def plain(self) -> Metrics:
-        """Return the metrics of the run in plain torch, with which all others are compared."""
+    def plain(
+        self,
+        name: str = "plain",
+        *words: str,
+        to: str = "",
+        observers: Mapping[str, object] = MappingProxyType({}),
+    ) -> Metrics:
+        """Return the metrics of a run in plain torch, by default of that with which all others are
+        compared. It is made once by this name, in the folder `to` or `name`."""
+        arguments = self._to(to or name, *words)
         return self._once(
-            "plain", lambda: tiny.run(self.trainer, self._to("plain"), self.cache, True)
+            name, lambda: tiny.run(self.trainer, arguments, self.cache, True, observers)
         )
 
     def run(self, name: str, world: int, *words: str) -> Metrics:

@@ -22,7 +22,7 @@ from rlhf.registry.installed import find
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
-from rlhf.testing.bench import LIKELIHOOD
+from rlhf.testing.bench import LIKELIHOOD, Bench
 from rlhf.testing.curves import Metrics, weights, without_timings
 from rlhf.testing.promises import promise
 
@@ -68,54 +68,44 @@ class Recorder:
 
 @define
 class Watched:
-    """The runs of one observer's tests, those made so far by their names."""
+    """The runs of one observer's tests."""
 
     observer: str
-    folder: Path
-    inputs: list[str]
     words: Sequence[str]
     """More words for the runs with the observer."""
+    bench: Bench
     recorder: Recorder = field(factory=Recorder)
-    made: dict[str, Metrics] = field(factory=dict)
+
+    @property
+    def observed(self) -> list[str]:
+        """The words of a run with the observer."""
+        return ["--observers", f"[{self.observer}]", *self.words]
 
     def alone(self) -> Metrics:
         """Return the metrics of a run without the observer."""
-        return self._once("alone", [])
+        return self.bench.plain()
 
     def watched(self) -> Metrics:
         """Return the metrics of a run with it; the recorder watches that run too."""
-        return self._once("watched", self._observed(), recorder=self.recorder)
+        return self.bench.plain("watched", *self.observed, observers={"the kit": self.recorder})
 
     def resumed(self) -> Metrics:
         """Return the metrics of a run with it that is stopped and resumed."""
-        self._once("stopped", [*self._observed(), "--train.stop_at", "2"], to="resumed")
-        return self._once("resumed", [*self._observed(), "--resume"])
+        self.bench.plain("stopped", *self.observed, "--train.stop_at", "2", to="resumed")
+        return self.bench.plain("resumed", *self.observed, "--resume")
 
     def failure(self, name: str) -> str:
         """Return the traceback of what the observer raised in that run, or ""."""
-        file = self.folder / name / "errors" / f"observer-{self.observer}.txt"
+        file = self.bench.folder / name / "errors" / f"observer-{self.observer}.txt"
         return file.read_text() if file.exists() else ""
 
     def record(self, name: str) -> RunRecord:
         """Return the record of a run in an empty folder."""
-        folder = self.folder / name
+        folder = self.bench.folder / name
         folder.mkdir()
-        words = [*self.inputs, *self._observed(), "--output", str(folder)]
+        words = [*self.bench.words, *self.observed, "--output", str(folder)]
         config = read_config(LIKELIHOOD, overrides=words).config
         return RunRecord(name="likelihood", folder=folder, config=config, steps=4, id=name)
-
-    def _observed(self) -> list[str]:
-        return ["--observers", f"[{self.observer}]", *self.words]
-
-    def _once(
-        self, name: str, words: list[str], *, to: str = "", recorder: Recorder | None = None
-    ) -> Metrics:
-        if name not in self.made:
-            arguments = [*self.inputs, "--output", str(self.folder / (to or name)), *words]
-            more = {"the kit": recorder} if recorder else {}
-            cache = str(self.folder / "cache")
-            self.made[name] = tiny.run(LIKELIHOOD, arguments, cache, plain=True, observers=more)
-        return self.made[name]
 
 
 @documented
@@ -132,12 +122,9 @@ class ObserverConformance:
     def runs(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         """The runs of the class."""
         folder = tmp_path_factory.mktemp(f"observer-{cls.observer}")
-        inputs = tiny.short_run(folder, "demonstration")
-        inputs += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
-        inputs += ["--checkpoint.every", "2", "--train.samples", "2"]
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RLHF_CACHE", str(folder / "cache"))
-            yield Watched(cls.observer, folder, inputs, cls.words)
+            yield watched_by(cls, folder)
 
     @promise("an observer implements hooks of observers", "hooks.md, Observer hooks")
     def test_it_has_hooks(self) -> None:
@@ -152,7 +139,8 @@ class ObserverConformance:
     @promise("an observer changes nothing in a run", "hooks.md, Observer hooks")
     def test_it_changes_nothing(self, runs: Watched) -> None:
         assert without_timings(runs.watched()) == without_timings(runs.alone())
-        same = weights(runs.folder / "watched") == weights(runs.folder / "alone")
+        folder = runs.bench.folder
+        same = weights(folder / "watched") == weights(folder / "plain")
         assert same, "the exported weights differ"
 
     @promise("observers are called in the order of the run", "hooks.md, Observer hooks")
@@ -181,3 +169,12 @@ class ObserverConformance:
         return load_observer(
             find("observer", self.observer), config.observers.by_name[self.observer]
         )
+
+
+def watched_by(kit: type[ObserverConformance], folder: Path) -> Watched:
+    """Return the runs of a subclass, with their inputs in the empty `folder`."""
+    words = tiny.short_run(folder, "demonstration")
+    words += ["--train.eval_every", "2", "--train.eval_at_start", "true"]
+    words += ["--checkpoint.every", "2", "--train.samples", "2"]
+    bench = Bench(LIKELIHOOD, "likelihood", folder, words, str(folder / "cache"))
+    return Watched(kit.observer, kit.words, bench)

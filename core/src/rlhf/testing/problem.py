@@ -92,7 +92,7 @@ def configure(
     clip: float = 0.5,
     optimizer: Literal["adamw", "lion", "sgd"] = "adamw",
 ) -> BackendConfig:
-    """A configuration whose clipping is active and whose decay shows."""
+    """Return a configuration whose clipping is active and whose decay shows."""
     optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states, name=optimizer)
     return BackendConfig(model=ModelConfig(dtype=dtype), optim=optim, section=section)
 
@@ -138,7 +138,7 @@ class Outcome:
 
 
 def initial_weights(*, tied: bool = True) -> dict[str, Tensor]:
-    """The state dict every run starts from."""
+    """Return the state dict that every run starts from."""
     generator = torch.Generator().manual_seed(1)
     weights = {}
     for name, value in Packed(tied=tied).state_dict().items():
@@ -151,7 +151,7 @@ def initial_weights(*, tied: bool = True) -> dict[str, Tensor]:
 
 
 def shape() -> ModelShape:
-    """The size of the tiny model."""
+    """Return the size of the tiny model."""
     count = sum(parameter.numel() for parameter in Packed().parameters())
     return ModelShape(
         parameters=count,
@@ -164,7 +164,7 @@ def shape() -> ModelShape:
 
 
 def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
-    """The mesh, a prepared engine and the plan's summary."""
+    """Return the mesh, a prepared engine and the plan's summary."""
     mesh = backend.setup_mesh(config=case.config)
     plan, module = load(backend, case, mesh, "policy", trained=True)
     if case.adapter:
@@ -183,7 +183,7 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
 
 
 def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> tuple[Plan, Packed]:
-    """The plan of a role, and its module with the initial weights."""
+    """Return the plan of a role, and its module with the initial weights."""
     plan = backend.configure_zero(
         config=case.config, mesh=mesh, model_shape=shape(), role=role, trained=trained, occupied=0
     )
@@ -260,7 +260,7 @@ def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint that `follow` wrote, tied ones once."""
+    """Return the weights of a checkpoint that `follow` wrote, tied ones once."""
     return SavedEngine(folder).weights()
 
 
@@ -281,7 +281,7 @@ def _step_loss(engine: Any, mesh: Any, case: Case, step: int) -> Tensor:
 
 
 def make_batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """The `rows` of a step, of `ROWS`."""
+    """Return the `rows` of a step, of `ROWS`."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY, (ROWS, 6), generator=generator)[list(rows)].to(device)
     return {
@@ -292,7 +292,7 @@ def make_batch(step: int, rows: Sequence[int], device: torch.device) -> dict[str
 
 
 def _parts(batch: dict[str, Tensor], num: int) -> list[dict[str, Tensor]]:
-    """The batch's rows in `num` batches."""
+    """Return the batch's rows in `num` batches."""
     each = {name: value.tensor_split(num) for name, value in batch.items()}
     return [{name: parts[k] for name, parts in each.items()} for k in range(num)]
 

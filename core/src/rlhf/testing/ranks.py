@@ -62,7 +62,8 @@ class Ranks:
     def run(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
     ) -> list[Any]:
-        """`function(*arguments)` on every rank at once; its results in the order of ranks.
+        """Call `function(*arguments)` on every rank at once; return the results in the order of
+        ranks.
 
         The function lives at the top of a module or of a test file; arguments and results are
         pickled. Raises RankFailure, after which the next run starts new processes.
@@ -150,7 +151,8 @@ _shared: dict[int, Ranks] = {}
 
 
 def shared(world: int) -> Ranks:
-    """The pool of this session with `world` ranks: one for all test files and distributions."""
+    """Return the pool of this session with `world` ranks, one for all test files and
+    distributions."""
     if world not in _shared:
         _shared[world] = Ranks(world)
     return _shared[world]
@@ -163,7 +165,7 @@ def close_shared() -> None:
 
 
 def ranks_fixture(world: int) -> Any:
-    """A pytest fixture of session scope that gives the shared pool with `world` ranks."""
+    """Return a pytest fixture of session scope that gives the shared pool with `world` ranks."""
 
     @pytest.fixture(scope="session")
     def ranks() -> Ranks:
@@ -187,8 +189,7 @@ def _story(answers: dict[int, Answer], *, world: int, doing: str, timeout: float
 
 
 def _work(pipe: connection.Connection, store: str, environment: dict[str, str]) -> None:
-    """A worker's whole life: join the group, then run what comes through the pipe until it
-    closes."""
+    """Join the group, then run what comes through the pipe until it closes."""
     os.environ.update(environment)
     from torch import distributed
 
@@ -227,7 +228,7 @@ def _answer(rank: int, request: Sequence[Any]) -> Answer:
 
 
 def _load(name: str, source: str) -> Any:
-    """The module under the name it has in the test process, so that what is pickled finds its
+    """Import a module under the name it has in the test process, so that what is pickled finds its
     classes."""
     if name in sys.modules:
         return sys.modules[name]

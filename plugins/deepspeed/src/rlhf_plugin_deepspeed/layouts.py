@@ -77,7 +77,7 @@ def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
 
 
 def _settings(section: DeepSpeedConfig, target: Resolved) -> str:
-    """Return what to set for `target` beside what the section has."""
+    """Return the settings for `target` that the section does not have."""
     flags = {name: getattr(target, name) for name in ("offload_optimizer", "offload_param")}
     if section.preset == "auto":
         words = [] if section.stage == target.stage else [f"deepspeed.stage {target.stage}"]

@@ -65,7 +65,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 
 
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
-    """Return the sizes of the axes on so many ranks. Raises RLHFError if they do not divide
+    """Return the sizes of the axes on this number of ranks. Raises RLHFError if they do not divide
     them."""
     section = config.backend_section
     sequence, tensor = section.sequence_parallel, section.tensor_parallel

@@ -70,7 +70,7 @@ class TensorSharding:
 
 
 def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
-    """Raise RLHFError unless the layers of a model can be divided over so many ranks."""
+    """Raise RLHFError unless the layers of a model can be divided over `size` ranks."""
     if shape.tensor % size == 0:
         return
     if shape.tensor == 1:
@@ -86,7 +86,7 @@ def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
 
 
 def shape_of_part(shape: ModelShape, size: int) -> ModelShape:
-    """Return what one of so many ranks has of a model: the whole embedding and head, and a part of
+    """Return what one of `size` ranks has of a model: the whole embedding and head, and a part of
     the layers if they can be divided."""
     if shape.tensor % size:
         return shape

@@ -1,7 +1,7 @@
 """Direct preference optimisation (arXiv 2305.18290) and the losses that followed it.
 
 Departures: the mean over pairs is that of the whole optimizer step; the negative log-likelihood
-beside a pair loss is a mean over the chosen tokens of the step, not over pairs; BCO's reward shift
+next to a pair loss is a mean over the chosen tokens of the step, not over pairs; BCO's reward shift
 is the mean over the pairs of the step, not a running mean, so it depends neither on the split nor
 on earlier steps; of more than two ranked answers the best is compared with the worst.
 """

@@ -20,8 +20,8 @@ def with_new_answers(
     student: Engine,
     teacher: Engine,
 ) -> list[Example]:
-    """The examples, a share of them with an answer by the student and a share with one by the
-    teacher. Which ones, and what is drawn, follows from their seeds. Collective."""
+    """Return the examples, a share of them with an answer by the student and a share with one by
+    the teacher. Which ones, and what is drawn, follows from their seeds. Collective."""
     made = list(examples)
     writers = chosen(examples, seeds, config)
     for engine, places in ((student, writers["student"]), (teacher, writers["teacher"])):

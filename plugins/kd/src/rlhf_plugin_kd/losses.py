@@ -16,7 +16,7 @@ from rlhf.readouts import Measure
 
 
 def measure(loss: str, *, beta: float, skew: float) -> Measure:
-    """The divergence by its name in the configuration."""
+    """Return the divergence by its name in the configuration."""
     measures: dict[str, Measure] = {
         "forward_kl": forward_kl,
         "reverse_kl": reverse_kl,
@@ -71,5 +71,5 @@ def skewed_reverse_kl(student: Tensor, teacher: Tensor, *, skew: float) -> tuple
 
 
 def mixed(one: Tensor, other: Tensor, share: float) -> Tensor:
-    """log(share * exp(one) + (1 - share) * exp(other)), for a share above 0 and below 1."""
+    """Return log(share * exp(one) + (1 - share) * exp(other)), for a share above 0 and below 1."""
     return torch.logaddexp(one + math.log(share), other + math.log1p(-share))

@@ -25,7 +25,7 @@ def order_gradients(
         keep_one_by_one(optimizer)
     if fits and (optimizer.overlap_comm or optimizer.cpu_offload):
         return GradientOrder(optimizer, model)
-    # DeepSpeed reduces beside backward in no fixed order, and at stage 1 loses the gradients that
+    # During backward DeepSpeed reduces in no fixed order, and at stage 1 loses the gradients that
     # only earlier micro-batches have.
     replace("gradient-order", optimizer, overlap_comm=False)
     return None
@@ -33,8 +33,8 @@ def order_gradients(
 
 def keep_one_by_one(optimizer: Any) -> None:
     """Keep this rank's gradients one by one, each when it has been reduced. DeepSpeed allocates
-    room for all of them with the first, beside the sums of earlier micro-batches and, during
-    backward, the activations."""
+    room for all of them with the first, in addition to the sums of earlier micro-batches and,
+    during backward, the activations."""
 
     def copy_grads_in_partition(param: nn.Parameter, group_idx: int | None = None) -> None:
         gradient = optimizer.get_gradient_for_reduction(param)

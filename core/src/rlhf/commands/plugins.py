@@ -54,8 +54,7 @@ def _check(plugin: Installed) -> None:
     if plugin.kind == "trainer":
         _check_trainer(plugin)
     elif plugin.kind == "backend":
-        core = imports.load_object(gateway.CORE)()
-        gateway.check_backend(gateway.load_plugin(plugin), defaults=core)
+        gateway.check_backend(gateway.load_plugin(plugin))
     elif plugin.kind == "observer":
         hooks = imports.load_object(imports.load_record(plugin).hooks, plugin)
         list(gateway.check_hooks(plugin.kind, hooks))

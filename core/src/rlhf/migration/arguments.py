@@ -95,9 +95,9 @@ def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
             key, _, value = word.partition("=")
             options[key] = [value]
         elif word.endswith((".yaml", ".yml")):
-            file = _beside(path, word)
+            file = load_yaml(located(word, path.parent))
     if "config" in options:
-        file = _beside(path, options.pop("config")[0])
+        file = load_yaml(located(options.pop("config")[0], path.parent))
     flags = {name: _value(values) for name, values in options.items()}
     negated = [name for name in flags if name.startswith("no_") and flags[name] is True]
     for name in negated:
@@ -105,9 +105,9 @@ def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
     return file | flags
 
 
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the YAML file that a script names, relative to the working directory or to itself."""
-    return load_yaml(Path(name) if Path(name).exists() else path.parent / name)
+def located(name: str, folder: Path) -> Path:
+    """Return a path that a file in `folder` names, relative to the working directory or to it."""
+    return Path(name) if Path(name).exists() else folder / name
 
 
 def _value(values: list[str]) -> Any:

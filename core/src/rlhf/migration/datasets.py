@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import RLHFError
+from rlhf.migration.arguments import located
 
 Keys = Mapping[str, Any]
 Entries = list[Any]
@@ -87,16 +88,9 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
 
 
 def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
-    place = next(
-        (
-            place
-            for above in (Path(), folder)
-            if (place := above / str(keys.get("dataset_dir", "data"))).is_dir()
-        ),
-        None,
-    )
+    place = located(str(keys.get("dataset_dir", "data")), folder)
     try:
-        text = (place / "dataset_info.json").read_text() if place else "{}"
+        text = (place / "dataset_info.json").read_text() if place.is_dir() else "{}"
         known = json.loads(text)
     except (OSError, ValueError) as error:
         raise RLHFError(f"cannot read {place}/dataset_info.json: {error}") from error
@@ -124,7 +118,7 @@ def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tupl
             del columns["conversations"]
         file = about.get("file_name")
         return _entry(
-            place / file if place and file else about.get("hf_hub_url", name),
+            place / file if file else about.get("hf_hub_url", name),
             subset=about.get("subset"),
             split=about.get("split"),
             limit=keys.get("max_samples", about.get("num_samples")),

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from rlhf.config.foreign import PROJECTS, Rule
 from rlhf.errors import RLHFError
-from rlhf.migration.arguments import Arguments
+from rlhf.migration.arguments import Arguments, located
 from rlhf.migration.datasets import READERS, listed
 
 
@@ -242,8 +242,8 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
     if not chosen:
         return
     if not isinstance(chosen, Mapping):
-        file = next((p for p in (Path(str(chosen)), folder / str(chosen)) if p.is_file()), None)
-        if file is None:
+        file = located(str(chosen), folder)
+        if not file.is_file():
             migration.notes[f"deepspeed {chosen}"] = (
                 "this file was not found; deepspeed.stage stays auto, which the curve does not "
                 "depend on"

@@ -66,11 +66,10 @@ def build_gateways(
     The first extension is the outermost, the first observer is called first. Raises RLHFError for
     an implementation that pluggy would call wrongly or not at all.
     """
-    core = load_object(CORE)()
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(BackendHooks)
-    check_backend(backend, defaults=core)
-    manager.register(core)
+    check_backend(backend)
+    manager.register(load_object(CORE)())
     manager.register(backend)
     for extension in reversed(list(extensions)):
         list(check_hooks("extension", extension))
@@ -81,11 +80,11 @@ def build_gateways(
     return BackendGateway(manager), ObserverGateway(observers)
 
 
-def check_backend(backend: object, *, defaults: object) -> None:
+def check_backend(backend: object) -> None:
     """Raise RLHFError unless `backend` implements each hook exactly once, not counting wrappers;
-    those in `defaults` may be missing."""
+    those that core implements may be missing."""
     implemented = list(check_hooks("backend", backend))
-    covered = {*implemented, *check_hooks("backend", defaults)}
+    covered = {*implemented, *check_hooks("backend", load_object(CORE))}
     for hook in BACKEND_HOOKS:
         if implemented.count(hook) > 1:
             raise RLHFError(

@@ -4,6 +4,7 @@ Needs `rlhf-core[testing]`.
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -15,13 +16,7 @@ except ModuleNotFoundError as error:
 
 # Without it a failing assert of the kit shows no values in the tests of other distributions.
 pytest.register_assert_rewrite(
-    *(
-        f"rlhf.testing.{module}"
-        for module in (
-            *("backend_conformance", "bench", "conformance", "curves", "observer_conformance"),
-            *("problem", "tiny"),
-        )
-    )
+    *(f"{__name__}.{file.stem}" for file in Path(__file__).parent.glob("[!_]*.py"))
 )
 
 if TYPE_CHECKING:

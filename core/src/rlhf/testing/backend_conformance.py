@@ -24,7 +24,7 @@ from rlhf.config.field_docs import documented
 from rlhf.engine import Layout
 from rlhf.hookspecs import Finding
 from rlhf.plugin import BackendPlugin, Config
-from rlhf.registry.gateway import CORE, BackendGateway, build_gateways, check_backend
+from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
@@ -146,8 +146,7 @@ class BackendConformance:
 
     @promise("a backend implements each hook once", "hooks.md, Backend hooks")
     def test_every_hook_is_implemented(self) -> None:
-        backend = load_object(record_of(type(self)).hooks)()
-        check_backend(backend, defaults=load_object(CORE)())
+        check_backend(load_object(record_of(type(self)).hooks)())
 
     @promise("a record imports neither torch nor its own backend", "testing.md, Backends")
     def test_the_record_imports_no_torch(self) -> None:

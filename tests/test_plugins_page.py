@@ -62,7 +62,9 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_trainer_of_the_page_trains_and_packs(name: str, tmp_path: Path) -> None:
+def test_a_trainer_of_the_page_trains_and_packs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Kit(TrainerConformance):
         trainer = name
         rows = QUESTIONS if name == "OwnRows" else None
@@ -70,6 +72,8 @@ def test_a_trainer_of_the_page_trains_and_packs(name: str, tmp_path: Path) -> No
 
     bench = bench_of(Kit, tmp_path / "bench")
     assert len(column(bench.plain(), "loss")) == 8
+    random = "judge      a new head with random values: "
+    assert (random in capsys.readouterr().out) == (name == "Judged")
     Kit().test_packed_equals_separate_in_loss_and_gradients(bench)
 
 

@@ -25,6 +25,7 @@ from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
 from rlhf.model.sequence import check_path
 from rlhf.model.shape import check_positions, shape_of, shape_of_module
+from rlhf.model.task import FORMS, Task, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
 from rlhf.rank.phases import Phases
@@ -80,6 +81,10 @@ class RunContext(RunModels):
             self.notes.append(engine.module.layers)
         if engine.module.router_loss and spec.trained:
             self.notes.append(router_note(engine.module, config.model))
+        if not spec.trained and config.model != self.config.model and lacks_head(empty, spec.task):
+            self.notes.append(
+                f"{role:<10} a new head with random values: {config.model.path} has none"
+            )
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
 
@@ -190,6 +195,12 @@ class RunContext(RunModels):
                 tokens=self.config.batch.budget, read=read, width=width,
             )  # fmt: skip
         return done
+
+
+def lacks_head(empty: PackedModel, task: Task | None) -> bool:
+    """Return whether the model's folder is that of a language model, while `task` needs labels."""
+    suffix = FORMS[task or "causal"].suffix
+    return task != "causal" and not written_class(empty.causal.config).endswith(suffix)
 
 
 def router_note(module: PackedModel, model: ModelConfig) -> str:

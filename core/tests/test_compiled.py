@@ -10,7 +10,7 @@ import transformers
 from families import FAMILIES, llama, row
 
 from rlhf.config.sections import ModelConfig
-from rlhf.engine import Mesh
+from rlhf.engine import Axis, Mesh
 from rlhf.errors import RLHFError
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
@@ -32,7 +32,7 @@ from rlhf.testing.plain import PlainBackend
 LAYERS = 3
 
 
-def dense(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+def dense(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> torch.Tensor:
     """In the place of flex attention, which has no backward on the CPU; like it, it knows a tree by
     only its tensors."""
     place = torch.arange(query.shape[2])
@@ -187,12 +187,12 @@ def test_unsupported_devices_and_models_are_reported() -> None:
         "model.kernels compile"
     )
     with pytest.raises(RLHFError) as caught:
-        check_packed(config.model, "padded", "packed was off by 0.3")
+        check_packed("padded", "packed was off by 0.3", config.model, Axis())
     assert str(caught.value) == (
         "model.kernels compile needs packed rows, but this model runs on the path 'padded' (packed "
         "was off by 0.3); remove model.kernels compile"
     )
-    check_packed(config.model, "packed", "")
+    check_packed("packed", "", config.model, Axis())
 
 
 def test_compile_is_refused_for_padded_models_before_weights_are_read(tmp_path: Path) -> None:

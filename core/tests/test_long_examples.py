@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlhf.data.packing import blank_batch
 from rlhf.model import attention
+from rlhf.model.flex import Scoring
 from rlhf.model.long_examples import SIZES, Kernel, long_examples
 from rlhf.model.masks import LONG, Tree, TreeMask
 
@@ -42,8 +43,7 @@ def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own() -> 
     weights = torch.randn(1, 2, size, 8)
     weights[:, :, real:] = 0
     ours = long_examples(*row, LENGTHS, 0.3, Kernel(forward, backward))
-    options: dict[str, Any] = {"dropout": 0.0, "scale": 0.3, "softcap": None, "sinks": None}
-    theirs = attention.split_tree(*row, mask, **options)
+    theirs = attention.split_tree(*row, mask, Scoring(0.0, 0.3, None, None))
     torch.testing.assert_close(ours[:, :, :real], theirs[:, :, :real], rtol=1e-5, atol=1e-5)
     for mine, other in zip(
         torch.autograd.grad(ours, row, weights), torch.autograd.grad(theirs, row, weights),

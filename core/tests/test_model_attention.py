@@ -123,17 +123,17 @@ def test_flex_attention_under_the_block_mask_equals_the_product_per_example(
         scale=0.3,
         enable_gqa=True,
     )
-    options: dict[str, Any] = {"dropout": 0.0, "scale": 0.3, "softcap": softcap, "sinks": None}
-    split = attention.split_tree(query, key, value, mask, **options)
+    split = attention.split_tree(query, key, value, mask, flex.Scoring(0.0, 0.3, softcap, None))
     torch.testing.assert_close(flexed, split, rtol=1e-4, atol=1e-5)
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
-    options: dict[str, Any] = {"dropout": 0.0, "scale": 0.5, "softcap": None}
-    plain = attention.attend_example(query, key, value, None, sinks=None, **options)
-    sunk = attention.attend_example(query, key, value, None, sinks=sinks, **options)
+    plain, sunk = (
+        attention.attend_example(query, key, value, None, flex.Scoring(0.0, 0.5, None, each))
+        for each in (None, sinks)
+    )
     scores = (query @ key.transpose(2, 3) * 0.5).masked_fill(
         ~torch.ones(5, 5, dtype=torch.bool).tril(), float("-inf")
     )

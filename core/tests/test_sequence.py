@@ -10,11 +10,13 @@ from families import SIZES, family, tree_batch
 from torch import distributed
 from transformers import LlamaConfig, Mamba2Config
 
+from rlhf.config.sections import ModelConfig
 from rlhf.data.packing import filler
 from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError
+from rlhf.model.kernels.layers import check_packed
 from rlhf.model.packed import PackedModel
-from rlhf.model.sequence import all_rows, check_heads, check_path, own_part
+from rlhf.model.sequence import all_rows, check_heads, own_part
 from rlhf.readouts import summed_logprobs, token_logprobs
 from rlhf.testing.ranks import Ranks, ranks_fixture, shared
 
@@ -139,10 +141,10 @@ def test_a_model_without_attention_has_no_heads_to_divide() -> None:
 
 
 def test_a_model_without_packed_rows_is_refused() -> None:
-    check_path("packed", "", Axis(size=2))
-    check_path("padded", "", Axis())
+    check_packed("packed", "", ModelConfig(), Axis(size=2))
+    check_packed("padded", "", ModelConfig(), Axis())
     with pytest.raises(RLHFError) as error:
-        check_path("padded", "its attention cannot be replaced", Axis(size=2))
+        check_packed("padded", "its attention cannot be replaced", ModelConfig(), Axis(size=2))
     assert str(error.value) == (
         "sequence ranks divide packed rows, but this model runs on the path 'padded' (its "
         "attention cannot be replaced); set sequence_parallel to 1"

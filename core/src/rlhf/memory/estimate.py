@@ -22,7 +22,7 @@ class Estimate:
     tokens: int
     """Number of tokens of that micro-batch."""
     accumulates: bool = True
-    """Whether a step has several micro-batches, so that gradients exist beside activations."""
+    """Whether a step has several micro-batches: gradients then exist together with activations."""
     host: int = 0
     """Bytes in host memory, of one rank."""
 

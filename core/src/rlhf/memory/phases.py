@@ -24,8 +24,8 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     known.
 
     Gradients are released between steps. A forward without gradient takes at most what a step takes
-    beside its activations. Answers add keys and values for the tokens of a micro-batch, at most two
-    hidden states per layer and token.
+    without its activations. Answers add keys and values for the tokens of a micro-batch, at most
+    two hidden states per layer and token.
     """
     estimate, rehearsed = fit.estimate, fit.rehearsed
     if estimate is None or not isinstance(rehearsed, Rehearsed):

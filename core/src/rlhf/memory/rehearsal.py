@@ -190,7 +190,9 @@ class Rehearsal(RunModels):
         module.train(spec.trained)
         if not spec.trained:
             module.requires_grad_(False)
-        engine = RehearsedEngine(module, role=spec.role, stage=plan.stage, precision=plan.precision)
+        engine = RehearsedEngine(
+            module=module, role=spec.role, stage=plan.stage, precision=plan.precision
+        )
         self.roles[spec.role] = Role(spec=spec, engine=engine, plan=plan, shape=shape, memory={})
         return engine
 
@@ -227,14 +229,15 @@ class Rehearsal(RunModels):
         return moved
 
 
+@attrs.define(kw_only=True, eq=False)
 class RehearsedEngine:
     """A model without values in place of a live engine."""
 
-    device = META
-
-    def __init__(self, module: nn.Module, *, role: str, stage: int, precision: str) -> None:
-        self.module: Any = module
-        self.role, self.stage, self.precision = role, stage, precision
+    module: Any
+    role: str
+    stage: int
+    precision: str
+    device: torch.device = META
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward."""

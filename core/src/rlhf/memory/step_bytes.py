@@ -1,4 +1,4 @@
-"""Bytes that a step of a trainer takes beside the weights, counted while it runs."""
+"""Bytes that a step of a trainer takes in addition to the weights, counted while it runs."""
 
 import weakref
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,8 @@ class CountedStep:
     activations: int
     """Bytes alive when backward begins."""
     peaks: tuple[tuple[int, int, int], ...]
-    """See `_Looks.peaks`."""
+    """Whenever the gradient of a weight is complete, and at the end: bytes at the peak since the
+    time before, and elements and bytes of the gradients complete by then."""
     total: int
     """Elements of all trained weights."""
 
@@ -62,19 +63,31 @@ def count_step(
     trained = [weight for weight in weights if weight.requires_grad]
     total = sum(weight.numel() for weight in trained)
     with LiveBytes(known=weights) as counter:
-        looks = _Looks(counter)
-        hooks = [weight.register_post_accumulate_grad_hook(looks.release) for weight in trained]
+        peaks: list[tuple[int, int, int]] = []
+        complete = {"numel": 0, "nbytes": 0}
+
+        def look() -> None:
+            peaks.append((counter.take_peak(), complete["numel"], complete["nbytes"]))
+
+        def release(weight: Tensor) -> None:
+            look()
+            complete["numel"] += weight.numel()
+            complete["nbytes"] += weight.nbytes
+            weight.grad = None
+            counter.take_peak()
+
+        hooks = [weight.register_post_accumulate_grad_hook(release) for weight in trained]
         try:
             if trainer.needs_survey():
                 batch = attrs.evolve(batch, step=_survey(trainer, batch))
             loss = trainer.loss(batch)
             activations = counter.live
             weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
-            looks.look()
+            look()
         finally:
             for hook in hooks:
                 hook.remove()
-    return CountedStep(activations, tuple(looks.peaks), total)
+    return CountedStep(activations, tuple(peaks), total)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -113,29 +126,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, size: int) -> None:
         self.live -= size
-
-
-@define
-class _Looks:
-    """The counter's peaks in backward, whenever a weight's gradient is complete."""
-
-    counter: LiveBytes
-    peaks: list[tuple[int, int, int]] = field(factory=list)
-    """Bytes at the peak since the last look; elements and bytes of the gradients complete by
-    then."""
-    numel: int = 0
-    nbytes: int = 0
-
-    def look(self) -> None:
-        self.peaks.append((self.counter.take_peak(), self.numel, self.nbytes))
-
-    def release(self, weight: Tensor) -> None:
-        """Look, then let go of the gradient: from here on it counts in `numel`."""
-        self.look()
-        self.numel += weight.numel()
-        self.nbytes += weight.nbytes
-        weight.grad = None
-        self.counter.take_peak()
 
 
 def _survey(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:

@@ -17,14 +17,14 @@ from rlhf.model.weights import quiet_loading
 from rlhf.sharding import whole_shape
 
 
-def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -> nn.Module:
+def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
     """Return the model under peft with a new adapter (`lora`) or that of `model.adapter`, or the
     model itself without either.
 
     New adapters are drawn on the host from `train.seed`, so they are the same for any rank, stage
     and device. They have the model's dtype, since ZeRO-3 needs one dtype; the optimizer holds the
     master weights. A classifier's head is trained whole and saved with the adapter (peft's
-    `modules_to_save`). `shape_only` is for the meta device: it leaves out an adapter's values.
+    `modules_to_save`). On the meta device an existing adapter's values are left out.
     """
     adapter = config.model.adapter
     if adapter is None and config.lora is None:
@@ -35,7 +35,7 @@ def with_adapter(causal: Any, config: Config, task: Task, *, shape_only: bool) -
             settings = lora_settings(causal, config, task)
         else:
             settings = read_adapter(adapter, task)
-            if not shape_only:
+            if causal.device.type != "meta":
                 return load_adapter(causal, adapter, trained=True)
         was_tied = tied_head(causal) is not None
         try:

@@ -13,10 +13,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from rlhf.model.flex import flex_tree
+from rlhf.model.flex import Scoring, flex_tree
 from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
-from rlhf.model.long_examples import Heads, cudnn_agrees, long_examples
+from rlhf.model.long_examples import cudnn_agrees, long_examples
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
 from rlhf.model.sequence import own_part, to_heads, to_tokens
 
@@ -61,50 +61,46 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' attention function: query [1, heads, T, D], key and value
-    [1, KV heads, T, D] -> [1, T, heads, D]. `softcap` bounds the scores (Gemma 2), `s_aux` [heads]
-    are sinks (GPT-OSS)."""
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    [1, KV heads, T, D] -> [1, T, heads, D]."""
+    scoring = Scoring(dropout, scaling, softcap, s_aux)
     if isinstance(attention_mask, TreeMask):
         assert kwargs.get("position_bias") is None, "tree attention has no position bias"
         attend = row_attention if attention_mask.tree.sequence.size == 1 else divided_attention
-        output = attend(query, key, value, attention_mask, dropout=dropout, **options)
+        output = attend(query, key, value, attention_mask, scoring)
     elif softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
     else:
-        output = attend_example(query, key, value, attention_mask, dropout=dropout, **options)
+        output = attend_example(query, key, value, attention_mask, scoring)
     return output.transpose(1, 2).contiguous(), None
 
 
 def row_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
     """Compute attention of a whole row by what is fastest on its device."""
     if query.device.type == "meta":
         return MetaAttention.apply(query, key, value)
     attend = cuda_tree if query.device.type == "cuda" else split_tree
-    return attend(query, key, value, mask, **options)
+    return attend(query, key, value, mask, scoring)
 
 
 def divided_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    *,
-    sinks: Tensor | None,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
     """Compute attention where each rank has a part of the row. Collective."""
     axis, heads = mask.tree.sequence, query.shape[1]
     query, key, value = (to_heads(states, axis, heads=heads) for states in (query, key, value))
-    own = None if sinks is None else sinks[own_part(heads, axis)]
-    return to_tokens(row_attention(query, key, value, mask, sinks=own, **options), axis)
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks[own_part(heads, axis)])
+    return to_tokens(row_attention(query, key, value, mask, scoring), axis)
 
 
-def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:
+def split_tree(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
+) -> Tensor:
     """Compute one product per example on the CPU: a dense mask of the whole row would take the
     square of its length."""
     lengths = list(mask.tree.lengths)
@@ -112,59 +108,40 @@ def split_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **opti
         *(part.split(lengths, dim=2) for part in (query, key, value)), strict=True
     )
     outputs = [
-        attend_example(query, key, value, dense, **options)
+        attend_example(query, key, value, dense, scoring)
         for (query, key, value), dense in zip(examples, mask.dense, strict=True)
     ]
-    outputs.append(attend_self(*rest, **options))
+    query, key, value = rest
+    outputs.append(attend_self(query, key, value, scoring))
     return torch.cat(outputs, dim=2)
 
 
-def attend_self(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def attend_self(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Return the outputs of tokens that only round the row up and see only themselves: their own
     value, less a sink's share.
 
     Scores stay in the graph with the factor 0. A filler batch must give query and key weights a
     gradient too, since all ranks sum the same gradients.
     """
-    score = (query * repeat_heads(key, query)).sum(-1, keepdim=True)
-    score = score * (query.shape[-1] ** -0.5 if scale is None else scale)
-    score = soft_capped(score, softcap)
+    products = (query * repeat_heads(key, query)).sum(-1, keepdim=True)
+    score, sinks = scores_of(products, query, scoring), scoring.sinks
     share = 1 + 0 * score if sinks is None else torch.sigmoid(score - sinks.view(1, -1, 1, 1))
     return repeat_heads(value, query) * share.to(value.dtype)
 
 
 def attend_example(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
     """Compute attention of one example [1, heads, L, D], causal if `mask` [L, L] is None: by SDPA,
-    or with explicit scores for soft caps and sinks, which SDPA does not have. A sink is a score
-    without a value: it only takes a share of the softmax."""
+    or with explicit scores for soft caps and sinks, which SDPA does not have."""
     key, value = repeat_heads(key, query), repeat_heads(value, query)
-    if softcap is None and sinks is None:
+    sinks = scoring.sinks
+    if scoring.softcap is None and sinks is None:
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-            scale=scale,
+            query, key, value, attn_mask=mask, dropout_p=scoring.dropout, is_causal=mask is None,
+            scale=scoring.scale,
         )  # fmt: skip
-    scores = query @ key.transpose(2, 3)
-    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = soft_capped(scores, softcap)
+    scores = scores_of(query @ key.transpose(2, 3), query, scoring)
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
@@ -173,8 +150,14 @@ def attend_example(
         sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
         scores = torch.cat((scores, sink), dim=-1)
     shares = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
-    shares = nn.functional.dropout(shares[..., : key.shape[2]], p=dropout)
+    shares = nn.functional.dropout(shares[..., : key.shape[2]], p=scoring.dropout)
     return shares @ value
+
+
+def scores_of(products: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
+    """Return the scores, scaled and capped, of products of queries and keys."""
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    return soft_capped(products * scale, scoring.softcap)
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
@@ -182,14 +165,16 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def cuda_tree(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, **options: Any) -> Tensor:
+def cuda_tree(
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
+) -> Tensor:
     """Compute the row on CUDA: long examples by cuDNN where it gives what flex attention gives,
     everything else by flex attention."""
-    scored = options["softcap"] is not None or options["sinks"] is not None
+    scored = scoring.softcap is not None or scoring.sinks is not None
     # cuDNN's gradient is not deterministic, and compiled layers are for rows of any lengths.
     fixed = torch.are_deterministic_algorithms_enabled() or torch.compiler.is_compiling()
-    if mask.long and not (scored or fixed or options["dropout"]):
-        heads = Heads(query.shape[1], key.shape[1], query.shape[3], query.dtype)
-        if cudnn_agrees(heads, options["scale"]):
-            return long_examples(query, key, value, mask.tree.lengths[:-1], options["scale"])
-    return flex_tree(query, key, value, mask, **options)
+    if mask.long and not (scored or fixed or scoring.dropout):
+        heads = (query.shape[1], key.shape[1])
+        if cudnn_agrees(heads, query.shape[3], query.dtype, scoring.scale):
+            return long_examples(query, key, value, mask.tree.lengths[:-1], scoring.scale)
+    return flex_tree(query, key, value, mask, scoring)

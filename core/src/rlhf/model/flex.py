@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +16,27 @@ COMPILED_KINDS = 64
 """Compiled forms of one function (kinds of layers times modes) before torch falls back to eager."""
 
 
+class Scoring(NamedTuple):
+    """How a layer turns the products of queries and keys into shares of the values."""
+
+    dropout: float
+    scale: float | None
+    """Factor on the products; None for 1 / sqrt(D)."""
+    softcap: float | None
+    """Bound of the scores (Gemma 2)."""
+    sinks: Tensor | None
+    """Scores without a value, which only take a share of the softmax [heads] (GPT-OSS)."""
+
+
 def flex_tree(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: TreeMask,
-    *,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
     """Compute one compiled flex attention over the row on CUDA.
 
     Sinks are applied to its output: with log-sum-exp L of a token's scores and a sink s, the real
     tokens keep the share exp(L) / (exp(L) + exp(s)) = sigmoid(L - s).
     """
+    dropout, scale, softcap, sinks = scoring
     if dropout > 0:
         raise RLHFError(
             f"tree attention on CUDA does not support attention dropout, but the model's is "

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.data.packing import blank_batch
-from rlhf.model.flex import flex_tree
+from rlhf.model.flex import Scoring, flex_tree
 from rlhf.model.masks import Tree, TreeMask
 
 SIZES = 1024
@@ -25,16 +25,6 @@ PROBED = 1280
 
 AGREEMENT = 2e-2
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 4e-3."""
-
-
-class Heads(NamedTuple):
-    """What a kernel depends on besides the lengths."""
-
-    query: int
-    key: int
-    """Number of heads of key and value."""
-    dim: int
-    dtype: torch.dtype
 
 
 class Kernel(NamedTuple):
@@ -108,7 +98,8 @@ class _LongExamples(torch.autograd.Function):
         scale: float | None,
         kernel: Kernel,
     ) -> Tensor:
-        parts = _parts(lengths)
+        ends = list(accumulate(lengths, initial=0))
+        parts = [slice(start, end) for start, end in pairwise(ends)]
         output = query.new_zeros(*query.transpose(1, 2).shape).transpose(1, 2)
         kept = []
         for part in parts:
@@ -133,15 +124,9 @@ class _LongExamples(torch.autograd.Function):
         return *changes, None, None, None
 
 
-def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Return where each example is in the row."""
-    ends = list(accumulate(lengths, initial=0))
-    return [slice(start, end) for start, end in pairwise(ends)]
-
-
 def _window(tensor: Tensor, part: slice) -> Tensor:
     """Return an example and what follows it, up to the size of a kernel, with zeros behind the end
-    of `tensor` [1, heads, T, D]; in memory the heads of a token are side by side."""
+    of `tensor` [1, heads, T, D]; in memory the heads of a token are adjacent."""
     size = -(-(part.stop - part.start) // SIZES) * SIZES
     window = tensor.transpose(1, 2)[:, part.start : part.start + size]
     missing = size - window.shape[1]
@@ -149,21 +134,21 @@ def _window(tensor: Tensor, part: slice) -> Tensor:
 
 
 @cache
-def cudnn_agrees(heads: Heads, scale: float | None) -> bool:
-    """Return whether cuDNN's attention runs here and gives the values and gradients of flex
-    attention, on one random example."""
+def cudnn_agrees(heads: tuple[int, int], dim: int, dtype: torch.dtype, scale: float | None) -> bool:
+    """Return whether cuDNN's attention with so many query and KV heads runs here and gives the
+    values and gradients of flex attention, on one random example."""
     generator = torch.Generator("cuda").manual_seed(0)
-    numbers = (heads.query, heads.key, heads.key, heads.query)
-    shapes = [(1, PROBED, number, heads.dim) for number in numbers]
+    query_heads, key_heads = heads
+    shapes = [(1, PROBED, n, dim) for n in (query_heads, key_heads, key_heads, query_heads)]
     query, key, value, weights = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=heads.dtype).transpose(1, 2)
+        torch.randn(shape, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
         for shape in shapes
     )
     batch = blank_batch(torch.zeros(PROBED, dtype=torch.long, device="cuda"), ((0, (PROBED,)),))
     mask = TreeMask(Tree(batch), None)
     ways = (
         partial(long_examples, lengths=mask.tree.lengths[:-1], scale=scale),
-        partial(flex_tree, mask=mask, dropout=0.0, scale=scale, softcap=None, sinks=None),
+        partial(flex_tree, mask=mask, scoring=Scoring(0.0, scale, None, None)),
     )
     try:
         ours, theirs = (values_and_gradients(way, query, key, value, weights) for way in ways)

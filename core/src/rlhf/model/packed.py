@@ -192,14 +192,11 @@ class PackedModel(nn.Module):
     def most_passes(self, passes: int) -> int:
         """Return the largest number of passes on any rank if weights are sharded, else `passes`.
         Collective."""
-        distributed = torch.distributed
         sharded = any(is_sharded(parameter) for parameter in self.parameters())
-        if not sharded or not distributed.is_initialized():
+        if not sharded or not torch.distributed.is_initialized():
             return passes
-        parameter = next(self.parameters())
-        count = torch.tensor(passes, device=parameter.device)
-        distributed.all_reduce(count, op=distributed.ReduceOp.MAX)
-        return int(count.item())
+        count = torch.tensor(passes, device=next(self.parameters()).device)
+        return int(Axis(size=torch.distributed.get_world_size()).max(count))
 
 
 def own_attention(causal: Any) -> str:

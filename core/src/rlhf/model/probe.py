@@ -85,7 +85,7 @@ def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: in
     for path in candidates:
         module.path = path
         try:
-            hidden = engine(batch, only_hidden)["hidden"]
+            hidden = engine(batch, lambda hidden, *_: {"hidden": hidden})["hidden"]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
@@ -121,11 +121,6 @@ def candidates_of(
     if dropout > 0 and device.type == "cuda":
         return ("padded",), f"its attention dropout is {dropout}"
     return ("tree", "packed", "padded"), ""
-
-
-def only_hidden(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
-    """Read the hidden states themselves [T, H]."""
-    return {"hidden": hidden}
 
 
 def hidden_and_head_error(

@@ -75,7 +75,7 @@ def to_tokens(states: Tensor, axis: Axis) -> Tensor:
 def check_heads(architecture: Any, mesh: Mesh) -> None:
     """Raise RLHFError if the sequence axis does not divide the attention heads of a transformers
     configuration."""
-    # Models without attention, such as Mamba 2, have no heads; `check_path` refuses them.
+    # Models without attention, such as Mamba 2, have no heads; `check_packed` refuses them.
     heads = getattr(architecture.get_text_config(), "num_attention_heads", 0)
     size = mesh.sequence.size
     if heads % size:
@@ -83,14 +83,4 @@ def check_heads(architecture: Any, mesh: Mesh) -> None:
         raise SameOnAllRanks(
             f"the model has {heads} attention heads, which {size} sequence ranks do not divide; "
             f"set sequence_parallel to {' or '.join(allowed)}"
-        )
-
-
-def check_path(path: str, reason: str, axis: Axis) -> None:
-    """Raise RLHFError if ranks would divide rows although `path` has no packed row, for this
-    `reason`."""
-    if axis.size > 1 and path not in ("tree", "packed"):
-        raise SameOnAllRanks(
-            f"sequence ranks divide packed rows, but this model runs on the path '{path}' "
-            f"({reason}); set sequence_parallel to 1"
         )

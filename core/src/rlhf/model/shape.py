@@ -48,7 +48,7 @@ def empty_model(
     check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
     own = {name: value.to("meta", dtype) for name, value in (extra or {}).items()}
-    model = prepare_trainable(causal, config, task, shape_only=True)
+    model = prepare_trainable(causal, config, task)
     coefficient = router_loss_of(causal, config.model.router_loss)
     return PackedModel(model, extra=own, sequence=mesh.sequence, router_loss=coefficient)
 

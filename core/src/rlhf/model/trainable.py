@@ -19,15 +19,12 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm
 """torch's own normalisation modules."""
 
 
-def prepare_trainable(
-    causal: Any, config: Config, task: Task = "causal", *, shape_only: bool = False
-) -> nn.Module:
+def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
     """Return the model with adapters, frozen parameters and recomputation as configured; with an
-    adapter it is wrapped by peft. `shape_only` is for the meta device: it leaves out an adapter's
-    values."""
-    if config.model.quantize is not None and not shape_only:
+    adapter it is wrapped by peft."""
+    if config.model.quantize is not None and causal.device.type != "meta":
         causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
-    model = with_adapter(causal, config, task, shape_only=shape_only)
+    model = with_adapter(causal, config, task)
     freeze(model, config.model.freeze)
     if config.model.recompute == "full":
         recompute(causal)

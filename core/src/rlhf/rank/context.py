@@ -21,9 +21,8 @@ from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
-from rlhf.model.probe import AttentionPath, candidates_of, choose_path
+from rlhf.model.probe import candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
-from rlhf.model.sequence import check_path
 from rlhf.model.shape import check_positions, shape_of, shape_of_module
 from rlhf.model.task import FORMS, Task, written_class
 from rlhf.model.trainable import parameter_groups
@@ -58,8 +57,7 @@ class RunContext(RunModels):
         self.notes += check_positions(empty.causal, self.longest, name)
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
-        check_packed(config.model, best, reason)
-        check_path(best, reason, self.mesh.sequence)
+        check_packed(best, reason, config.model, self.mesh.sequence)
 
         def read(plan: Plan) -> nn.Module:
             module = load_model(
@@ -73,14 +71,15 @@ class RunContext(RunModels):
         engine = self._add(spec, empty, shape_of(empty), read)
         with self.startup.part("probe of attention"):
             attention = choose_path(engine, self.mesh, longest=self.longest)
-        check_path(attention.path, attention.reason, self.mesh.sequence)
+        check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
+        module = engine.module
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            _compile(engine, config.model, attention)
-        if engine.module.layers and spec.trained:
-            self.notes.append(engine.module.layers)
-        if engine.module.router_loss and spec.trained:
-            self.notes.append(router_note(engine.module, config.model))
+            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
+        if module.layers and spec.trained:
+            self.notes.append(module.layers)
+        if module.router_loss and spec.trained:
+            self.notes.append(router_note(module, config.model))
         if not spec.trained and config.model != self.config.model and lacks_head(empty, spec.task):
             self.notes.append(
                 f"{role:<10} a new head with random values: {config.model.path} has none"
@@ -217,9 +216,3 @@ def router_note(module: PackedModel, model: ModelConfig) -> str:
         raise RLHFError(f"model.router_loss cannot be computed: {problem}; set it to 0")
     module.router_loss = 0.0
     return f"router     no load-balancing loss: {problem}"
-
-
-def _compile(engine: Engine, model: ModelConfig, attention: AttentionPath) -> None:
-    check_packed(model, attention.path, attention.reason)
-    module = engine.module
-    module.layers = compile_layers(decoder(module.causal), model.fp8)

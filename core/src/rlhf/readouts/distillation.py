@@ -53,8 +53,8 @@ def distil(
     *,
     weights: Tensor | None = None,
 ) -> Mapping[str, Tensor]:
-    """Return the `divergence` of the student from a teacher that runs beside it. Collective at
-    ZeRO-3."""
+    """Return the `divergence` of the student from a teacher that runs in the same step. Collective
+    at ZeRO-3."""
     read = partial(divergence, mixture=mixture, weights=weights)
     return beside(student, teacher, batch, read)
 
@@ -161,7 +161,7 @@ def compare(
 ) -> tuple[Tensor, Tensor]:
     """Return what is read of a chunk [6, n], and the derivative of its loss by raw logits [n, V] in
     their dtype, which is empty unless `with_gradient`."""
-    logits = chunks.capped(chunks.scaled(raw, scale), softcap)
+    logits = chunks.transformed(raw, scale, softcap)
     plain = logits.log_softmax(-1)
     soft = plain if temperature == 1.0 else (logits / temperature).log_softmax(-1)
     distance, kl, by_logprob, teacher_most_likely = against(

@@ -68,7 +68,7 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
         from rlhf.readouts.logits_triton import read_rows
 
         return read_rows(logits, targets, scale, softcap)
-    values = capped(scaled(logits, scale), softcap)
+    values = transformed(logits, scale, softcap)
     largest, most_likely = values.max(-1)
     target = values.gather(-1, targets[:, None]).squeeze(-1)
     shifted = values.sub_(largest[:, None])
@@ -108,7 +108,7 @@ def logit_gradient(
         from rlhf.readouts.logits_triton import logit_gradient_
 
         return logit_gradient_(logits, targets, normaliser, gradient, scale, softcap)
-    values = capped(scaled(logits, scale), softcap)
+    values = transformed(logits, scale, softcap)
     by_cap = None if softcap is None else 1 - (values / softcap).square_()
     result = values.sub_(normaliser[:, None]).exp_().neg_()
     places = targets[:, None]
@@ -119,13 +119,8 @@ def logit_gradient(
     return result.to(logits.dtype)
 
 
-def scaled(logits: Tensor, scale: float) -> Tensor:
-    """Return scale * logits in float32; in place if they are float32 already."""
-    return logits.float() if scale == 1.0 else logits.float().mul_(scale)
-
-
-def capped(values: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap * tanh(x / softcap), in place: a chunk of logits is too large for a copy."""
-    if softcap is None:
-        return values
-    return values.div_(softcap).tanh_().mul_(softcap)
+def transformed(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return cap(scale * logits) in float32; in place if they are float32 already, since a chunk of
+    logits is too large for a copy."""
+    values = logits.float() if scale == 1.0 else logits.float().mul_(scale)
+    return values if softcap is None else values.div_(softcap).tanh_().mul_(softcap)

@@ -16,7 +16,8 @@ from torch._functorch import config as functorch
 
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import fused_on
-from rlhf.errors import RLHFError
+from rlhf.engine import Axis
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.model.flex import in_blocks, let_recompile
 from rlhf.model.kernels.forwards import replace_forward
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
@@ -51,14 +52,16 @@ def check_compilable(model: ModelConfig, device: torch.device) -> None:
         check_fp8(model.fp8, device)
 
 
-def check_packed(model: ModelConfig, path: str, reason: str) -> None:
-    """Raise RLHFError if compiled layers would never run, since `path` has no packed row, for this
-    `reason`."""
-    if compiles(model) and path not in ("tree", "packed"):
-        raise RLHFError(
-            f"{setting(model)} needs packed rows, but this model runs on the path '{path}' "
-            f"({reason}); remove {setting(model)}"
-        )
+def check_packed(path: str, reason: str, model: ModelConfig, sequence: Axis) -> None:
+    """Raise RLHFError if layers are compiled or ranks divide rows, although `path` has no packed
+    row, for this `reason`."""
+    if path in ("tree", "packed"):
+        return
+    runs = f"packed rows, but this model runs on the path '{path}' ({reason})"
+    if compiles(model):
+        raise RLHFError(f"{setting(model)} needs {runs}; remove {setting(model)}")
+    if sequence.size > 1:
+        raise SameOnAllRanks(f"sequence ranks divide {runs}; set sequence_parallel to 1")
 
 
 def compiles(model: ModelConfig) -> bool:

@@ -52,7 +52,7 @@ def formula_of(module: nn.Module) -> Formula | None:
     if weight is None or len(module._parameters) > 1 or not isinstance(eps, float) or eps <= 0:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:
-        return None  # It may take a gate beside the hidden states.
+        return None  # It may take a gate besides the hidden states.
     shape = whole_shape(weight)
     if len(shape) != 1:
         return None

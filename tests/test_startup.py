@@ -25,3 +25,14 @@ def test_the_light_side_imports_nothing_heavy(words: str) -> None:
     command = [sys.executable, "-c", PROGRAM, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_run_imports_no_library_that_it_may_not_need() -> None:
+    """`datasets` is needed only for rows that are not in the cache, mlflow only as an observer."""
+    program = (
+        "import sys, rlhf.rank.run, rlhf_plugin_deepspeed.backend\n"
+        "print(sorted({'datasets', 'mlflow'} & {*sys.modules}))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -22,7 +22,7 @@ from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.local import STOPPED, Ranks, die_with_parent, num_devices, wait_at_gate
 from rlhf.launch.signals import PARENT
 from rlhf.launch.slurm import join_slurm
-from rlhf.launch.startup import Startup
+from rlhf.launch.startup import Startup, importing
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option
@@ -135,7 +135,7 @@ def start(request: reader.Request) -> tuple[Path, str]:
                 "remove it"
             )
         die_with_parent()
-        with startup.part("imports"):
+        with startup.part("imports"), importing():
             from rlhf.rank.run import run_rank  # late: start-up time
 
         with startup.part("tokenising"):
@@ -153,13 +153,14 @@ def start(request: reader.Request) -> tuple[Path, str]:
         folder = Path(request.config.output)
     ranks = num_ranks(request, place)
     if ranks * place.hosts == 1:
-        with startup.part("imports"):
+        with startup.part("imports"), importing():
             from rlhf.rank.run import run_rank  # late: start-up time
 
         return run_rank(request, verified=True, startup=startup)
 
     def prepare() -> None:
-        from rlhf.rank.dataset import prepare_data  # late: start-up time
+        with importing():
+            from rlhf.rank.dataset import prepare_data  # late: start-up time
 
         prepare_data(request)
 

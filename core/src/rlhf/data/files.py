@@ -1,5 +1,7 @@
 """Sources of rows: files, folders, hub names and the embedded demo, read as Arrow tables through
-`datasets`."""
+`datasets`, which is imported only then, for start-up time."""
+
+from __future__ import annotations
 
 import codecs
 import contextlib
@@ -11,9 +13,8 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from attrs import frozen
@@ -22,6 +23,9 @@ from rlhf.config.sections import DataEntry
 from rlhf.data.columns import Columns, errors_at
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder.disk import sha256
+
+if TYPE_CHECKING:
+    import datasets
 
 LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -72,6 +76,8 @@ class Source:
 
     def read(self, scratch: Path) -> datasets.Dataset:
         """Return the rows, mapped into memory; `scratch` is a folder for temporary files."""
+        import datasets
+
         if self.path.startswith(DEMO):
             rows = [json.dumps(row) for row in self._demo_rows()]
             return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
@@ -127,6 +133,8 @@ class Source:
         return None
 
     def _folder(self, place: Path) -> datasets.Dataset:
+        import datasets
+
         if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
             return self._splits(str(place))
         try:
@@ -151,6 +159,8 @@ class Source:
         return self._load(name, name=self.entry.subset, split=self.entry.split or "train")
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
+        import datasets
+
         try:
             with quiet():
                 if what == "csv":
@@ -172,6 +182,8 @@ class Source:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence progress bars and logging of `datasets`; its exceptions say what is wrong."""
+    import datasets
+
     shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -195,6 +207,8 @@ def without_nulls(value: Any) -> Any:
 
 def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
     """Return the rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
+    import datasets
+
     schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
     target = scratch / "rows.arrow"
     rows = _texts(path)
@@ -255,6 +269,8 @@ def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
 def _as_text(path: str) -> dict[str, Any]:
     """Return options that keep all CSV cells as text: by default pandas reads the answers `None`
     and `NA` as missing and `007` as 7."""
+    import datasets
+
     opener: Any = gzip.open if path.endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
         columns = next(csv.reader(file), [])

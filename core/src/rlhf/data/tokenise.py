@@ -1,5 +1,7 @@
 """Rows to examples: once, in parallel processes, kept in a cache that is addressed by content."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import json
@@ -8,10 +10,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from rlhf.data.files import Source, quiet
 from rlhf.data.mapping import ExampleBuilder, RowsToTrees
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
+
+if TYPE_CHECKING:
+    import datasets
 
 BATCH_ROWS = 256
 ROWS_PER_PROCESS = 2000

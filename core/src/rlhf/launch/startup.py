@@ -1,5 +1,7 @@
 """Where the time goes from the start of a run to the end of its first step, on each rank."""
 
+import gc
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,3 +28,19 @@ class Startup:
         before = self.enter(name)
         yield
         self.enter(before)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries without collections, which would take a third of the time and find nothing.
+    If torch is among them, what exists afterwards is excluded from later collections."""
+    # After a failed run, what it has left in cycles must still be found.
+    first, enabled = "torch" not in sys.modules, gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if first:
+            gc.freeze()
+        if enabled:
+            gc.enable()

@@ -19,7 +19,7 @@ from rlhf.errors import first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
-from rlhf.launch.startup import Startup
+from rlhf.launch.startup import Startup, importing
 from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.export import export_checkpoint, export_model
 from rlhf.loop.session import Session
@@ -48,7 +48,7 @@ def run_rank(
     """
     config, startup = request.config, startup or Startup()
     transformers.utils.logging.disable_progress_bar()
-    with startup.part("imports"):
+    with startup.part("imports"), importing():
         hooks, watching = load_hooks(config, backend, observers)
     with startup.part("tokenising"):
         data = prepare_data(request)

@@ -16,6 +16,7 @@ modules: dict[str, Any] = sys.modules
 if "mlflow" not in modules:
     # DeepSpeed's autotuner, which no run uses, would import it, half as long as DeepSpeed itself.
     modules["mlflow"] = None
-    import deepspeed  # noqa: F401
-
-    del modules["mlflow"]
+    try:
+        import deepspeed  # noqa: F401
+    finally:
+        del modules["mlflow"]

@@ -15,7 +15,7 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
-from rlhf.loop.export import export_checkpoint
+from rlhf.loop.exporting import export_checkpoint
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.run import run_rank

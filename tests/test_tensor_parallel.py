@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rlhf.commands.main import main
-from rlhf.loop.export import write_model
+from rlhf.loop.exporting import write_model
 from rlhf.testing import column, make_model, short_run
 from rlhf.testing.curves import same_curve
 from rlhf.testing.ranks import Ranks, ranks_fixture

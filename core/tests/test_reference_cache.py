@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_logprobs
-from rlhf.reference import table
+from rlhf.reference import stored
 from rlhf.reference.digest import weights_digest
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -54,7 +54,7 @@ def test_a_filler_has_no_logprobs(folder: Path) -> None:
 def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "PART", 5)
+    monkeypatch.setattr(stored, "PART", 5)
     whole = make_run(folder)
     expected = whole.reference("cache").token_logprobs(packed(whole))
     parts = sorted(cache.glob("reference/*/*/*.npy"))

@@ -112,7 +112,7 @@ def export(source: str | Path, output: str | Path, *, role: str = "policy") -> P
     """
     from transformers.utils.logging import disable_progress_bar  # late: start-up time
 
-    from rlhf.loop.export import write_model
+    from rlhf.loop.exporting import write_model
 
     disable_progress_bar()
     with new_folder(Path(output)) as target:
@@ -128,21 +128,7 @@ def start(request: reader.Request) -> tuple[Path, str]:
     join_slurm()
     check_world(request.nproc)
     if "RANK" in os.environ:
-        ours = PARENT in os.environ
-        if request.nproc is not None and not ours:
-            raise RLHFError(
-                f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
-                "remove it"
-            )
-        die_with_parent()
-        with startup.part("imports"), importing():
-            from rlhf.rank.run import run_rank  # late: start-up time
-
-        with startup.part("tokenising"):
-            wait_at_gate()
-        # Else rank 0 verifies where it can tell the ranks of all launchers.
-        one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        return run_rank(request, verified=ours and one_launcher, startup=startup)
+        return _join(request, startup)
     place = place_of_host()
     if place.hosts == 1:
         folder = run_folder.choose(request)
@@ -176,6 +162,25 @@ def start(request: reader.Request) -> tuple[Path, str]:
         raise RanksFailed(code, started.problem())
     summary = run_folder.read_json(folder / "summary.json")
     return folder, "signal" if code == STOPPED else str(summary.get("ended"))
+
+
+def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
+    """Be a rank that a launcher has started: ours or another."""
+    ours = PARENT in os.environ
+    if request.nproc is not None and not ours:
+        raise RLHFError(
+            f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
+            "remove it"
+        )
+    die_with_parent()
+    with startup.part("imports"), importing():
+        from rlhf.rank.run import run_rank  # late: start-up time
+
+    with startup.part("tokenising"):
+        wait_at_gate()
+    # Else rank 0 verifies where it can tell the ranks of all launchers.
+    one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return run_rank(request, verified=ours and one_launcher, startup=startup)
 
 
 def num_ranks(request: reader.Request, place: Place) -> int:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.main import positive
+from rlhf.commands.parsing import positive
 from rlhf.errors import RLHFError
 from rlhf.launch import jobs
 from rlhf.request.reader import Request

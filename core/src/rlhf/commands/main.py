@@ -4,10 +4,11 @@ import argparse
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Never
 
+from rlhf.commands.parsing import positive
 from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks
 from rlhf.launch.signals import PROBLEMS
 
@@ -226,21 +227,6 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     text = "memory of each; default: that of this machine's"
     parser.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help=text)
     parser.add_argument("--json", **AS_JSON, help="print the plan as JSON, in bytes")
-
-
-def positive(kind: type[Any]) -> Callable[[str], Any]:
-    """Return a parser of numbers above 0 for argparse."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < 10**6:
-            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-        return value
-
-    return read
 
 
 def _act(options: argparse.Namespace, argv: list[str]) -> int:

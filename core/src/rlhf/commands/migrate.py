@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import read_arguments
-from rlhf.migration.page import page
+from rlhf.migration.as_yaml import page
 from rlhf.migration.translate import translate
 from rlhf.registry.installed import NotInstalled
 from rlhf.request.reader import read_config

@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from rlhf.commands.table import print_table
+from rlhf.commands.output import print_table
 from rlhf.errors import RLHFError
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.table import print_table
+from rlhf.commands.output import print_table
 from rlhf.errors import RLHFError
 from rlhf.report.chart import number
 from rlhf.report.recorded import Recorded, is_run, read_newest

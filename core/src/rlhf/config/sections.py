@@ -264,7 +264,7 @@ class LoraConfig:
     """Names of the modules with an adapter, or all-linear (all but the head)."""
     parameters: tuple[str, ...] = ()
     """Ends of the names of stacked weights with an adapter for each matrix, such as
-    experts.gate_up_proj and experts.down_proj of a mixture of experts, which are no modules."""
+    experts.gate_up_proj and experts.down_proj of a mixture of experts, which are not modules."""
     dora: bool = False
     """Also train the norm of each row of an adapted weight (DoRA, arXiv 2402.09353)."""
     modules_to_save: tuple[str, ...] = ()

@@ -1,2 +1,2 @@
-"""From rows in files to packed batches in the order of a run. Rooms above import its modules;
-plugins import `rlhf.trainer`, which re-exports what is public."""
+"""From rows in files to packed batches in the order of a run. Plugins import `rlhf.trainer`, which
+re-exports what is public."""

@@ -1,2 +1,2 @@
-"""Ranks of a run are started, signalled, or join those that a launcher has started; and what the
-machine has for them."""
+"""Starts and signals the ranks of a run, or joins those that a launcher has started; inspects the
+machine."""

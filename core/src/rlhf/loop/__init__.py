@@ -1,1 +1,1 @@
-"""The step loop, evaluation, and what they save. Imported by run and commands."""
+"""The step loop, evaluation, and what they save."""

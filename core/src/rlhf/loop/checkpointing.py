@@ -83,8 +83,8 @@ def _complete(session: Session, writing: Writing) -> None:
 
 
 def restore(session: Session, folder: Path) -> tuple[int, str]:
-    """Restore a checkpoint. Returns the steps that it has behind it, and what another layout
-    changes, in words. Collective."""
+    """Restore a checkpoint. Returns the number of its step, and what another layout changes, in
+    words. Collective."""
     mesh, state = session.mesh, _read(folder)
     for engine in session.saved_engines:
         session.hooks.load_checkpoint(engine=engine, saved=SavedEngine(folder / engine.role))

@@ -1,4 +1,4 @@
-"""What the author of a trainer can mend: a method that returns something else than core expects.
+"""Checks what the methods of a trainer return, in messages for its author.
 
 The form of results is checked whenever a method returns, on the host only. How the models were
 called is watched in the first survey and the first loss, at any ZeRO stage: most mistakes have no

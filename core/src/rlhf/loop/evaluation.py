@@ -9,7 +9,7 @@ from rlhf.data.order import RunOrder
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums
 from rlhf.loop.checkpointing import save
-from rlhf.loop.export import export_model
+from rlhf.loop.exporting import export_model
 from rlhf.loop.rollout import evaluated
 from rlhf.loop.samples import take_samples
 from rlhf.loop.session import Session

@@ -1,1 +1,1 @@
-"""What a step takes of a device, and what is chosen from it."""
+"""The memory that a step needs on a device, and the choices that follow from it."""

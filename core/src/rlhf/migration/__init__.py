@@ -1,1 +1,1 @@
-"""A configuration of another project becomes one of ours. The command `migrate` imports it."""
+"""Converts a configuration of another project into one of ours, for `rlhf migrate`."""

@@ -33,7 +33,7 @@ class Arguments:
 
 def read_arguments(path: Path, chosen: str | None = None) -> Arguments:
     """Return what a YAML file, a JSON file or a shell script sets. `chosen` is the project, or
-    project/trainer, if the user names it. Raises RLHFError if one of them cannot be told."""
+    project/trainer, if the user names it. Raises RLHFError if it cannot be found out."""
     project, _, variant = (chosen or "").partition("/")
     if project and project not in PROJECTS:
         raise RLHFError(f"--from {project} is not known; available: {', '.join(PROJECTS)}")

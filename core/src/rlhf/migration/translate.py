@@ -1,4 +1,4 @@
-"""The keys of another project become our settings, and what has no counterpart is told."""
+"""Converts the keys of another project into our settings, and lists those without a counterpart."""
 
 import json
 import math

@@ -1,4 +1,1 @@
-"""Models over packed batches: loading, attention over trees, adapters, export.
-
-Imported by the rooms above it: readouts, reference, loop, memory, run and commands.
-"""
+"""Models over packed batches: loading, attention over trees, adapters, export."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from rlhf.engine import Engine, Mesh, StateKind, gib
 from rlhf.memory.fit import StepFit
-from rlhf.memory.phases import Phase, shortage
+from rlhf.memory.shortage import Phase, shortage
 from rlhf.model.role import POLICY, Role
 from rlhf.registry.gateway import BackendGateway
 

@@ -21,7 +21,7 @@ from rlhf.folder.disk import writing
 from rlhf.launch import places
 from rlhf.launch.startup import Startup, importing
 from rlhf.loop.checkpointing import check_data, restore
-from rlhf.loop.export import export_checkpoint, export_model
+from rlhf.loop.exporting import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
 from rlhf.rank.dataset import Dataset, prepare_data

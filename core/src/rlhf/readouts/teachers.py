@@ -33,7 +33,7 @@ class Teacher(Protocol):
 
     @property
     def against(self) -> Against:
-        """How to compare a student with it: a function of tensors only, so that it compiles."""
+        """The comparison with a student, as a function of tensors only, so that it compiles."""
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """Return what `against` needs of the predictions `rows`; rows from N on may hold

@@ -17,7 +17,7 @@ from rlhf.data.packing import pack
 from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
 from rlhf.readouts import token_logprobs
-from rlhf.reference.table import LogprobTable
+from rlhf.reference.stored import LogprobTable
 
 NO_GRADIENT_FACTOR = 4
 """A pass without gradient takes so many times the tokens of a training micro-batch."""

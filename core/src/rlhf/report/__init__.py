@@ -1,2 +1,1 @@
-"""What a run folder shows about its run: the report's page and the model card. Imported by commands
-and loop."""
+"""What a run folder shows about its run: the page of `rlhf report` and the model card."""

@@ -1,1 +1,1 @@
-"""A command line and a YAML file become one checked configuration."""
+"""Converts a command line and YAML files into one checked configuration."""

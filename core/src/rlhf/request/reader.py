@@ -15,7 +15,7 @@ from rlhf.plugin import TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
-from rlhf.request.observers import as_sections, observers_class
+from rlhf.request.observer_settings import as_sections, observers_class
 from rlhf.request.rules import contradictions, missing_inputs
 from rlhf.request.settings_tree import (
     load_recorded,

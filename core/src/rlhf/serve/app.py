@@ -27,7 +27,7 @@ MAX_BYTES = 2**26
 BODY_SECONDS = 60
 """Time in which a request's body has to arrive."""
 RETRY_SECONDS = 1
-"""What a refused client is told to wait."""
+"""Seconds after which a refused client may try again."""
 log = logging.getLogger("uvicorn.error")
 
 

@@ -240,7 +240,7 @@ def _load(name: str, source: str) -> Any:
         assert spec.loader is not None, source
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
-        # pytest names a test file by its folders, which are no packages; pickle imports the first.
+        # pytest names a test file by its folders, which are not packages; pickle imports the first.
         for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
             sys.modules.setdefault(parent, types.ModuleType(parent))
         spec.loader.exec_module(module)

@@ -200,7 +200,7 @@ CAPABILITIES = (
         stages=(3,),
     ),
     Capability(
-        feature="elements until whose next use weights stay",
+        feature="largest distance of reuse in which weights stay gathered",
         setting=f"{RAW}zero_optimization.stage3_max_reuse_distance",
         kind=int,
         stages=(3,),

@@ -74,8 +74,8 @@ def _share(item: Fragment, axis: Axis) -> Fragment:
 
 def _columns(item: Fragment, part: Part) -> Iterator[Fragment]:
     """Yield fragments of a whole matrix for a fragment of this rank's columns, which is flat, row
-    by row. Its ends may be parts of a row; of the rows between them each rank of the axis takes
-    some."""
+    by row. Its ends may be parts of a row; the ranks of the axis share the whole rows between
+    them."""
     axis, width = part.axis, part.shape[1]
     own = width // axis.size
     head = min(-item.offset % own, item.values.numel())

@@ -1,0 +1,20 @@
+"""Arguments that several commands take."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a parser of numbers above 0 for argparse."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 10**6:
+            raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        return value
+
+    return read

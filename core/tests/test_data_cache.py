@@ -1,8 +1,10 @@
 """Tokenised rows are cached, and computed again only when something has changed."""
 
+import errno
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from functools import partial
@@ -49,6 +51,23 @@ def test_rows_are_tokenised_once_and_again_only_when_something_has_changed(tmp_p
     count(path, template="{{ messages }}")
     count(path, template="{{ messages }}")
     assert Counting.calls == 40
+
+
+def test_rows_are_tokenised_where_a_file_in_use_cannot_be_removed(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a file that is mapped in its folder."""
+    remove = os.rmdir
+
+    def refuse(path: Any, **options: Any) -> None:
+        if re.match("tmp|rows-", Path(path).name):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        assert len(examples_of(write_lines(tmp_path / "rows.jsonl"))) == len(ROWS)
+    assert [path.name for path in cache.rglob("examples.arrow")] == ["examples.arrow"]
 
 
 def test_a_damaged_cache_is_tokenised_again(tmp_path: Path, cache: Path) -> None:

@@ -97,6 +97,8 @@ def test_ranks_in_the_same_place_wait_unless_they_are_as_slow_as_before(now: Non
     assert places.explain_wait({0: together[0]}, silent_for=45.0) is None
     slow = together | {1: attrs.evolve(together[1], longest=26.0)}
     assert places.explain_wait(slow, silent_for=45.0) is None
+    compiling = together | {1: attrs.evolve(together[1], has_stepped=False)}
+    assert places.explain_wait(compiling, silent_for=45.0) is None
     saving = {rank: at(6, "checkpoint", ago=50.0) for rank in range(2)}
     assert places.explain_wait(saving, silent_for=45.0) is None
 

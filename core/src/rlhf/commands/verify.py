@@ -171,11 +171,17 @@ class Verification:
             return other, self._run("other", other, "--overwrite")
 
     def _fewer_ranks(self) -> int:
-        """Return the ranks without one data rank, all of them if there is only one."""
-        config, ranks = self.request.config, self.layout.ranks
-        hooks, _ = load_hooks(config)
-        data = hooks.axis_sizes(config=config, ranks=ranks)["data"]
-        return ranks - ranks // data or ranks
+        """Return the next smaller number of ranks that the axes divide, or all."""
+        numbers = range(self.layout.ranks - 1, 0, -1)
+        return next(filter(self._divides, numbers), self.layout.ranks)
+
+    def _divides(self, ranks: int) -> bool:
+        hooks, _ = load_hooks(self.request.config)
+        try:
+            hooks.axis_sizes(config=self.request.config, ranks=ranks)
+        except RLHFError:
+            return False
+        return True
 
     def _other_layout(self, straight: Path) -> Layout:
         """Return a layout with another number of ranks, stage and budget."""
@@ -190,6 +196,8 @@ class Verification:
         if "stage" in attrs.fields_dict(type(stage)):
             stage = type(stage)(stage=0 if stage_of(straight) else SHARDED)
         ranks = 1 if layout.ranks > 1 else min(2, most)
+        if not self._divides(ranks):
+            ranks = self._fewer_ranks()
         return Layout(ranks=ranks, stage=stage, tokens=tokens)
 
     def _same_curve(self, run: Path, straight: Path, steps: range = range(STEPS)) -> bool:

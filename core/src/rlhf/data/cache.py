@@ -17,6 +17,7 @@ import attrs
 from filelock import FileLock
 
 from rlhf.folder.disk import sha256, writing
+from rlhf.launch.signals import PARENT
 
 POLL_SECONDS = 0.2
 DIGESTS = "digests.json"
@@ -38,7 +39,7 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
         if not _is_intact(folder):
             with FileLock(folder.with_suffix(".lock"), poll_interval=POLL_SECONDS):
                 if not _is_intact(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                     _build(folder, build)
     return folder
 
@@ -59,12 +60,26 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether the folder has the files that were written, none of them damaged since."""
+    """Return whether the folder has the files that were written, none of them damaged since. The
+    ranks of a launcher that has checked them before look only at their names."""
+    checked = PARENT in os.environ
     try:
         digests = dict(json.loads((folder / DIGESTS).read_text()))
-        return all(sha256(folder / name) == digest for name, digest in digests.items())
-    except (OSError, ValueError, TypeError):
+        return all(
+            (folder / name).is_file() if checked else sha256(folder / name) == digest
+            for name, digest in digests.items()
+        )
+    except (FileNotFoundError, ValueError, TypeError):
         return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a damaged folder, at once for whoever looks for it; a run that reads it keeps its
+    files."""
+    if folder.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        folder.rename(aside / "damaged")
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

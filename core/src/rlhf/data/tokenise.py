@@ -71,7 +71,10 @@ def _prepare_entry(
     )
 
     def build(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        # Outside of `folder`: NFS keeps files that are still mapped under other names.
+        with tempfile.TemporaryDirectory(
+            prefix="rows-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as scratch:
             rows = source.read(Path(scratch))
             numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
             table = _tokenised(rows, numbers, source, data, trainer, tokenizer, Path(scratch))

@@ -148,7 +148,11 @@ class Journal:
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a warning for each metric that is not finite for the first time."""
-        names = {name for name, value in metrics.items() if not math.isfinite(value)}
+        names = {
+            name
+            for name, value in metrics.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        }
         for name in sorted(names - self._not_finite):
             print(f"warning: step {step}: the metric {name!r} is {metrics[name]}", flush=True)
         self._not_finite |= names

@@ -42,6 +42,7 @@ def take_samples(session: Session) -> list[Shown]:
     order, trainer = session.eval_order, session.trainer
     if order is None or not session.config.train.samples:
         return []
+    session.place.enter("rollout")
     held_out = order.examples
     rows = rows_to_show(trainer, held_out, session.config.train.samples)
     examples = [held_out[row] for row in rows]

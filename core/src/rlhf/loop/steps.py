@@ -54,8 +54,9 @@ def _take_steps(
             # The first step loads compilers.
             _freeze_heap(session.engine.device)
             session.record_startup()
-            for role in session.trained.values():
-                # The optimizer has its states now: a backend that cannot save them says so.
+            # The optimizer has its states now: a backend that cannot save them says so. A tensor
+            # axis would gather them.
+            for role in session.trained.values() if session.mesh.tensor.size == 1 else ():
                 session.hooks.save_checkpoint(engine=role.engine)
         step += 1
         session.journal.step(result)

@@ -127,16 +127,15 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
 
 def check_stacked(causal: Any, names: Sequence[str]) -> None:
     """Raise RLHFError for names in `lora.parameters` that no stacked weight of the model has."""
-    stacked = {
-        ".".join(name.split(".")[-2:])
-        for name, parameter in causal.named_parameters()
-        if len(whole_shape(parameter)) == 3
-    }
+    stacked = [
+        name for name, parameter in causal.named_parameters() if len(whole_shape(parameter)) == 3
+    ]
     for name in names:
         if not any(f".{one}".endswith(f".{name}") for one in stacked):
+            ends = sorted({".".join(one.split(".")[-2:]) for one in stacked})
             raise RLHFError(
                 f"lora.parameters {name} names no stacked weight of {type(causal).__name__}; "
-                f"available: {', '.join(sorted(stacked)) or 'none'}"
+                f"available: {', '.join(ends) or 'none'}"
             )
 
 

@@ -58,9 +58,13 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         # `comm.torch` is torch itself.
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    # DeepSpeed communicates over a copy of the world's group, which otherwise has torch's timeout.
-    distributed.distributed_c10d._set_pg_timeout(timeout, groups._clone_world_group())
     sizes = axis_sizes(config, distributed.get_world_size())
+    if config.backend_section.hpz_partition_size > 1:
+        groups._create_zero_param_parallel_group(config.backend_section.hpz_partition_size)
+    # DeepSpeed's copy of the world's group and its group for hpZ otherwise have torch's timeout.
+    for group in (groups._clone_world_group(), groups._get_zero_param_intra_parallel_group()):
+        if group is not None:
+            distributed.distributed_c10d._set_pg_timeout(timeout, group)
     return _mesh(local_rank, with_groups(distributed.get_rank(), sizes, timeout=timeout))
 
 

@@ -50,7 +50,6 @@ def sharded_creation(
     register_sharding(ZeroSharding())
     replace_linear(plan.patches)
     zero = plan.settings["zero_optimization"]
-    # DeepSpeed creates this group for the first model and fails if it should do so again.
     second = "zero_hpz_partition_size" in zero
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
     return deepspeed.zero.Init(

@@ -81,11 +81,10 @@ def plan_at(
         | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
-    ranks = _ranks(mesh)
     tensor = 1 if shape.tensor % mesh.tensor.size else mesh.tensor.size
     second = settings["zero_optimization"].get("zero_hpz_partition_size")
     copies = f"a second copy of the weights over {second} ranks" if second else ""
-    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, ranks, copies, trained)
+    parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, _ranks(mesh), copies, trained)
     return Plan(
         stage=stage,
         tensor=tensor,

@@ -19,8 +19,8 @@ if not torch.cuda.is_available():
 os.environ["RLHF_STRICT_REHEARSAL"] = "1"
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-OF_KILLED = ("pymp-", "torchelastic_", "wandb-")
-"""Folders of multiprocessing, torchrun and wandb, which a killed process cannot remove."""
+OF_KILLED = ("pymp-", "torchelastic_", "wandb-", "wandb_")
+"""What multiprocessing, torchrun and wandb leave if a process is killed."""
 OF_WANDB = ("wandb-media", "wandb-artifacts")
 """Folders that wandb removes when its process ends."""
 TEMPORARY = pytest.StashKey[Path]()

@@ -123,12 +123,19 @@ def test_where_nothing_fits_the_exit_code_says_so(words, capsys):
     [
         (["--gpus", "0"], "argument --gpus: expected a number above 0, got '0'"),
         (["--gpu-memory", "much"], "argument --gpu-memory: expected a number above 0, got 'much'"),
+        (["--gpu-memory", "inf"], "argument --gpu-memory: expected a number above 0, got 'inf'"),
         ([], "this machine has no accelerator; pass the memory of one: --gpu-memory 80"),
     ],
 )
 def test_bad_hardware_is_refused(options, message, words, capsys):
     assert main(["plan", "sft", *words, *options]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_number_may_be_large(words, capsys):
+    code, report = planned(capsys, *words, "--gpu-memory", "2000000")
+    assert code == 0
+    assert report["fits"]
 
 
 def test_sequence_ranks_divide_activations_and_the_states(words, capsys):

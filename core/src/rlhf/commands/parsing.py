@@ -1,6 +1,7 @@
 """Arguments that several commands take."""
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ def positive(kind: type[Any]) -> Callable[[str], Any]:
             value = kind(text)
         except ValueError:
             value = 0
-        if not 0 < value < 10**6:
+        if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
         return value
 

@@ -190,11 +190,12 @@ def num_ranks(request: reader.Request, place: Place) -> int:
 
 @contextmanager
 def _same_environment() -> Iterator[None]:
-    """Undo what a run does to the environment variables."""
-    before = dict(os.environ)
+    """Undo what a run does to the environment variables, and to where Python keeps bytecode."""
+    before, bytecode = dict(os.environ), (sys.pycache_prefix, sys.dont_write_bytecode)
     try:
         yield
     finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = bytecode
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)

@@ -13,10 +13,10 @@ from pathlib import Path
 import attrs
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from rlhf.data.cache import cache_root
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder.disk import free_space, write_speed
 from rlhf.hookspecs import Finding
+from rlhf.launch.caches import cache_root
 from rlhf.launch.machine import GIB, describe_machine
 from rlhf.registry.gateway import build_gateways, load_plugin
 from rlhf.registry.installed import find_backend, installed, is_satisfied

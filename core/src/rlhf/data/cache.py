@@ -23,11 +23,6 @@ POLL_SECONDS = 0.2
 DIGESTS = "digests.json"
 
 
-def cache_root() -> Path:
-    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`."""
-    return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser()
-
-
 def once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, filled by `build(temporary folder)` unless it exists and is intact.
 

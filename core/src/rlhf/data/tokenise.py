@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data import trees
-from rlhf.data.cache import cache_root, key, once
+from rlhf.data.cache import key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source, quiet
 from rlhf.data.mapping import ExampleBuilder, RowsToTrees
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
+from rlhf.launch.caches import cache_root
 
 if TYPE_CHECKING:
     import datasets

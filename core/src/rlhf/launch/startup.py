@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlhf.launch.caches import keep_compiled
+
 
 class Startup:
     """A clock for the parts of a run's start. The time of a part within another one counts once."""
@@ -36,6 +38,7 @@ def importing() -> Iterator[None]:
     If torch is among them, what exists afterwards is excluded from later collections."""
     # After a failed run, what it has left in cycles must still be found.
     first, enabled = "torch" not in sys.modules, gc.isenabled()
+    keep_compiled()
     gc.disable()
     try:
         yield

@@ -9,9 +9,9 @@ from pathlib import Path
 from transformers.utils.hub import cached_file
 
 from rlhf.config.sections import Config, ModelConfig
-from rlhf.data.cache import cache_root
 from rlhf.engine import Mesh
 from rlhf.folder.disk import sha256
+from rlhf.launch.caches import cache_root
 from rlhf.model.architecture import resolved
 
 FORMAT = 1

@@ -1,0 +1,51 @@
+"""What a run keeps on disk for later ones."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+IMPORTS = """
+from rlhf.launch.startup import importing
+with importing():
+    import torch
+"""
+
+
+def start(site: Path, **variables: str) -> list[str]:
+    """Import a package called torch from `site` as a run does; returns the bytecode in the
+    cache."""
+    (site / "torch").mkdir(parents=True, exist_ok=True)
+    (site / "torch" / "__init__.py").touch()
+    cache = site.parent / "cache"
+    paths = {"PYTHONPATH": str(site), "RLHF_CACHE": str(cache), "PYTHONPYCACHEPREFIX": ""}
+    environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": ""} | variables
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
+    return [path.parent.name for path in (cache / "bytecode").rglob("__init__*.pyc")]
+
+
+def test_bytecode_that_is_written_nowhere_else_is_in_the_cache(tmp_path: Path) -> None:
+    assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == ["torch"]
+    assert not (tmp_path / "site" / "torch" / "__pycache__").exists()
+
+
+def test_bytecode_beside_its_sources_is_used(tmp_path: Path) -> None:
+    assert start(tmp_path / "site") == []
+    assert (tmp_path / "site" / "torch" / "__pycache__").exists()
+    assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == []
+
+
+@pytest.mark.parametrize("chosen", ["", "elsewhere"])
+def test_compiled_kernels_are_in_the_cache_unless_the_user_says_where(
+    tmp_path: Path, chosen: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
+    environment["RLHF_CACHE"] = str(tmp_path)
+    if chosen:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / chosen)
+    words = f"{IMPORTS}\nfrom torch._inductor.runtime.cache_dir_utils import cache_dir\n"
+    command = [sys.executable, "-c", f"{words}print(cache_dir())"]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / (chosen or "kernels"))

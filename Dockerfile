@@ -1,5 +1,5 @@
-# rlhf for NVIDIA GPUs: `docker build -t rlhf .` in this folder. nvcc of CUDA 13.0 is that of torch's
-# wheels, so DeepSpeed can compile its optimizers at their first use.
+# rlhf for NVIDIA GPUs: `docker build -t rlhf .` in this folder. It has compilers, since DeepSpeed
+# compiles its optimizer on the CPU at its first use.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update \

@@ -8,6 +8,7 @@ from rlhf.plugin import ModelConfig
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.optimizer import TORCH
 
 SHAPE = ModelShape(
     parameters=7 * GIB,
@@ -33,4 +34,4 @@ def half(dtype="bf16", **settings):
 def plan(world, memory, *, dtype="bf16", shape=SHAPE, **settings):
     run = half(dtype, **settings)
     mesh = Mesh(world=world, device=torch.device("cpu"), memory=memory)
-    return zero.plan(run, mesh, shape, optimizer="FusedAdam", reason="")
+    return zero.plan(run, mesh, shape, optimizer=TORCH, reason="")

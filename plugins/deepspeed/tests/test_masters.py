@@ -75,3 +75,21 @@ def test_a_curve_without_copies_is_that_with_them(pair, settings):
     assert with_copies.losses == without.losses
     assert with_copies.norms == without.norms
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def stage_0(case):
+    """The masters and the final weights of a run at stage 0."""
+    backend = DeepSpeedBackend()
+    outcome, engine, mesh = follow(backend, case)
+    optimizer = engine.deepspeed.optimizer
+    weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    backend.close_mesh(mesh)
+    return len(optimizer.fp32_groups_flat), optimizer.optimizer, outcome, weights
+
+
+def test_stage_0_updates_flat_masters_by_torchs_adamw(single):
+    config = configure(DeepSpeedConfig(stage=0), dtype="bf16")
+    masters, optimizer, *_ = stage_0(Case(config=config))
+    assert masters == len(optimizer.param_groups)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["fused"]

@@ -11,6 +11,7 @@ from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf_plugin_deepspeed import capabilities, zero
 from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.memory import estimate
+from rlhf_plugin_deepspeed.optimizer import TORCH
 
 
 def test_auto_takes_the_first_stage_whose_states_fit():
@@ -25,21 +26,21 @@ def test_auto_takes_the_first_stage_whose_states_fit():
 def test_auto_takes_no_stage_at_which_layers_are_not_compiled(settings):
     run = evolve(config(), model=ModelConfig(dtype="bf16", **settings))
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=32 * GIB)
-    made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="")
+    made = zero.plan(run, mesh, SHAPE, optimizer=TORCH, reason="")
     assert made.stage == 2
 
 
 def test_the_summary_states_the_reason():
     assert plan(8, 80 * GIB).summary == (
         "ZeRO 1 (the first whose states fit: 38.50 GiB in 60% of 80.0 GiB), bf16, 8 ranks, "
-        "FusedAdam"
+        "torch AdamW (fused)"
     )
     assert plan(1, 80 * GIB).summary == (
         "ZeRO 0 (no stage fits: 112.0 GiB of states, 60% of 80.0 GiB; offload or add ranks), "
-        "bf16, 1 rank, FusedAdam"
+        "bf16, 1 rank, torch AdamW (fused)"
     )
     assert plan(2, 80 * GIB, preset="zero2_offload").summary == (
-        "ZeRO 2, bf16, 2 ranks, FusedAdam, optimizer on the CPU"
+        "ZeRO 2, bf16, 2 ranks, torch AdamW (fused), optimizer on the CPU"
     )
 
 
@@ -49,7 +50,7 @@ def test_states_stay_where_they_are_if_the_optimizer_is_on_the_cpu(mode):
     offloaded = plan(2, 80 * GIB, preset="zero2_offload", offload_states=mode)
     assert offloaded.offload_states == "never"
     assert offloaded.summary.endswith(
-        "FusedAdam, optimizer on the CPU"
+        "torch AdamW (fused), optimizer on the CPU"
         + ", so that offload_states is skipped" * (mode == "always")
     )
 
@@ -164,10 +165,10 @@ def test_every_setting_that_deepspeed_would_choose_is_set():
 def test_models_that_are_loaded_leave_less_room_for_the_next():
     run = evolve(config(), model=ModelConfig(dtype="bf16"))
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=80 * GIB)
-    made = zero.plan(run, mesh, SHAPE, optimizer="FusedAdam", reason="", occupied=16 * GIB)
+    made = zero.plan(run, mesh, SHAPE, optimizer=TORCH, reason="", occupied=16 * GIB)
     assert made.summary == (
         "ZeRO 2 (the first whose states fit: 26.25 GiB in 60% of 80.0 GiB less 16.0 GiB of other "
-        "models), bf16, 8 ranks, FusedAdam"
+        "models), bf16, 8 ranks, torch AdamW (fused)"
     )
 
 
@@ -190,7 +191,7 @@ def test_states_in_bf16_are_deepspeeds_own_settings():
 
 def test_without_a_known_memory_the_first_stage_is_taken():
     assert plan(4, 0).summary == (
-        "ZeRO 0 (the device's memory is unknown), bf16, 4 ranks, FusedAdam"
+        "ZeRO 0 (the device's memory is unknown), bf16, 4 ranks, torch AdamW (fused)"
     )
 
 
@@ -198,6 +199,6 @@ def test_a_base_in_four_bits_is_counted_so():
     adapters = evolve(SHAPE, trainable=GIB // 100)
     mesh = Mesh(world=1, device=torch.device("cpu"), memory=24 * GIB)
     run = evolve(config(), model=ModelConfig(dtype="bf16", quantize="nf4"))
-    assert zero.plan(run, mesh, adapters, optimizer="FusedAdam", reason="").summary.startswith(
+    assert zero.plan(run, mesh, adapters, optimizer=TORCH, reason="").summary.startswith(
         "ZeRO 0 (the first whose states fit: 4.0"
     )

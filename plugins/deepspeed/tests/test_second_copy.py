@@ -142,7 +142,7 @@ def test_the_plan_and_the_estimate_count_it():
     settings = {"hpz_partition_size": 4}
     once, twice = plan(16, 80 * GIB, stage=3), plan(16, 80 * GIB, **settings)
     assert twice.summary == (
-        "ZeRO 3, bf16, 16 ranks, a second copy of the weights over 4 ranks, FusedAdam"
+        "ZeRO 3, bf16, 16 ranks, a second copy of the weights over 4 ranks, torch AdamW (fused)"
     )
     needed = zero._needed(half(**settings), Resolved(stage=3), SHAPE, Mesh(world=16), 3)
     assert needed / GIB == 11.5

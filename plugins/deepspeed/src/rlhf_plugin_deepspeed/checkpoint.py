@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
@@ -175,8 +175,8 @@ def _shard(parameter: Any) -> tuple[int, int]:
 
 
 def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
-    """Yield all parameters at stage 0, where each rank updates all: with flat masters (FusedAdam),
-    masters of their own (torch's AdamW), or none."""
+    """Yield all parameters at stage 0, where each rank updates all: with flat masters (AdamW),
+    masters of their own (other optimizers), or none."""
     trained = [item for item in engine.module.parameters() if item.requires_grad]
     masters = {item: (item, 0) for item in trained}
     if hasattr(optimizer, "fp32_groups"):
@@ -241,19 +241,13 @@ def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
 
 
 def _steps(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return the number of updates of each tensor. FusedAdam counts those of a group in its last
-    one."""
+    """Return the number of updates of each tensor."""
     states = optimizer.state.items()
-    steps = {tensor: int(state["step"]) for tensor, state in states if "step" in state}
-    if isinstance(optimizer, FusedAdam):
-        for group in optimizer.param_groups:
-            moved = [tensor for tensor in group["params"] if tensor in steps]
-            steps |= dict.fromkeys(moved, max((steps[tensor] for tensor in moved), default=0))
-    return steps
+    return {tensor: int(state["step"]) for tensor, state in states if "step" in state}
 
 
 def _step(optimizer: Optimizer, master: Tensor, step: int) -> Tensor | int:
     """Return the number of updates as the optimizer keeps it: torch's as a tensor."""
-    if isinstance(optimizer, FusedAdam | DeepSpeedCPUAdam | RoundedAdamW):
+    if isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW):
         return step
     return torch.tensor(float(step), device=master.device)

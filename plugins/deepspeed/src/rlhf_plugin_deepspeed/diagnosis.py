@@ -27,19 +27,15 @@ from rlhf_plugin_deepspeed.mesh import precisions
 from rlhf_plugin_deepspeed.patches.table import NEWEST
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
-OPERATORS = {
-    "FusedAdamBuilder": "training on the accelerator; torch's AdamW takes its place",
-    "CPUAdamBuilder": "deepspeed.offload_optimizer; torch's AdamW takes its place",
-}
-"""What each operator is for. On a CPU without offload, torch's AdamW is used in any case."""
+OPERATORS = {"CPUAdamBuilder": "deepspeed.offload_optimizer; torch's AdamW takes its place"}
+"""What each operator is for."""
 
 
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions, communication and operators."""
     version = installed_version()
     findings = [_version(version), *_too_new_for(version), _precisions(), _communication()]
-    on_cpu = get_accelerator().device_name() == "cpu"
-    return findings + [_operator(name) for name in OPERATORS if not (on_cpu and "Fused" in name)]
+    return findings + [_operator(name) for name in OPERATORS]
 
 
 def _version(version: str) -> Finding:

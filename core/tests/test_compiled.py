@@ -73,7 +73,7 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
     assert said == "layers     compiled by torch.compile"
     for found, wanted in zip(gradients(module, *batches), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert graphs() == 2, "one for the first row and one for all others, for all layers"
+    assert graphs() == 1, "for all rows and all layers"
 
 
 def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> None:

@@ -2,6 +2,7 @@
 dense."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +126,24 @@ def test_flex_attention_under_the_block_mask_equals_the_product_per_example(
     )
     split = attention.split_tree(query, key, value, mask, flex.Scoring(0.0, 0.3, softcap, None))
     torch.testing.assert_close(flexed, split, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "wide"])
+def test_attention_is_compiled_once_for_rows_of_all_lengths(kind: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attend = torch.compile(partial(flex.flex_blocks, scale=0.3, score_mod=None), backend="eager")
+    for spans in (((100, (60, 40)),), SPANS[1], SPANS[2]):
+        mask = mask_of(batch_of(spans), kind)
+        mask.blocks = block_mask(mask)
+        row = [torch.randn(1, heads, len(mask.tree.owner), 16) for heads in (4, 2, 2)]
+        # Flex attention has no gradient on the CPU.
+        with torch.inference_mode():
+            output, _ = flex.flex_compiled([flex.in_blocks(it, 2) for it in row], mask, attend)
+        split = attention.split_tree(*row, mask, flex.Scoring(0.0, 0.3, None, None))
+        torch.testing.assert_close(output, split, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:

@@ -1,6 +1,7 @@
 """Tree attention on CUDA by one compiled flex attention over the row."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from rlhf.errors import RLHFError
 from rlhf.model.head import soft_capped
-from rlhf.model.masks import BLOCK, TreeMask
+from rlhf.model.masks import BLOCK, TreeMask, any_size
 
 COMPILED_KINDS = 64
 """Compiled forms of one function (kinds of layers times modes) before torch falls back to eager."""
@@ -60,12 +61,13 @@ def flex_compiled(
     """Call a compiled `flex_blocks` as in training, also without gradient: a form for each would
     take several seconds more to compile."""
     trains = torch.is_grad_enabled() and any(item.requires_grad for item in inputs)
-    if trains or torch.is_inference_mode_enabled():
+    alone = not (trains or torch.is_inference_mode_enabled())
+    inputs = [item.detach().requires_grad_() for item in inputs] if alone else inputs
+    for item in inputs:
+        any_size(item, 2)
+    with torch.enable_grad() if alone else nullcontext():
         output, lse = attend(*inputs, mask.blocks)
-        return output, lse
-    with torch.enable_grad():
-        output, lse = attend(*(item.detach().requires_grad_() for item in inputs), mask.blocks)
-    return output.detach(), lse.detach()
+    return (output.detach(), lse.detach()) if alone else (output, lse)
 
 
 def in_blocks(tensor: Tensor, dim: int) -> Tensor:
@@ -87,6 +89,9 @@ def flex_blocks(
     value, [1, heads, T / BLOCK, BLOCK, D]."""
     shared = query.shape[1] != key.shape[1]
     query, key, value = (tensor.flatten(2, 3) for tensor in (query, key, value))
+    if blocks is not None:
+        # A number from outside would be a constant of the compiled form.
+        blocks.seq_lengths = (query.shape[2], key.shape[2])
     output, aux = flex_attention(
         query, key, value, block_mask=blocks, scale=scale, score_mod=score_mod,
         enable_gqa=shared, return_aux=AuxRequest(lse=True),
@@ -97,11 +102,9 @@ def flex_blocks(
 
 @lru_cache
 def compiled_flex(scale: float | None, softcap: float | None) -> Callable[..., Any]:
-    """Return `flex_blocks`, compiled for the first row it meets and then once for rows of all
-    lengths.
+    """Return `flex_blocks`, compiled once for rows of all lengths.
 
-    torch makes dynamic only the sizes that have changed. With `dynamic=True` the sizes of heads and
-    blocks would be unknown too.
+    With `dynamic=True` the sizes of heads and blocks would be unknown too.
     """
     let_recompile()
     return torch.compile(partial(flex_blocks, scale=scale, score_mod=capped(softcap)))

@@ -104,6 +104,8 @@ class TreeMask:
         self.windowed = lowest is not None
         self.long = tree.long and not self.windowed
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
+        for item in (tree.owner, tree.segment, tree.prompt_of, tree.position, self.lowest):
+            any_size(item, 0)
         self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type
         # In a rehearsal on the meta device nothing reads a mask.
@@ -174,7 +176,7 @@ def block_mask(mask: TreeMask) -> BlockMask:
     partial, full = block_kinds(mask)
     num_partial, partial_indices = ordered(partial)
     num_full, full_indices = ordered(full)
-    return BlockMask.from_kv_blocks(
+    blocks = BlockMask.from_kv_blocks(
         num_partial,
         partial_indices,
         num_full,
@@ -183,6 +185,17 @@ def block_mask(mask: TreeMask) -> BlockMask:
         mask_mod=mask.visible,
         seq_lengths=(length, length),
     )
+    for item in blocks.as_tuple():
+        if isinstance(item, Tensor):
+            any_size(item, *range(2, item.dim()))
+    return blocks
+
+
+def any_size(tensor: Tensor, *dims: int) -> None:
+    """Have torch.compile treat `dims` as unknown from the first row on. It would compile for the
+    sizes of that row, and once more for the next row."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

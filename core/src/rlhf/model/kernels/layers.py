@@ -1,8 +1,7 @@
 """A decoder's layers, changed as `model.kernels`, `model.fp8` and `model.recompute` say.
 
-`forwards` says in which order. torch.compile makes one function for all layers of a kind. It is
-compiled for the first row it meets, and once more, with the number of blocks left open, for rows of
-all lengths.
+`forwards` says in which order. torch.compile makes one function for all layers of a kind, with
+the number of blocks left open, for rows of all lengths.
 """
 
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch
+from torch.utils._pytree import tree_leaves
 
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import fused_on
@@ -25,7 +25,7 @@ from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, pro
 from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
-from rlhf.model.masks import TreeMask
+from rlhf.model.masks import TreeMask, any_size
 from rlhf.model.parts import layers_of
 
 Forward = Callable[..., Any]
@@ -126,7 +126,12 @@ def _compiled(own: Forward) -> Forward:
         # Some families pass the mask by position, others by name.
         if not any(isinstance(item, TreeMask) for item in (*rest, *options.values())):
             return own(hidden, *rest, **options)
-        return _compiler()(own, in_blocks(hidden, dim=1), rest, options)
+        blocks, length = in_blocks(hidden, dim=1), hidden.shape[1]
+        any_size(blocks, 1)
+        for item in tree_leaves((rest, options)):
+            if isinstance(item, Tensor):
+                any_size(item, *(dim for dim, size in enumerate(item.shape) if size == length))
+        return _compiler()(own, blocks, rest, options)
 
     return forward
 

@@ -1,4 +1,5 @@
-"""The source of every patched target of DeepSpeed, and its digests in the tested versions.
+"""The source of every private name of DeepSpeed that is patched or read, and its digests in the
+tested versions.
 
 To add a version: `python patch_sources.py 0.19.9=FOLDER`, with the folder that holds `deepspeed`.
 """
@@ -12,11 +13,11 @@ import sys
 from pathlib import Path
 
 from rlhf_plugin_deepspeed.patches.install import path_of
-from rlhf_plugin_deepspeed.patches.table import PATCHES
+from rlhf_plugin_deepspeed.patches.table import PATCHES, READ
 
 DIGESTS = Path(__file__).with_suffix(".json")
 """By target and version; the digest of a value, which has no source, is empty."""
-TARGETS = sorted({target for patch in PATCHES.values() for target in patch.targets})
+TARGETS = sorted({*READ, *(target for patch in PATCHES.values() for target in patch.targets)})
 
 
 def installed() -> Path:
@@ -44,7 +45,7 @@ def find(target: str, root: Path) -> tuple[str, list[str] | None] | None:
                 if known and (origin := find(f"{node.module}:{name}", root)):
                     return origin
         if not found:
-            pattern = rf"self\.{name}\b" if place else rf"^{name}\b"
+            pattern = rf"\.{name}\b" if place else rf"^{name}\b"
             return ("", None) if re.search(pattern, source, re.MULTILINE) else None
         body, source = found[-1].body, ast.get_source_segment(text, found[-1]) or ""
     function = found[-1]

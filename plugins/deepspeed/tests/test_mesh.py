@@ -9,7 +9,7 @@ from torch import distributed
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.testing.ranks import ranks_fixture
-from rlhf_plugin_deepspeed.mesh import close_axes, sizes_of, with_groups
+from rlhf_plugin_deepspeed.mesh import close_groups, sizes_of, with_groups
 
 four = ranks_fixture(4)
 
@@ -22,7 +22,7 @@ def sums_along_axes():
         mesh = Mesh(rank=rank, world=4, **places)
         axes = (mesh.data, mesh.shards, mesh.sequence, mesh.tensor)
         found.append([int(axis.sum(torch.tensor(rank))) for axis in axes])
-        close_axes(mesh)
+        close_groups(mesh)
     return found
 
 

@@ -8,61 +8,9 @@ from deepspeed.accelerator import get_accelerator
 from streams import Stream, Streams, seen_by
 from torch import nn
 
-from rlhf.testing.problem import configure
-from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.patches import stage_3
-from rlhf_plugin_deepspeed.patches.install import restore_modules
-from rlhf_plugin_deepspeed.patches.stage_3 import (
-    MissingGradients,
-    deepspeed_reduce_scatter,
-    keep_shards,
-    ordered,
-    reduce_at_once,
-    reduce_scatter,
-)
+from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, ordered
 from rlhf_plugin_deepspeed.prepare import _some_empty
-
-
-def shards_of_means(sizes):
-    """By our collective and by DeepSpeed's."""
-    backend = DeepSpeedBackend()
-    mesh = backend.setup_mesh(configure(DeepSpeedConfig(stage=3)))
-    torch.manual_seed(mesh.rank)
-    tensors = [torch.randn(size) for size in sizes]
-    found = [
-        [item.clone() for item in function([item.clone() for item in tensors], None)]
-        for function in (reduce_scatter, deepspeed_reduce_scatter)
-    ]
-    backend.close_mesh(mesh)
-    return found
-
-
-@pytest.mark.parametrize("sizes", [[(4, 3), (2,), (6,)], [(4, 3), (3,)], [(8,)]], ids=str)
-def test_shards_of_means_are_deepspeeds(pair, sizes):
-    for own, other in pair.run(shards_of_means, sizes):
-        assert len(own) == len(sizes)
-        for first, second in zip(own, other, strict=True):
-            assert torch.equal(first, second)
-
-
-def test_shards_add_up_over_micro_batches():
-    held = {0: torch.zeros(4), 1: torch.zeros(3), 2: torch.zeros(2)}
-    optimizer = SimpleNamespace(micro_step_id=0)
-    parameters = [nn.Parameter(torch.zeros(8)) for _ in held]
-    for number, parameter in enumerate(parameters):
-        parameter.ds_id = number
-    # The second is padded, and this rank has nothing of the third.
-    first = [torch.arange(4.0), torch.ones(2), torch.empty(0)]
-    for micro_step in range(2):
-        optimizer.micro_step_id = micro_step
-        for parameter in parameters:
-            parameter.grad = torch.ones(8)
-        keep_shards(optimizer, held, parameters, first)
-        assert all(parameter.grad is None for parameter in parameters)
-    assert torch.equal(held[0], 2 * torch.arange(4.0))
-    assert held[1].tolist() == [2, 2, 0]
-    assert held[2].tolist() == [0, 0]
 
 
 def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
@@ -72,16 +20,6 @@ def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
     reduction = ordered(SimpleNamespace)
     reduction.synchronize()
     assert waited_for == [reduction]
-
-
-@pytest.mark.parametrize(
-    "apart", [{"offload_optimizer": True}, {"all2all_process_group": object()}], ids=" ".join
-)
-def test_gradients_that_go_to_the_host_or_by_other_collectives_go_deepspeeds_way(apart):
-    optimizer = SimpleNamespace(**{"offload_optimizer": False} | apart)
-    reduce_at_once(optimizer)
-    restore_modules()
-    assert not hasattr(optimizer, "partition_grads")
 
 
 @pytest.mark.parametrize(

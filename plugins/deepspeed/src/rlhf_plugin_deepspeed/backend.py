@@ -162,9 +162,8 @@ class DeepSpeedBackend:
 
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
+        meshes.close_groups(mesh)
         restore_modules()
-        meshes.close_axes(mesh)
-        meshes.forget("axes-reset")
         # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()

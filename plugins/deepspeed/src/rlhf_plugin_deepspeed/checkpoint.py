@@ -146,15 +146,12 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
 
 def _publish(engine: TrainingEngine, pieces: Iterable[Piece]) -> None:
     """Copy the optimizer's weights to those that the model computes with."""
-    optimizer = engine.deepspeed.optimizer
-    if engine.stage == 3:
-        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    elif engine.stage > 0:
-        optimizer.update_lp_params()
-    else:
-        for piece in pieces:
-            piece.parameter.detach().view(-1).copy_(piece.of(piece.master))
+    if engine.stage in (1, 2):
+        engine.deepspeed.optimizer.update_lp_params()
+        return
+    for piece in pieces:
+        held = getattr(piece.parameter, "ds_tensor", piece.parameter)
+        held.detach().view(-1)[: piece.size].copy_(piece.of(piece.master))
 
 
 def _shards(group: Iterable[Any], flat: Tensor) -> Iterator[Piece]:

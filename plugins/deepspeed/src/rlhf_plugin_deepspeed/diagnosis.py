@@ -97,7 +97,7 @@ def _communication() -> Finding:
 def _operator(name: str) -> Finding:
     builder: Any = get_accelerator().create_op_builder(name)
     library = Path(cpp_extension._get_build_directory(builder.name, False), f"{builder.name}.so")
-    if installed_ops.get(builder.name) and accelerator_name == get_accelerator()._name:
+    if installed_ops.get(builder.name) and accelerator_name == get_accelerator().device_name():
         here = "installed with DeepSpeed"
     elif library.is_file():
         here = "compiled"

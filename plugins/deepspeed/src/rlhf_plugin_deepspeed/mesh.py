@@ -11,7 +11,6 @@ import deepspeed
 import numpy as np
 import torch
 from attrs import evolve
-from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import distributed
@@ -20,7 +19,7 @@ from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
-from rlhf_plugin_deepspeed.patches.install import check_target, path_of, replace
+from rlhf_plugin_deepspeed.patches.install import path_of, replace
 from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
 from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
 
@@ -57,14 +56,18 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     if in_force("no-shm-build", setting=config.backend_section.patches):
         # `comm.torch` is torch itself.
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
+    for target in PATCHES["fresh-groups"].targets:
+        path, name = path_of(target)
+        replace("fresh-groups", import_module(path), **{name: None})
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     sizes = axis_sizes(config, distributed.get_world_size())
-    if config.backend_section.hpz_partition_size > 1:
-        groups._create_zero_param_parallel_group(config.backend_section.hpz_partition_size)
-    # DeepSpeed's copy of the world's group and its group for hpZ otherwise have torch's timeout.
-    for group in (groups._clone_world_group(), groups._get_zero_param_intra_parallel_group()):
-        if group is not None:
-            distributed.distributed_c10d._set_pg_timeout(timeout, group)
+    # DeepSpeed's own copy of the world's group and its group for hpZ would have torch's timeout.
+    groups._WORLD_GROUP = distributed.new_group(timeout=timeout)
+    second = config.backend_section.hpz_partition_size
+    if second > 1:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, _ = distributed.new_subgroups(
+            second, timeout=timeout
+        )
     return _mesh(local_rank, with_groups(distributed.get_rank(), sizes, timeout=timeout))
 
 
@@ -140,12 +143,10 @@ class Groups:
         return self._model.rank
 
 
-def close_axes(mesh: Mesh) -> None:
-    """End the groups of the axes and of second copies."""
-    for group in (
-        *(getattr(mesh, name).group for name in ACROSS),
-        groups._get_zero_param_intra_parallel_group(),
-    ):
+def close_groups(mesh: Mesh) -> None:
+    """End the groups of the axes, of second copies and of DeepSpeed's world."""
+    axes_of_mesh = (getattr(mesh, name).group for name in ACROSS)
+    for group in (*axes_of_mesh, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._WORLD_GROUP):
         if group is not None:
             distributed.destroy_process_group(group)
 
@@ -175,22 +176,11 @@ def seed(value: int, *, deterministic: bool) -> None:
 
 
 def leave() -> None:
-    """End the process group and drop DeepSpeed's references to it, so that a later run can start
-    one."""
-    comm.destroy_process_group()
-    forget("group-reset")
+    """End the process group, so that a later run can start one."""
+    distributed.destroy_process_group()
     if "RANK" not in os.environ:
         # Without a launcher `join` set it, and half a rendezvous is refused.
         os.environ.pop("LOCAL_RANK", None)
-
-
-def forget(patch: str) -> None:
-    """Drop what DeepSpeed keeps for the whole process and `patch` names: the world's group, or the
-    groups and sizes of axes."""
-    for target in PATCHES[patch].targets:
-        path, name = path_of(target)
-        module = import_module(path)
-        setattr(module, check_target(patch, module, name), None)
 
 
 def precisions() -> list[str]:

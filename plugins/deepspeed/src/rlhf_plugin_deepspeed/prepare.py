@@ -20,7 +20,7 @@ from rlhf_plugin_deepspeed.mesh import Groups
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import replace
-from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, fence_of, reduce_at_once
+from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, fence_of, reduce_beside_host
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
     GradientOrder,
     order_gradients,
@@ -118,13 +118,11 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
         zero["compute_grad_norm"] = False
     if plan.stage == 3:
         # Gradients are laid side by side for their reduction, so a buffer for them is one copy too
-        # many. But with the optimizer on the host, DeepSpeed without the buffer releases the memory
-        # of a gradient that has an empty shard while another stream still reads it. (It also
-        # divides a gradient that fills a bucket by itself in place. This affects only embeddings
-        # and heads, whose gradients are not read elsewhere.)
-        zero["contiguous_gradients"] = "offload_optimizer" in zero and _some_empty(
-            model, mesh.shards.size
-        )
+        # many. But without the buffer DeepSpeed releases the memory of a gradient that has an empty
+        # shard while another stream still reads it. (It also divides a gradient that fills a bucket
+        # by itself in place. This affects only embeddings and heads, whose gradients are not read
+        # elsewhere.)
+        zero["contiguous_gradients"] = _some_empty(model, mesh.shards.size)
     return settings
 
 
@@ -146,8 +144,8 @@ def _patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
     if plan.stage != 3:
         return lambda: None
-    if "reduction" in plan.patches:
-        reduce_at_once(optimizer)
+    if "no-wait" in plan.patches:
+        reduce_beside_host(optimizer)
     MissingGradients(optimizer)
     check_once(optimizer, plan.patches)
     return fence_of(optimizer.parameter_offload)

@@ -9,14 +9,16 @@ import deepspeed
 import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
+from torch.nn import functional
 
 from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
-from rlhf_plugin_deepspeed.patches.linear import replace_linear
+from rlhf_plugin_deepspeed.patches.install import replace
 from rlhf_plugin_deepspeed.tensor import whole
 
 GENERATION = -1
@@ -48,7 +50,7 @@ def sharded_creation(
     if plan.stage < 3:
         return nullcontext()
     register_sharding(ZeroSharding())
-    replace_linear(plan.patches)
+    replace("linear", functional, linear=zero3_linear_wrap)
     zero = plan.settings["zero_optimization"]
     second = "zero_hpz_partition_size" in zero
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
@@ -57,7 +59,7 @@ def sharded_creation(
         data_parallel_group=mesh.shards.group,
         config_dict_or_path=copy.deepcopy(plan.settings),
         remote_device="cpu" if "offload_param" in zero else None,
-        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if second else None,
+        zero_param_parallel_group=groups._ZERO_PARAM_INTRA_PARALLEL_GROUP if second else None,
     )
 
 

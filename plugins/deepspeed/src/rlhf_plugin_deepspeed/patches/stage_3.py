@@ -1,49 +1,22 @@
-"""ZeRO-3: gradients reduced in fewer pieces, without a wait of the host, zeros for those that are
-missing, and weights gathered after their update."""
+"""ZeRO-3: gradients reduced without a wait of the host, zeros for those that are missing, and
+weights gathered after their update."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.comm import coalesced_collectives
-from deepspeed.runtime.zero import stage3
-from torch import Tensor, distributed
+from torch import Tensor
 
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 
-deepspeed_reduce_scatter = coalesced_collectives.reduce_scatter_coalesced
 
-
-def reduce_at_once(optimizer: Any) -> None:
-    """Reduce and keep the gradients of `optimizer`, DeepSpeed's at stage 3, in fewer pieces.
-
-    Without offload, all shards of a collective are kept at once, and the host prepares the step
-    while the last gradients are reduced. DeepSpeed waits after each backward pass.
-    """
-    replace("reduction", stage3, reduce_scatter_coalesced=reduce_scatter)
-    if optimizer.offload_optimizer or getattr(optimizer, "all2all_process_group", None):
-        return
-    held = check_target("reduction", optimizer, "__param_id_to_grad_partition")
-    keep = partial(keep_shards, optimizer, getattr(optimizer, held))
-    replace("reduction", optimizer, partition_grads=keep)
+def reduce_beside_host(optimizer: Any) -> None:
+    """Let the host prepare the step while the last gradients of `optimizer`, DeepSpeed's at stage
+    3, are reduced. DeepSpeed waits after each backward pass."""
     accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
     if not accelerator.is_synchronized_device() and stream != accelerator.default_stream():
-        replace("reduction", optimizer, reduce_and_partition_stream=ordered(type(stream)))
-
-
-@torch.no_grad()
-def reduce_scatter(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
-    """Return this rank's shard of each tensor's mean over the ranks, 1-D, by one collective for
-    all. DeepSpeed's own cuts every tensor for every rank."""
-    world, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    if len(tensors) == 1 or any(item.numel() % world for item in tensors):
-        return deepspeed_reduce_scatter(tensors, group)
-    rows = torch.cat([item.view(world, -1) for item in tensors], dim=1)
-    rows.div_(world)
-    coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), rows[rank], group=group)
-    return list(rows[rank].split([item.numel() // world for item in tensors]))
+        replace("no-wait", optimizer, reduce_and_partition_stream=ordered(type(stream)))
 
 
 def ordered(kind: type) -> Any:
@@ -54,33 +27,6 @@ def ordered(kind: type) -> Any:
         get_accelerator().current_stream().wait_stream(stream)
 
     return type("Ordered", (kind,), {"synchronize": synchronize})()
-
-
-def keep_shards(
-    optimizer: Any,
-    held: dict[int, Tensor],
-    params_to_release: Iterable[Any],
-    grad_partitions: Iterable[Tensor],
-) -> None:
-    """Add the shards of these parameters' gradients to those `held` from earlier micro-batches, and
-    release the whole gradients."""
-    stream = get_accelerator().current_stream()
-    synchronized = get_accelerator().is_synchronized_device()
-    sums, parts = [], []
-    for parameter, shard in zip(params_to_release, grad_partitions, strict=True):
-        if shard.numel():
-            # A shard may be padded at its end.
-            sums.append(held[parameter.ds_id][: shard.numel()])
-            parts.append(shard)
-        if parameter.grad is not None and not synchronized:
-            parameter.grad.record_stream(stream)
-        parameter.grad = None
-    if not sums:
-        return
-    if optimizer.micro_step_id == 0:
-        torch._foreach_copy_(sums, parts)
-    else:
-        torch._foreach_add_(sums, parts)
 
 
 class MissingGradients:

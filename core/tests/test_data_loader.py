@@ -2,6 +2,7 @@
 step, and no hang."""
 
 import json
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -239,6 +240,44 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(
     course = RunOrder(examples=deadly, size=10, tokens=40, shuffle=False)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(batches_from(course, workers=1))
+
+
+def test_a_worker_dies_with_its_run(examples: Examples) -> None:
+    course = RunOrder(examples=examples, size=10, tokens=40, shuffle=False)
+    slow = course.step(0).micro[1]
+
+    class Slow(Examples):
+        def __getitem__(self, number: Any) -> Any:
+            time.sleep(60.0 * (number in slow))
+            return super().__getitem__(number)
+
+    course = attrs.evolve(course, examples=Slow(*examples.__reduce__()[1]))
+    fork = multiprocessing.get_context("fork")
+    pids = fork.SimpleQueue()
+
+    def run() -> None:
+        batches = batches_from(course, workers=1)
+        next(batches)
+        pids.put(multiprocessing.active_children()[0].pid)
+        time.sleep(60)
+
+    killed = fork.Process(target=run)
+    killed.start()
+    worker = Path(f"/proc/{pids.get()}/exe")
+    killed.kill()
+    killed.join()
+    deadline = time.monotonic() + 20
+    while _alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(worker)
+
+
+def _alive(executable: Path) -> bool:
+    """Whether a process exists and is no zombie, which has no executable."""
+    try:
+        return bool(executable.readlink())
+    except FileNotFoundError:
+        return False
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(

@@ -129,8 +129,8 @@ def test_a_signal_ends_the_preparation(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     child = (
-        "from rlhf.launch.local import die_with_parent; import time; "
-        "die_with_parent(); print(flush=True); time.sleep(60)"
+        "from rlhf.launch.signals import PARENT, die_with; import os, time; "
+        "die_with(int(os.environ[PARENT])); print(flush=True); time.sleep(60)"
     )
     parent = (
         "import sys; from rlhf.launch.local import Ranks; "

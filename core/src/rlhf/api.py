@@ -19,8 +19,8 @@ from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.hosts import Place, check_world, place_of_host
-from rlhf.launch.local import STOPPED, Ranks, die_with_parent, num_devices, wait_at_gate
-from rlhf.launch.signals import PARENT
+from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
+from rlhf.launch.signals import PARENT, die_with
 from rlhf.launch.slurm import join_slurm
 from rlhf.launch.startup import Startup, importing
 from rlhf.request import reader
@@ -172,7 +172,8 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
             f"--nproc {request.nproc} has no effect under a launcher, which starts the ranks; "
             "remove it"
         )
-    die_with_parent()
+    if ours:
+        die_with(int(os.environ[PARENT]))
     with startup.part("imports"), importing():
         from rlhf.rank.run import run_rank  # late: start-up time
 

@@ -1,9 +1,11 @@
 """The processes that pack a run's micro-batches ahead of the step."""
 
 import multiprocessing
+import os
 import signal
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -14,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rlhf.data.batch import PackedBatch, map_tensors
 from rlhf.data.order import RunOrder
+from rlhf.launch.signals import die_with
 
 NO_STATE_EVERY = 1 << 30
 """Only the plan says where a run is, so the loader never takes a snapshot of its own state."""
@@ -44,7 +47,7 @@ def batches_from(
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
             generator=torch.Generator().manual_seed(order.seed),
-            worker_init_fn=_keep_quiet if workers else None,
+            worker_init_fn=partial(_begin, os.getpid()) if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator, so a fork is
             # cheap and safe.
             multiprocessing_context="fork" if workers else None,
@@ -90,7 +93,9 @@ def _pinned(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(array).pin_memory()
 
 
-def _keep_quiet(worker: int) -> None:
-    """Use one thread, and ignore Ctrl-C, after which the run still finishes its step."""
+def _begin(parent: int, worker: int) -> None:
+    """End with the run, whose accelerator memory a fork would hold otherwise. Use one thread, and
+    ignore Ctrl-C, after which the run still finishes its step."""
+    die_with(parent)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

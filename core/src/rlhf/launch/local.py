@@ -5,7 +5,6 @@ running when it is killed itself (tried). This launcher turns SIGTERM and Ctrl-C
 and exit code 143, and its ranks die with it.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -24,7 +23,6 @@ from rlhf.launch.hosts import ONE_HOST, Place
 from rlhf.launch.signals import GATE, PARENT, PROBLEMS, catch, numbers, quit_on_next_ctrl_c
 
 STOPPED, INTERRUPTED = 143, 130
-PR_SET_PDEATHSIG = 1
 
 
 def num_devices() -> int:
@@ -33,16 +31,6 @@ def num_devices() -> int:
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return 1 if accelerator is None else torch.accelerator.device_count()
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this rank when our launcher that started it dies."""
-    parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # It died before the call above.
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_at_gate() -> None:

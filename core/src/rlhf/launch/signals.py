@@ -1,7 +1,9 @@
 """The signals on which a run saves before it ends; a second Ctrl-C ends it at once."""
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,9 +16,19 @@ PROBLEMS = "RLHF_PROBLEMS"
 GATE = "RLHF_GATE"
 """Variable with the descriptor from which a rank reads one byte once that launcher has prepared
 the run."""
+PR_SET_PDEATHSIG = 1
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"
 )
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, the process that started it, dies. Only
+    Linux can."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before the call above.
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def numbers(names: Sequence[str]) -> list[int]:

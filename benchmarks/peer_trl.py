@@ -72,6 +72,10 @@ def main() -> None:
     trainer = make_trainer(options, Dataset.from_list(rows * repeats), tokenizer, clock)
     trainer.data_collator = collated = Collated(trainer.data_collator)
     trainer.train()
+    first_step = clock.times[0] - options.started
+    if options.steps <= WARM_UP:
+        print(json.dumps({"first_step_s": first_step}), flush=True)
+        return
     pairs = zip(clock.times[WARM_UP - 1 :], clock.times[WARM_UP:], strict=False)
     seconds = statistics.median(after - before for before, after in pairs)
     if options.packed and options.workflow == "sft":
@@ -83,7 +87,7 @@ def main() -> None:
         "rows_a_step": round(size),
         "rows_per_s": size / seconds,
         "tokens_per_s": size * tokens / seconds,
-        "first_step_s": clock.times[0] - options.started,
+        "first_step_s": first_step,
         "losses": clock.losses,
         "padding": 1 - collated.real / collated.tokens,
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,

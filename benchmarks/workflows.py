@@ -12,12 +12,18 @@ TRL: the same rows, weights, rows a step and precision of the weights; with `--p
 sft packs them into four rows of 4,096 tokens a step. Words after `--` go to every `rlhf run`, which
 is ended after its last step: what it saves is not measured. One table, also in
 `OUTPUT/workflows.md` and `workflows.json`.
+
+    python benchmarks/workflows.py --shape 1.5b --steps 1 --rounds 2 --cold --peer python --liger
+
+measures only the time to the first step, in each round: the first round of each workflow begins
+with empty caches.
 """
 
 import argparse
 import gzip
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -90,6 +96,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cold", action="store_true", help="caches of each workflow's own")
     parser.add_argument("--peer", help="a Python with TRL")
     parser.add_argument("--accumulate", type=int, default=1, help="the peer's micro-batches a step")
     parser.add_argument("--attention", default="sdpa", help="the peer's attention")
@@ -180,7 +187,8 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     words += options.more
     log = options.output / f"run-{workflow}.log"
     command = [sys.executable, *options.program, "run", workflow, *words]
-    code, first = launched(command, log, run, steps=options.steps)
+    caches = caches_of(options, "rlhf", workflow)
+    code, first = launched(command, log, run, steps=options.steps, caches=caches)
     lines = [json.loads(line) for line in metrics_of(run)]
     steps = [line for line in lines if "tokens_per_s" in line]
     timed = steps[WARM_UP:] or steps
@@ -190,8 +198,11 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     ]
     seconds = each[WARM_UP - 1 :] or each
     result: Row = {"who": "rlhf", "workflow": workflow, "code": code, "rows_a_step": size}
-    if code or not seconds:
+    result["first_step_s"] = first
+    if code or not steps:
         result["error"] = end_of(log)
+    else:
+        result["startup"] = json.loads((run / "summary.json").read_text())["startup"]
     if not seconds:
         return result
     tokens = statistics.median(line["tokens_per_s"] for line in timed)
@@ -201,7 +212,6 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         "step_ms": 1e3 * statistics.median(seconds),
         "rows_per_s": tokens / row,
         "tokens_per_s": tokens,
-        "first_step_s": first,
         "losses": [line["loss"] for line in steps],
     }
     for name in ("mfu", "peak_memory_gib", "padding"):
@@ -210,15 +220,27 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     return result
 
 
-def launched(command: list[str], log: Path, run: Path, *, steps: int) -> tuple[int, float]:
+def caches_of(options: argparse.Namespace, who: str, workflow: str) -> dict[str, str]:
+    """The environment of a run, with caches that only it and its later rounds use if they are to
+    begin cold."""
+    if not options.cold:
+        return dict(os.environ)
+    cache = (options.output / f"cache-{who}-{workflow}").absolute()
+    names = ("RLHF_CACHE", "TRITON_CACHE_DIR")
+    return os.environ | {name: str(cache / name.lower()) for name in names}
+
+
+def launched(
+    command: list[str], log: Path, run: Path, *, steps: int, caches: Mapping[str, str]
+) -> tuple[int, float | None]:
     """The exit code, 0 when the last step is there, and seconds until the first was."""
-    start, first = time.perf_counter(), float("nan")
+    start, first = time.perf_counter(), None
     (run / "metrics.jsonl").unlink(missing_ok=True)
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=caches)
         while process.poll() is None:
             lines = metrics_of(run)
-            if first != first and lines:
+            if first is None and lines:
                 first = time.perf_counter() - start
             if any(f'"step": {steps},' in line for line in lines):
                 process.kill()
@@ -263,8 +285,9 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
     log = options.output / f"peer-{workflow}.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [options.peer, str(PEER), *words], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+            [options.peer, str(PEER), *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=caches_of(options, "peer", workflow),
+        )  # fmt: skip
     # Its own logs are Python's dictionaries, in single quotes.
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     found = json.loads(lines[-1]) if lines else {}
@@ -299,6 +322,7 @@ def as_table(results: Sequence[Row]) -> str:
                 continue
             sides[who] = {name: median_of(runs, name) for name in NUMBERS}
             cells = [shown(sides[who][name], form) for name, form in NUMBERS.items()]
+            cells.append(", ".join(shown(run.get("first_step_s"), ".1f") for run in runs))
             rows.append(f"| {workflow} | {runs[0]['rows_a_step']} | {who} | {' | '.join(cells)} |")
         speed, memory = (_ratio(sides, name) for name in ("rows_per_s", "peak_memory_gib"))
         if speed:
@@ -308,7 +332,7 @@ def as_table(results: Sequence[Row]) -> str:
 
 NUMBERS = {
     "step_ms": ".1f", "rows_per_s": ",.1f", "tokens_per_s": ",.0f", "mfu": ".3f",
-    "peak_memory_gib": ".1f", "padding": ".1%", "first_step_s": ".1f",
+    "peak_memory_gib": ".1f", "padding": ".1%",
 }  # fmt: skip
 
 

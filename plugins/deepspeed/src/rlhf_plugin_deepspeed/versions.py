@@ -1,9 +1,11 @@
 """DeepSpeed's version, from its metadata and compared by number."""
 
 import re
+from functools import cache
 from importlib import metadata
 
 
+@cache
 def installed_version() -> str:
     """Return the version of DeepSpeed without importing it."""
     return metadata.version("deepspeed")

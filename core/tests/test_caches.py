@@ -12,22 +12,25 @@ from rlhf.launch.startup import importing
 with importing():
     import torch
 """
+OF_A_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch.child'])"
 
 
 def start(site: Path, **variables: str) -> list[str]:
-    """Import a package called torch from `site` as a run does; returns the bytecode in the
-    cache."""
+    """Import a package called torch from `site` as a run and its processes do; returns the
+    bytecode in the cache."""
     (site / "torch").mkdir(parents=True, exist_ok=True)
-    (site / "torch" / "__init__.py").touch()
+    for name in ("__init__", "child"):
+        (site / "torch" / f"{name}.py").touch()
     cache = site.parent / "cache"
     paths = {"PYTHONPATH": str(site), "RLHF_CACHE": str(cache), "PYTHONPYCACHEPREFIX": ""}
     environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": ""} | variables
-    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
-    return [path.parent.name for path in (cache / "bytecode").rglob("__init__*.pyc")]
+    subprocess.run([sys.executable, "-c", IMPORTS + OF_A_CHILD], env=environment, check=True)
+    kept = (cache / "bytecode").rglob("torch/*.pyc")
+    return sorted(path.name.split(".")[0] for path in kept)
 
 
 def test_bytecode_that_is_written_nowhere_else_is_in_the_cache(tmp_path: Path) -> None:
-    assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == ["torch"]
+    assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == ["__init__", "child"]
     assert not (tmp_path / "site" / "torch" / "__pycache__").exists()
 
 

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-import torch  # noqa: F401
+import transformers  # noqa: F401
 
 from rlhf.launch.startup import Startup, importing
 
@@ -21,7 +21,7 @@ def test_the_time_of_a_part_within_another_counts_once(monkeypatch: pytest.Monke
     assert startup.seconds == {"set-up": 17.0, "loading": 10.0, "probe": 4.0, "first step": 32.0}
 
 
-def test_only_the_first_import_of_torch_excludes_objects_from_collections(
+def test_only_the_first_import_of_transformers_excludes_objects_from_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.unfreeze()
@@ -29,7 +29,7 @@ def test_only_the_first_import_of_torch_excludes_objects_from_collections(
         assert not gc.isenabled()
     assert gc.isenabled()
     assert not gc.get_freeze_count()
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     with importing():
         pass
     assert gc.isenabled()

@@ -137,7 +137,8 @@ def start(request: reader.Request) -> tuple[Path, str]:
         raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
     else:
         folder = Path(request.config.output)
-    ranks = num_ranks(request, place)
+    with startup.part("imports"), importing():
+        ranks = num_ranks(request, place)
     if ranks * place.hosts == 1:
         with startup.part("imports"), importing():
             from rlhf.rank.run import run_rank  # late: start-up time

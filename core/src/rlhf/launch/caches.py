@@ -23,3 +23,5 @@ def keep_compiled() -> None:
     writable = os.access(bytecode.parents[1], os.W_OK) and not sys.dont_write_bytecode
     if not bytecode.exists() and not writable:
         sys.pycache_prefix, sys.dont_write_bytecode = str(cache_root() / "bytecode"), False
+        # For processes that compile kernels.
+        os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}

@@ -35,9 +35,9 @@ class Startup:
 @contextmanager
 def importing() -> Iterator[None]:
     """Import libraries without collections, which would take a third of the time and find nothing.
-    If torch is among them, what exists afterwards is excluded from later collections."""
+    If transformers is among them, what exists afterwards is excluded from later collections."""
     # After a failed run, what it has left in cycles must still be found.
-    first, enabled = "torch" not in sys.modules, gc.isenabled()
+    first, enabled = "transformers" not in sys.modules, gc.isenabled()
     keep_compiled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
 """The backend hooks of `rlhf.hookspecs`, answered with DeepSpeed."""
 
-import rlhf_plugin_deepspeed.quiet  # noqa: F401  isort: skip
+from rlhf_plugin_deepspeed.quiet import silenced  # isort: skip
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +34,7 @@ from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.layouts import layouts
-from rlhf_plugin_deepspeed.patches.install import restore_modules
+from rlhf_plugin_deepspeed.patches.install import run_scope
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
 from rlhf_plugin_deepspeed.versions import installed_version
@@ -49,6 +49,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def setup_mesh(self, config: Config) -> Mesh:
+        run_scope.enter_context(silenced())
         self._started_group = not distributed.is_initialized()
         timeout = timedelta(minutes=config.backend_section.timeout)
         mesh = meshes.join(config, timeout=timeout)
@@ -163,7 +164,7 @@ class DeepSpeedBackend:
     @hookimpl
     def close_mesh(self, mesh: Mesh) -> bool:
         meshes.close_groups(mesh)
-        restore_modules()
+        run_scope.close()
         # A group that was running before belongs to its owner.
         if self._started_group:
             meshes.leave()
@@ -171,7 +172,8 @@ class DeepSpeedBackend:
 
     @hookimpl
     def diagnose(self) -> Sequence[Finding]:
-        return diagnose()
+        with silenced():
+            return diagnose()
 
 
 @contextmanager

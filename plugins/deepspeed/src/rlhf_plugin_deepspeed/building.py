@@ -14,6 +14,7 @@ from filelock import FileLock
 from torch.utils.cpp_extension import _get_build_directory
 
 from rlhf.errors import first_line
+from rlhf_plugin_deepspeed.quiet import silenced
 
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 SILENT_SECONDS = 5.0
@@ -23,7 +24,7 @@ SILENT_SECONDS = 5.0
 @cache
 def compiled(builder: str) -> str:
     """Compile or load an operator of DeepSpeed's; returns why that failed, or ""."""
-    with _local_architecture(), _announced_if_long(builder.removesuffix("Builder")):
+    with silenced(), _local_architecture(), _announced_if_long(builder.removesuffix("Builder")):
         try:
             operator = get_accelerator().create_op_builder(builder)
             with _one_build(Path(_get_build_directory(operator.name, False))):

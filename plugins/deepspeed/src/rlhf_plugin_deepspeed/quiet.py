@@ -1,22 +1,42 @@
-"""Silence DeepSpeed's log messages below ERROR, and torch's warnings about functions that DeepSpeed
-calls. Imported before deepspeed, whose import already logs; the plan's summary has what matters."""
+"""DeepSpeed without its log messages. This module is the first that imports it: the import logs
+too."""
 
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-# torch 2.13 renamed collectives that DeepSpeed calls.
-warnings.filterwarnings(
-    "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
-)
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Hide DeepSpeed's log messages below ERROR, and torch's warnings about functions that
+    DeepSpeed calls; the plan's summary has what matters."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_is_error)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 renamed collectives that DeepSpeed calls.
+            warnings.filterwarnings(
+                "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+            )
+            yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
 
 modules: dict[str, Any] = sys.modules
-if "mlflow" not in modules:
-    # DeepSpeed's autotuner, which no run uses, would import it, half as long as DeepSpeed itself.
-    modules["mlflow"] = None
-    try:
+hidden = {"mlflow"} - {*modules}
+# DeepSpeed's autotuner, which no run uses, would import it, half as long as DeepSpeed itself.
+modules |= dict.fromkeys(hidden)
+try:
+    with silenced():
         import deepspeed  # noqa: F401
-    finally:
-        del modules["mlflow"]
+finally:
+    for name in hidden:
+        del modules[name]

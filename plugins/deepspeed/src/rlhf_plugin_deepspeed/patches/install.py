@@ -3,19 +3,20 @@ had comes back."""
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.patches.table import NEWEST, PATCHES
 from rlhf_plugin_deepspeed.versions import installed_version
 
-_restorers: list[Callable[[], None]] = []
-"""Undo the patches of modules, in the order in which they were made."""
+run_scope = ExitStack()
+"""What a run changes in the process: `close_mesh` closes it, which undoes the last change first."""
 
 
 def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
-    """Set attributes of `owner` as the patch `name` says; returns what undoes it, which
-    `restore_modules` does for a module. Raises RLHFError as `check_target` does."""
+    """Set attributes of `owner` as the patch `name` says; returns what undoes it, which `run_scope`
+    does for a module. Raises RLHFError as `check_target` does."""
     new = {check_target(name, owner, attribute): it for attribute, it in replacements.items()}
     before = {attribute: vars(owner)[attribute] for attribute in new if attribute in vars(owner)}
 
@@ -29,14 +30,8 @@ def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
     for attribute, replacement in new.items():
         setattr(owner, attribute, replacement)
     if inspect.ismodule(owner):
-        _restorers.append(restore)
+        run_scope.callback(restore)
     return restore
-
-
-def restore_modules() -> None:
-    """Undo every patch of a module, the last one first."""
-    while _restorers:
-        _restorers.pop()()
 
 
 def check_target(name: str, owner: Any, attribute: str) -> str:

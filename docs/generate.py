@@ -25,13 +25,8 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
-PUBLIC = (
-    "rlhf",
-    *(
-        f"rlhf.{name}"
-        for name in ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
-    ),
-)
+FOR_PLUGINS = ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
+PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS))
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -40,10 +35,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def hooks_page() -> str:
     """Return hooks.md, from the docstrings of `rlhf.hookspecs`."""
     parts = ["# Hooks", _text(hookspecs.__doc__)]
-    for title, specs in (
-        ("Backend", hookspecs.BackendHooks),
-        ("Observer", hookspecs.ObserverHooks),
-    ):
+    hooks = {"Backend": hookspecs.BackendHooks, "Observer": hookspecs.ObserverHooks}
+    for title, specs in hooks.items():
         parts += [f"## {title} hooks", _text(specs.__doc__)]
         for name, function in vars(specs).items():
             if not name.startswith("_"):

@@ -237,6 +237,13 @@ def test_generated_pages_are_up_to_date() -> None:
         assert (ROOT / "docs" / name).read_text() == page(), f"run python docs/generate.py: {name}"
 
 
+def test_lines_of_the_pages_have_at_most_100_characters() -> None:
+    """Except for rows of tables, and for blocks, which may be what a command prints."""
+    for page in [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for line in re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines():
+            assert len(line) <= 100 or line.startswith("|"), f"{page.name}: {line}"
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

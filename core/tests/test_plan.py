@@ -1,6 +1,8 @@
 """`rlhf plan`: the table, JSON, hardware as an argument, and what it advises."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,21 @@ def test_a_configured_layout_that_does_not_fit_is_an_exit_code_with_what_fits(wo
     assert f"use deepspeed.stage 3 (about {gib(peaks['ZeRO 3'])} GiB)" in lighter
     assert peaks["ZeRO 1"] > peaks["ZeRO 3"]
     assert "use deepspeed.stage 1 (" not in lighter
+
+
+def test_each_layout_is_advised_with_its_own_number(words, capsys, tmp_path):
+    model = Path(shutil.copytree(words[1], tmp_path / "wide"))
+    config = json.loads((model / "config.json").read_text())
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "head_dim": 64}
+    (model / "config.json").write_text(json.dumps(config | wide))
+    options = ("--gpus", "8", "--gpu-memory", "0.0001")
+    _, report = planned(capsys, "--model", str(model), *words[2:], *options)
+    peaks = {row["settings"]: gib(row["peak"]) for row in report["layouts"]}
+    advised = dict(re.findall(r"use (deepspeed\.[^(]+) \(about ([\d.]+) GiB\)", report["lighter"]))
+    both = "deepspeed.offload_optimizer true and deepspeed.offload_param true"
+    assert f"deepspeed.stage 3 and {both}" in advised
+    assert len({*advised.values()}) == len(advised) > 1
+    assert advised.items() <= peaks.items()
 
 
 def test_where_nothing_fits_the_exit_code_says_so(words, capsys):

@@ -14,15 +14,21 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf.config.sections import Config
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
+from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import hookimpl
 from rlhf.journal.sums import weighted_loss
+from rlhf.launch.places import Marker
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
+from rlhf.rank.dataset import prepare_data
 from rlhf.rank.introduction import keep_traceback, memory_lines
 from rlhf.rank.run import ran_out
+from rlhf.rank.set_up import set_up
 from rlhf.readouts import token_logprobs
+from rlhf.registry.gateway import build_gateways
+from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 from rlhf.trainer import Loss, PackedBatch, Term, Trainer
@@ -247,6 +253,18 @@ def test_a_run_whose_step_does_not_fit_says_what_takes_less(words: list[str]) ->
         fit.line(),
         f"lighter    set model.recompute to full (about {gib(peak)} GiB)",
     ]
+
+
+def test_memory_is_printed_before_weights_are_read(tmp_path, capsys) -> None:
+    request = read_config("sft", overrides=small_run(tmp_path))
+    hooks, observers = build_gateways(PlainBackend())
+    data, mesh = prepare_data(request), Mesh(device=torch.device("cuda", 0), memory=GIB)
+    for weights in Path(request.config.model.path).glob("*.safetensors"):
+        weights.unlink()
+    folder = RunFolder(tmp_path / "begun", fresh=True)
+    with folder, pytest.raises(RLHFError, match="weights"):
+        set_up(request, data, mesh, hooks, observers, folder.path, folder, Marker(None, 0))
+    assert "\nmemory     " in capsys.readouterr().out
 
 
 def test_recomputed_compiled_layers_keep_only_their_inputs(words: list[str]) -> None:

@@ -98,8 +98,12 @@ def _job(request: Request, arguments: list[str], options: argparse.Namespace) ->
         )
     return jobs.train_job(
         ["python", *arguments],
-        image=options.image, claim=claim, mount=mount, resource=options.resource, **sizes,
-    )  # fmt: skip
+        image=options.image,
+        claim=claim,
+        mount=mount,
+        resource=options.resource,
+        **sizes,
+    )
 
 
 def _submit(job: str, options: argparse.Namespace) -> int:

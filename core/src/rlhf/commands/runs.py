@@ -33,11 +33,16 @@ def runs_command(folder: str, *, as_json: bool) -> int:
 def _row(run: Recorded) -> dict[str, Any]:
     evaluation = {name: value for name, value in run.last.items() if name.startswith("eval/")}
     return {
-        "name": run.name, "trainer": run.trainer, "model": run.model, "step": run.step,
-        "steps": run.steps, "state": run.state, "loss": _finite(run.last.get("loss")),
+        "name": run.name,
+        "trainer": run.trainer,
+        "model": run.model,
+        "step": run.step,
+        "steps": run.steps,
+        "state": run.state,
+        "loss": _finite(run.last.get("loss")),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()},
         "age": round(time.time() - _changed(run.path), 1),
-    }  # fmt: skip
+    }
 
 
 def _text(key: str, row: dict[str, Any]) -> str:

@@ -95,12 +95,18 @@ def two_steps(config: Config) -> Config:
         data=attrs.evolve(config.data, eval=()),
         optim=attrs.evolve(config.optim, warmup=0.0),
         train=attrs.evolve(
-            config.train, steps=STEPS, stop_at=None, hours=None, log_every=1, eval_every=None,
-            eval_at_start=False, patience=None,
+            config.train,
+            steps=STEPS,
+            stop_at=None,
+            hours=None,
+            log_every=1,
+            eval_every=None,
+            eval_at_start=False,
+            patience=None,
         ),
         checkpoint=attrs.evolve(config.checkpoint, every=1, keep=STEPS, best=None),
         observers=Observers(),
-    )  # fmt: skip
+    )
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -204,9 +210,12 @@ class Verification:
         """Return whether two runs differ by no more than rounding, and print where they do."""
         config = self.request.config
         difference = first_difference(
-            run, straight, BOUNDS[config.model.dtype],
-            weights=config.optim.states == "fp32", steps=steps,
-        )  # fmt: skip
+            run,
+            straight,
+            BOUNDS[config.model.dtype],
+            weights=config.optim.states == "fp32",
+            steps=steps,
+        )
         if difference:
             show("", f"differs in {difference}")
         return not difference
@@ -250,9 +259,13 @@ class Verification:
         command = [sys.executable, "-m", "rlhf", "run", self.request.argv[1], str(file), *words]
         with (folder / OUTPUT).open("wb") as output:
             code = Ranks(
-                command, layout.ranks, config.checkpoint.stop_timeout,
-                signals=config.checkpoint.stop_signals, places_in=folder / RANKS, output=output,
-            ).wait()  # fmt: skip
+                command,
+                layout.ranks,
+                config.checkpoint.stop_timeout,
+                signals=config.checkpoint.stop_signals,
+                places_in=folder / RANKS,
+                output=output,
+            ).wait()
         if code == STOPPED:
             raise SystemExit(STOPPED)
         if code:

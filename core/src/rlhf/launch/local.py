@@ -76,24 +76,15 @@ class Ranks:
         self._caught = catch(self._on_signal, signals)
         self._stop = numbers(signals)[0]
         self.processes: list[subprocess.Popen[bytes]] = []
-        port = str(place.port or _free_port())
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
-        shared = {"WORLD_SIZE": str(count * place.hosts), "LOCAL_WORLD_SIZE": str(count)}
-        shared |= {"MASTER_ADDR": place.address, "MASTER_PORT": port, PARENT: str(os.getpid())}
-        shared |= {PROBLEMS: str(self._problems.fileno())}
         self._first = place.host * count
         gate, opener = os.pipe()
-        shared |= {GATE: str(gate)}
+        files = {PROBLEMS: self._problems.fileno(), GATE: gate}
+        shared = _variables(count, place) | {name: str(file) for name, file in files.items()}
         for local in range(count):
-            ranks = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
-            variables = os.environ | shared | ranks | {"OMP_NUM_THREADS": threads}
+            variables = shared | {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             self.processes.append(
                 subprocess.Popen(
-                    command,
-                    env=variables,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[self._problems.fileno(), gate],
+                    command, env=variables, stdout=output, stderr=output, pass_fds=files.values()
                 )
             )
         os.close(gate)
@@ -206,6 +197,19 @@ class Ranks:
                 return 1
         failed = [code for code in codes if code]
         return failed[0] if failed else 0
+
+
+def _variables(count: int, place: Place) -> dict[str, str]:
+    """Return the environment of `count` ranks on this host."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
+    return os.environ | {
+        "WORLD_SIZE": str(count * place.hosts),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port or _free_port()),
+        "OMP_NUM_THREADS": threads,
+        PARENT: str(os.getpid()),
+    }
 
 
 def _free_port() -> int:

@@ -39,9 +39,13 @@ def load_trainer(name: str) -> tuple[Installed, TrainerPlugin]:
     if problem := name_problem("trainer", path.stem):
         raise RLHFError(f"{file}: {problem}; rename the file")
     trainer = Installed(
-        name=path.stem, kind="trainer", distribution=str(path), version="", summary="",
+        name=path.stem,
+        kind="trainer",
+        distribution=str(path),
+        version="",
+        summary="",
         value=f"{path}:{cls}",
-    )  # fmt: skip
+    )
     return trainer, _record(_class_in(_import(path), cls, file), f"{path.stem}:{cls}", file)
 
 

@@ -80,12 +80,10 @@ def read_config(
     sections = ("model", "data", "optim", "observers", trainer.name, backend.name)
     tree = merge(cls, {section: {} for section in sections}, *layers)
     tree["observers"] = {each: tree["observers"].get(each) for each in names}
-    if record.defaults:
-        implied = record.defaults(tree[backend.name])
-        tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
+    implied = record.defaults(tree[backend.name]) if record.defaults else {}
+    tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
-    if demo:
-        tree = merge(cls, load_yaml(demo_file(trainer, plugin)), tree)
+    tree = merge(cls, load_yaml(demo_file(trainer, plugin) if demo else None), tree)
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or backend.name}

@@ -59,11 +59,14 @@ def engine_state(engine: InferenceEngine) -> EngineState:
                 values["step"] = torch.tensor([steps[piece.master]])
         fragments += [
             Fragment(
-                name=names[piece.parameter], kind=kind, offset=piece.offset, values=value,
+                name=names[piece.parameter],
+                kind=kind,
+                offset=piece.offset,
+                values=value,
                 replicated=engine.stage == 0,
             )
             for kind, value in values.items()
-        ]  # fmt: skip
+        ]
     scaler = _scaler(engine)
     more = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
     whole = list(of_whole(fragments, engine.module, engine.mesh))
@@ -107,9 +110,12 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
             part = parameter._hp_mapping
             if part is not None:
                 yield Piece(
-                    parameter=parameter, offset=part.lp_fragment_address.start, master=flat,
-                    start=part.hp_fragment_address.start, size=part.hp_fragment_address.numel,
-                )  # fmt: skip
+                    parameter=parameter,
+                    offset=part.lp_fragment_address.start,
+                    master=flat,
+                    start=part.hp_fragment_address.start,
+                    size=part.hp_fragment_address.numel,
+                )
     else:
         yield from _whole(engine, optimizer)
 

@@ -105,9 +105,12 @@ def _operator(name: str) -> Finding:
         here, remedy = _obstacle(builder)
         if remedy:
             return Finding(
-                subject=builder.name, here=here, state="optional", feature=OPERATORS[name],
+                subject=builder.name,
+                here=here,
+                state="optional",
+                feature=OPERATORS[name],
                 remedy=remedy,
-            )  # fmt: skip
+            )
     return Finding(subject=builder.name, here=here)
 
 

@@ -68,9 +68,11 @@ def _targets(config: Config, resolved: Resolved) -> Iterator[Resolved]:
             )
             try:
                 check_capabilities(
-                    settings_of(config, target), stage=stage, precision=config.model.dtype,
+                    settings_of(config, target),
+                    stage=stage,
+                    precision=config.model.dtype,
                     version=installed_version(),
-                )  # fmt: skip
+                )
             except RLHFError:
                 continue
             yield target

@@ -83,8 +83,10 @@ def sizes_of(ranks: int, *, sequence: int = 1, tensor: int = 1, second: int = 1)
     """Return the sizes of the axes. Raises RLHFError if one, or the number of ranks that share a
     second copy of the weights, does not divide the ranks, or for two axes at once."""
     configured = {
-        "sequence_parallel": sequence, "tensor_parallel": tensor, "hpz_partition_size": second,
-    }  # fmt: skip
+        "sequence_parallel": sequence,
+        "tensor_parallel": tensor,
+        "hpz_partition_size": second,
+    }
     for setting, size in configured.items():
         if ranks % size:
             allowed = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
@@ -218,6 +220,10 @@ def _mesh(local_rank: int, places: Mapping[str, Axis]) -> Mesh:
     device = torch.device("cpu") if name == "cpu" else torch.device(name, local_rank)
     total = int(accelerator.total_memory(local_rank))
     return Mesh(
-        rank=distributed.get_rank(), world=world, local_rank=local_rank, device=device,
-        memory=total if name != "cpu" else total // world, **places,
-    )  # fmt: skip
+        rank=distributed.get_rank(),
+        world=world,
+        local_rank=local_rank,
+        device=device,
+        memory=total if name != "cpu" else total // world,
+        **places,
+    )

@@ -57,9 +57,11 @@ def prepare_training(
     settings = _settings(model, plan, mesh, rounded=rounded)
     with rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings,
+            model=model,
+            optimizer=optimizer,
+            config=settings,
             mpu=Groups(mesh) if mesh.tensor.size > 1 else None,
-        )  # fmt: skip
+        )
     if plan.stage == 0 and not _is_plain(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)

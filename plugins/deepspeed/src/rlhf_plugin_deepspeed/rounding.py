@@ -59,9 +59,11 @@ class RoundedAdamW(Optimizer):
                     )
             for step, tensors_of_step in by_step.items():
                 update(
-                    tensors_of_step, factor=self.factor, seed=mixed(self.seed, step, index),
+                    tensors_of_step,
+                    factor=self.factor,
+                    seed=mixed(self.seed, step, index),
                     coefficients=coefficients(group, step),
-                )  # fmt: skip
+                )
 
     def _advanced(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]

@@ -142,9 +142,12 @@ def _choose_stage(
 def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
     """Return the bytes of states on each accelerator."""
     parts = states(
-        config, shape, stage=stage, world=mesh.shards.size,
+        config,
+        shape,
+        stage=stage,
+        world=mesh.shards.size,
         offload_optimizer=resolved.offload_optimizer,
-    )  # fmt: skip
+    )
     if resolved.offload_param:
         # What is gathered at once.
         parts["weights"] = 2 * shape.largest_layer * bytes_per_parameter(config, stage=stage).weight

@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 import sft_runs
-from rlhf.demo import FORMATS, arithmetic, base_model_folder, rows
+from rlhf.demo import FORMATS, arithmetic, base_model_folder, print_before_and_after, rows
 from rlhf.errors import RLHFError
 from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
@@ -54,6 +54,20 @@ def test_a_report_that_fails_does_not_fail_the_finished_run(
         f"see {written}"
     )
     assert written.read_text().startswith("Traceback (most recent call last):")
+
+
+def test_the_table_of_a_demo_leaves_out_damaged_lines_and_needs_an_evaluation_of_step_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "eval/loss": 2}\n{"step": 1\n{"step": 2, "eval/loss": 1}\n')
+    print_before_and_after(tmp_path, "held-out rows", {"loss": ("loss", "8.1f")})
+    assert capsys.readouterr().out == (
+        "\nheld-out rows   before    after\nloss               2.0      1.0\n"
+    )
+    metrics.write_text('{"step": 2, "eval/loss": 1}\n')
+    print_before_and_after(tmp_path, "held-out rows", {"loss": ("loss", "8.1f")})
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "rm", "kd", "kto", "prm"])

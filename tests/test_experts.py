@@ -169,3 +169,14 @@ def test_adapters_of_experts_that_cannot_be_are_refused(
     words += ["--model.path", str(experts), "--output", str(tmp_path / "run"), *more]
     assert main(["run", "sft", *words]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {text}"
+
+
+def test_a_model_without_stacked_weights_has_no_adapters_of_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*short_run(tmp_path, "demonstration"), "--lora.parameters", STACKED]
+    assert main(["run", "sft", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: lora.parameters experts.gate_up_proj names no stacked weight of LlamaForCausalLM; "
+        "it has none, so remove lora.parameters"
+    )

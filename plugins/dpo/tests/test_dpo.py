@@ -107,6 +107,8 @@ def test_a_run_says_what_it_leaves_out_of_ranked_rows(
         "pairs      best against worst in 2 rows with more than two answers; 3 answers between "
         "them ignored\n"
     ) in printed
+    labels = "labels     tokens of the chosen answers, over which `sft` of dpo.loss is averaged\n"
+    assert (labels in printed) == ("sft" in losses)
 
 
 @pytest.mark.parametrize(("mode", "exact"), [("adapter", True), ("engine", True), ("cache", False)])

@@ -1,8 +1,9 @@
 """What a demo has changed: held-out metrics of its first and its last evaluation, as a table."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from rlhf.folder.run_folder import logged
 
 LOG_RATIOS = {
     "rewards/margins": ("reward margin, right - wrong", "8.3f"),
@@ -16,9 +17,12 @@ at the start."""
 
 def print_before_and_after(folder: Path, title: str, shown: Mapping[str, tuple[str, str]]) -> None:
     """Print under `title` a line for each of `shown`, {metric: (what it is, format)}, of the run in
-    `folder`, which evaluated before its first step. Metrics are named without `eval/`."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before, *_, after = [line for line in lines if "eval/loss" in line]
+    `folder`. Metrics are named without `eval/`. Prints nothing if metrics.jsonl has no evaluation
+    of step 0."""
+    evaluations = [record for record in logged(folder) if "eval/loss" in record]
+    if not evaluations or evaluations[0]["step"] > 0:
+        return
+    before, after = evaluations[0], evaluations[-1]
     width = max(len(title), *(len(text) for text, _ in shown.values()))
     print(f"\n{title:{width}}   before    after")
     for name, (text, shape) in shown.items():

@@ -132,10 +132,10 @@ def check_stacked(causal: Any, names: Sequence[str]) -> None:
     ]
     for name in names:
         if not any(f".{one}".endswith(f".{name}") for one in stacked):
-            ends = sorted({".".join(one.split(".")[-2:]) for one in stacked})
+            known = ", ".join(sorted({".".join(one.split(".")[-2:]) for one in stacked}))
             raise RLHFError(
                 f"lora.parameters {name} names no stacked weight of {type(causal).__name__}; "
-                f"available: {', '.join(ends) or 'none'}"
+                + (f"available: {known}" if known else "it has none, so remove lora.parameters")
             )
 
 

@@ -18,6 +18,8 @@ from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Run, Term
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared
 
+LABELS = "labels     tokens of the chosen answers, over which `sft` of dpo.loss is averaged"
+
 
 class DPOTrainer(Trainer):
     row_format = "preference"
@@ -94,7 +96,8 @@ class DPOTrainer(Trainer):
         between = examples.value("between")
         num_rows, num_ignored = int((between > 0).sum()), int(between.sum())
         line = f"pairs      best against worst in {num_rows:,} rows with more than two answers; "
-        return [f"{line}{num_ignored:,} answers between them ignored"] if num_ignored else []
+        ignored = [f"{line}{num_ignored:,} answers between them ignored"] if num_ignored else []
+        return [*ignored, LABELS] if self.config.sft_weight else ignored
 
 
 def pair(row: Any, *, likelihood: bool) -> Example:

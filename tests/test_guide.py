@@ -60,7 +60,7 @@ def test_the_model_of_the_guide_rates_as_the_run_does(
     one.run(train, str(site), str(inputs.cache), again)
     assert torch.equal(exported_extra(tmp_path / "exported")["thresholds"], thresholds)
     monkeypatch.syspath_prepend(str(site))
-    scorer = importlib.import_module("my_ordinal.scorer").Scorer(folder)
+    scorer = importlib.import_module("my_ordinal.scorer").Scorer(str(folder))
     tokens = [5, 6, 7, 8]
     with torch.no_grad():
         score = plain(input_ids=torch.tensor([tokens])).logits[0]

@@ -11,12 +11,13 @@ from rlhf.model.task import FORMS, Task
 from rlhf.model.weights import quiet_loading
 
 
-def exported_model(folder: Path, task: Task, *, dtype: Any = "auto") -> Any:
+def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> Any:
     """Return the model in a run's `model/` folder, through plain transformers and peft; an adapter
     is put on its base. `task` is `causal`, `sequence` or `token`.
 
     Raises RLHFError for a folder that does not load or holds a model of another task.
     """
+    folder = Path(folder)
     adapted = (folder / "adapter_config.json").is_file()
     base = adapter_settings(str(folder)).base_model_name_or_path if adapted else str(folder)
     # A classifier's adapter folder has a config.json for its head and padding. A language model's

@@ -2,20 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
-
-import yaml
-from jinja2 import Environment
 
 from rlhf.launch.machine import GIB
 from rlhf.report import chart
 from rlhf.report.recorded import Recorded
+from rlhf.report.template import filled
 from rlhf.request.settings_tree import leaves
 
-TEMPLATE = Path(__file__).with_name("page.html")
 RATES = ("grad_norm", "learning_rate", "tokens_per_s")
 """Core's metrics that are shown after the loss and those of the trainer."""
 HIDDEN = ("epoch", "num_tokens", "mfu", "peak_memory_gib", "padding", "skipped_steps")
@@ -27,11 +22,8 @@ def page(runs: Sequence[Recorded]) -> str:
     curves = [run.curves for run in runs]
     names = list(dict.fromkeys(name.removeprefix("eval/") for name in chain(*curves)))
     names.sort(key=_place)
-    # rlhf formats numbers; jinja2 escapes every text.
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    environment.filters |= {"number": chart.number, "clock": clock, "yaml": as_yaml}
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return filled(
+        "page.html",
         runs=[_shown(run, label) for run, label in zip(runs, labels(runs), strict=True)],
         charts=[chart.chart(name, curves) for name in names],
         hidden=HIDDEN, size=chart, evaluation=evaluation(runs),
@@ -69,15 +61,6 @@ def before_and_after(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Any, An
     for sample in samples:
         by_row.setdefault(sample.get("row"), []).append(sample)
     return [(each[0], each[-1]) for each in by_row.values()]
-
-
-def clock(seconds: float) -> str:
-    """Return a duration, such as 1 h 02 min."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def _shown(run: Recorded, label: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
 from rlhf.journal.sums import Sums, poison_unless_finite, weighted_loss
 from rlhf.trainer import Loss, Term
 
@@ -33,15 +32,6 @@ def test_a_count_of_zero_gives_no_loss_and_a_gradient_of_zero_instead_of_nan() -
     weighted.backward()
     assert weighted.item() == 0.0
     assert total.grad is not None
-
-
-def test_a_term_per_something_unknown_is_an_error() -> None:
-    with pytest.raises(RLHFError) as error:
-        weighted_loss(Loss((Term(scalar(1.0), "pears"),)), {"tokens": 1, "answers": 1})
-    assert str(error.value) == (
-        "a loss term or metric is per 'pears', which is not a known count; "
-        "use one of answers, tokens"
-    )
 
 
 def test_an_infinite_loss_with_a_finite_gradient_is_made_visible_to_the_gradient_check() -> None:

@@ -14,7 +14,7 @@ from rlhf.data.columns import Columns, errors_at
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
-from rlhf.data.packing import PER_TOKEN, kind_of
+from rlhf.data.packing import PER_TOKEN, kind_of, num_labels, num_predictions
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 
@@ -62,7 +62,7 @@ class RowsToTrees:
         check_example(example, f"{type(self.trainer).__name__}.example()")
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         status = trees.KEPT
-        before, labels_before = after, labels = _predictions(example), _labels(example)
+        before, labels_before = after, labels = num_predictions(example), num_labels(example)
         if path > self.data.max_tokens:
             if self.data.too_long == "error":
                 raise RLHFError(
@@ -72,7 +72,7 @@ class RowsToTrees:
             if self.data.too_long == "drop":
                 return trees.tree(status=trees.TOO_LONG)
             example, status = _cut(example, self.data.max_tokens), trees.CUT
-            after, labels = _predictions(example), _labels(example)
+            after, labels = num_predictions(example), num_labels(example)
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)
@@ -106,25 +106,6 @@ def _alike(example: Example) -> bool:
     """Return whether the example has several answers and all of them are equal."""
     first, *others = (list(answer.tokens) for answer in example.answers)
     return bool(others) and all(answer == first for answer in others)
-
-
-def _predictions(example: Example) -> list[int]:
-    """Return for each answer the number of trained tokens that follow another token."""
-    counts = []
-    for answer in example.answers:
-        mask = answer.trained
-        count = len(answer.tokens) if mask is None else int(sum(mask))
-        first = not len(example.prompt) and len(answer.tokens) and (mask is None or mask[0])
-        counts.append(count - bool(first))
-    return counts
-
-
-def _labels(example: Example) -> int:
-    """Return the number of values per token that are not nan."""
-    per_token = [value for value in example.values.values() if kind_of(value) == PER_TOKEN]
-    return sum(
-        int((~np.isnan(np.asarray(row, float))).sum()) for value in per_token for row in value
-    )
 
 
 def check_example(example: Any, call: str) -> None:

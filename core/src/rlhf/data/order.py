@@ -14,7 +14,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
-from rlhf.data.packing import pack
+from rlhf.data.packing import num_labels, num_predictions, pack
 
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole blocks of flex attention."""
@@ -159,8 +159,8 @@ class RunOrder:
     def step_of(
         self, examples: Sequence[Example], rows: Rows, number: int = 0, *, passes: int = 1
     ) -> tuple[StepPlan, list[PackedBatch]]:
-        """Return the plan of step `number` on `examples` in place of `rows` of the data, without
-        totals, and this rank's micro-batches. An epoch has `passes` steps for each of the data."""
+        """Return the plan of step `number` on `examples` in place of `rows` of the data, and this
+        rank's micro-batches. An epoch has `passes` steps for each of the data."""
         spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
         lengths = np.array([sum(span) for span in spans])
         paths = np.array([span[0] + max(span[1:]) for span in spans])
@@ -171,6 +171,12 @@ class RunOrder:
             for places in own
         ]
         per_epoch = self.steps_per_epoch * passes
+        totals = {
+            "examples": len(examples),
+            "answers": sum(len(example.answers) for example in examples),
+            "tokens": sum(sum(num_predictions(example)) for example in examples),
+            "labels": sum(num_labels(example) for example in examples),
+        }
         plan = StepPlan(
             step=number,
             epoch=number // per_epoch,
@@ -179,7 +185,7 @@ class RunOrder:
             lengths=lengths,
             paths=paths,
             answers=np.array([len(span) - 1 for span in spans]),
-            totals={},
+            totals={name: float(total) for name, total in totals.items()},
             layout=[[rows[places] for places in by_rank] for by_rank in positions],
             micro=[rows[places] for places in own],
         )

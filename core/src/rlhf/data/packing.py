@@ -97,6 +97,25 @@ def kind_of(value: Any) -> str:
     return PER_TOKEN if len(value) and hasattr(value[0], "__len__") else PER_ANSWER
 
 
+def num_predictions(example: Example) -> list[int]:
+    """Return for each answer the number of trained tokens that follow another token."""
+    counts = []
+    for answer in example.answers:
+        mask = answer.trained
+        count = len(answer.tokens) if mask is None else int(sum(mask))
+        first = not len(example.prompt) and len(answer.tokens) and (mask is None or mask[0])
+        counts.append(count - bool(first))
+    return counts
+
+
+def num_labels(example: Example) -> int:
+    """Return the number of values per token that are not nan."""
+    per_token = [value for value in example.values.values() if kind_of(value) == PER_TOKEN]
+    return sum(
+        int((~np.isnan(np.asarray(row, float))).sum()) for value in per_token for row in value
+    )
+
+
 def _segments(spans: Spans) -> Segments:
     lengths = np.array([n for prompt, answers in spans for n in (prompt, *answers)], np.int64)
     ends = np.cumsum(lengths)

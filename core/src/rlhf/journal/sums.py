@@ -12,7 +12,8 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.trainer import Loss, Term
 
-Totals = Mapping[str, float]
+Totals = Mapping[str, float | Tensor]
+"""The counts of a whole step over all ranks, and the surveyed values, of which a sum is a count."""
 Derive = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
 EXTREMES = {"min": -1.0, "max": 1.0}
@@ -49,14 +50,9 @@ def by_role(loss: Loss) -> dict[str, Loss]:
 
 
 def total_of(per: str, totals: Totals) -> float:
-    """Return the count `per` over the whole step and all ranks."""
-    try:
-        return totals[per]
-    except KeyError:
-        known = ", ".join(sorted(totals))
-        raise RLHFError(
-            f"a loss term or metric is per {per!r}, which is not a known count; use one of {known}"
-        ) from None
+    """Return the count `per`; that of a surveyed value is read from the device."""
+    total = totals[per]
+    return float(total.sum()) if isinstance(total, Tensor) else total
 
 
 def poison_unless_finite(loss: Tensor, whole: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from rlhf.data.loader import batches_from
 from rlhf.data.order import RunOrder
 from rlhf.journal.names import NameCheck
-from rlhf.journal.sums import Sums
+from rlhf.journal.sums import Sums, total_of
 from rlhf.loop.checkpointing import save
 from rlhf.loop.exporting import export_model
 from rlhf.loop.rollout import evaluated
@@ -72,8 +72,8 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
             plan, packed = evaluated(session.trainer, order, session.mesh, number, step=step)
         session.place.enter("evaluation", step=step, batch=number + 1)
         batches, step_totals = session.survey.batches(plan, packed, session.engine.device)
-        for name, value in step_totals.items():
-            totals[name] = totals.get(name, 0.0) + value
+        for name in step_totals:
+            totals[name] = totals.get(name, 0.0) + total_of(name, step_totals)
         with torch.no_grad():
             for batch in batches:
                 sums.add_terms(session.contract.loss(batch, step_totals))

@@ -4,16 +4,13 @@ trained on or evaluated."""
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import numpy as np
-import torch
 from attrs import define, field, frozen
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, StepPlan
-from rlhf.data.packing import PER_TOKEN, value_kinds
 from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
@@ -83,8 +80,7 @@ class Rollouts:
         places = np.split(places, np.cumsum([len(batch) for batch in by_batch]))[part]
         chosen = [self._examples[int(place)] for place in places]
         passes = self.trainer.rollout_passes
-        step = self.order.step_of(chosen, rows[places], number, passes=passes)
-        return counted(*step, chosen, self.mesh)
+        return self.order.step_of(chosen, rows[places], number, passes=passes)
 
     def save(self, folder: Path, step: int) -> list[Path]:
         """Write the examples that the steps after `step` still need; return the file, if any."""
@@ -109,7 +105,7 @@ def evaluated(
     rows = order.rows(number)
     seeds = seeds_of(rows, order.seed, HELD_OUT)
     examples = roll_out(trainer, order, rows, step, seeds, mesh)
-    return counted(*order.step_of(examples, rows, number), examples, mesh)
+    return order.step_of(examples, rows, number)
 
 
 def roll_out(
@@ -134,23 +130,3 @@ def seeds_of(rows: Rows, *stream: int) -> list[int]:
     """Return a seed of 63 bits for each row, the same on every rank."""
     states = (np.random.SeedSequence([*stream, int(row)]).generate_state(1, "u8") for row in rows)
     return [int(state[0]) >> 1 for state in states]
-
-
-def counted(
-    plan: StepPlan, batches: list[PackedBatch], examples: Sequence[Example], mesh: Mesh
-) -> tuple[StepPlan, list[PackedBatch]]:
-    """Return a step with the totals of all ranks, which the terms of a loss are per. Collective."""
-    per_token = [name for name, kind in value_kinds(examples).items() if kind == PER_TOKEN]
-    counts = [
-        (
-            batch.num_examples,
-            batch.num_answers,
-            len(batch.predict),
-            sum(int((~batch.values[name].isnan()).sum()) for name in per_token),
-        )
-        for batch in batches
-    ]
-    own = torch.tensor(counts, dtype=torch.float64, device=mesh.device).sum(0)
-    names = ("examples", "answers", "tokens", "labels")
-    totals = dict(zip(names, mesh.data.sum(own).tolist(), strict=True))
-    return attrs.evolve(plan, totals=totals), batches

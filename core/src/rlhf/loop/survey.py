@@ -1,7 +1,7 @@
 """The survey: values of the whole optimizer step that a loss needs and that are not sums over
 micro-batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -13,6 +13,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
+from rlhf.journal.sums import Totals
 from rlhf.loop.contract import PLACES, Contract, check_names
 
 EXAMPLES, ANSWERS = PLACES
@@ -36,7 +37,7 @@ class Survey:
 
     def batches(
         self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
-    ) -> tuple[list[PackedBatch], Mapping[str, float]]:
+    ) -> tuple[list[PackedBatch], Totals]:
         """Return the loss's micro-batches on `device` and the step's totals. `packed` are the
         survey's own micro-batches, if any, then the loss's. Collective.
 
@@ -64,7 +65,8 @@ class Survey:
             for name, values in local.items()
         }
         batches = [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
-        return batches, StepTotals(plan.totals, batches[0].step)
+        # `batch.step` has positions under two names of counts.
+        return batches, {**batches[0].step, **plan.totals}
 
     def _agreed_kinds(
         self, local: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]
@@ -117,22 +119,3 @@ def spread(values: Tensor, positions: Tensor, size: int) -> Tensor:
     tensors over all ranks is the whole step's."""
     whole = values.new_zeros(size, *values.shape[1:])
     return whole.index_copy_(0, positions, values.detach())
-
-
-@define
-class StepTotals(Mapping[str, float]):
-    """What a term of the loss may be per: the plan's counts, or the total of a surveyed value,
-    which is read from the device only if a term needs it."""
-
-    known: Mapping[str, float]
-    surveyed: Mapping[str, Tensor]
-
-    def __getitem__(self, name: str) -> float:
-        return self.known[name] if name in self.known else float(self.surveyed[name].sum())
-
-    def __iter__(self) -> Iterator[str]:
-        # `batch.step` has positions under two names that are known counts too.
-        return iter({**self.known, **self.surveyed})
-
-    def __len__(self) -> int:
-        return len(self.known.keys() | self.surveyed.keys())

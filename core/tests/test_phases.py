@@ -12,8 +12,7 @@ from fits import on_accelerator, small_run
 from rlhf.engine import Mesh, StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.memory.rehearsal import Rehearsed
-from rlhf.memory.shortage import Phase, phase_peak, shortage
-from rlhf.rank.phases import TRAINING, Phases
+from rlhf.rank.phases import TRAINING, Phase, Phases, phase_peak, shortage
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
 

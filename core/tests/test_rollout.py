@@ -10,12 +10,13 @@ import torch
 from attrs import asdict
 
 from rlhf.data.example import Answer, Example
+from rlhf.data.layout import groups_by_length
 from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
 from rlhf.loop.rollout import FILE, Rollouts, evaluated
-from rlhf.rank.generate import Noise, grouped
+from rlhf.rank.generate import Noise
 
 
 class Rows(list[Example]):
@@ -158,6 +159,6 @@ def test_a_sample_depends_only_on_its_seed() -> None:
 
 
 def test_prompts_of_like_length_run_together_within_the_budget() -> None:
-    assert grouped([3, 9, 4, 8], max_new_tokens=2, tokens=22) == [[1, 3], [2, 0]]
-    assert grouped([50, 1], max_new_tokens=2, tokens=22) == [[0], [1]]
-    assert grouped([], max_new_tokens=2, tokens=22) == []
+    assert groups_by_length([5, 11, 6, 10], 22) == [[1, 3], [2, 0]]
+    assert groups_by_length([52, 3], 22) == [[0], [1]]
+    assert groups_by_length([], 22) == []

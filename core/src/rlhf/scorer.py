@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -22,7 +22,7 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.exported import exported_model
 from rlhf.model.extra import exported_extra
 from rlhf.model.head import Head
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
 
 __all__ = ["Scorer"]
@@ -78,7 +78,7 @@ class Scorer(abc.ABC):
         """From now on compute many answers in one row, and a prompt once for all its answers if the
         model can; return how. `longest` is the number of tokens of the longest prompt with an
         answer."""
-        engine: Any = _Forward(self.module, self.device, self.precision)
+        engine = BareEngine(module=self.module, device=self.device, precision=self.precision)
         return choose_path(engine, Mesh(), longest=longest)
 
     def read(
@@ -127,18 +127,3 @@ def parts_of(row: Row, max_tokens: int) -> Iterator[Row]:
 def _part(row: Row, answers: slice) -> Row:
     columns = {**row.columns, "ends": row.columns["ends"][answers]}
     return evolve(row, answers=row.answers[answers], columns=columns)
-
-
-@frozen
-class _Forward:
-    """A model without an optimizer, as far as the probe of its attention needs an engine."""
-
-    module: PackedModel
-    device: torch.device
-    precision: str
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
-
-    def eval(self) -> None:
-        self.module.eval()

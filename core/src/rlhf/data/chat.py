@@ -73,8 +73,8 @@ class ChatTemplate:
             _raise_if_dropped(view, contexts[-1], out[0].text)
             if self._whole:
                 out[0] = Rendered(view.text(contexts[-1]), out[0].spans)
-            ignored = (view.without_tools(each) == view.text_or_none(each) for each in contexts)
-            if view.tools and all(ignored):
+            bare = self.view(None, keywords) if view.tools else None
+            if bare and all(bare.text_or_none(it) == view.text_or_none(it) for it in contexts):
                 raise RLHFError(
                     "the chat template ignores `tools`; remove them or set data.chat_template"
                 )
@@ -129,7 +129,9 @@ class ChatTemplate:
             return text, ()
         start, end = spans[-1]
         if not self._ends_with_special(text[start:end]):
-            end += self._special_prefix(text[end:])
+            # A special token may follow the turn, after blanks.
+            match = self._special.match(text, len(text) - len(text[end:].lstrip()))
+            end = match.end() if match else end
         return text[:end], (*spans[:-1], (start, end))
 
     def _start_by_probes(self, text: str, messages: Messages, view: "Rendering") -> int | None:
@@ -167,12 +169,6 @@ class ChatTemplate:
     def _ends_with_special(self, text: str) -> bool:
         return any(match.end() == len(text) for match in self._special.finditer(text))
 
-    def _special_prefix(self, tail: str) -> int:
-        """Return the length of the special token that `tail` begins with, 0 without one."""
-        blank = len(tail) - len(tail.lstrip())
-        match = self._special.match(tail, blank)
-        return match.end() if match else 0
-
 
 class Rendering:
     """A chat template with the tools and the keywords of a conversation."""
@@ -190,10 +186,6 @@ class Rendering:
     def text(self, messages: Messages, *, opened: bool = False) -> str:
         """Return the conversation as text; with `opened`, followed by the next answer's header."""
         return self._render(messages, opened=opened)[0]
-
-    def without_tools(self, messages: Messages) -> str | None:
-        """Return the conversation as text without the tools, None if the template refuses."""
-        return Rendering(self._chat, None, self._keywords).text_or_none(messages)
 
     def text_or_none(self, messages: Messages, *, opened: bool = False) -> str | None:
         """Return the same, or None if the template refuses."""

@@ -64,6 +64,18 @@ def layout(
         micro += 1
 
 
+def groups_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return positions of rows that run together, the longest first: as many in a group as have at
+    most `tokens` tokens when padded to its longest, or one."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= tokens:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
 def _balanced(
     order: list[int], sizes: list[int], work: list[float], bins: int, tokens: int
 ) -> list[list[int]] | None:

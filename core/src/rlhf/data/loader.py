@@ -43,7 +43,8 @@ def batches_from(
             batch_size=None,
             sampler=order.micro_batches(numbers),
             num_workers=workers,
-            collate_fn=_as_numpy,
+            # A worker sends arrays through a pipe, but each tensor in a segment of shared memory.
+            collate_fn=lambda batch: map_tensors(batch, Tensor.numpy),
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
             generator=torch.Generator().manual_seed(order.seed),
@@ -55,7 +56,11 @@ def batches_from(
             timeout=START_SECONDS if workers else 0,
         )
         batches = _started(loader)
-    as_tensor = _pinned if pin else torch.from_numpy
+
+    def as_tensor(array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if pin else tensor
+
     return (map_tensors(batch, as_tensor) for batch in batches)
 
 
@@ -81,16 +86,6 @@ def _patient(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
     """Only the start has a time limit: a slow batch is waited for."""
     vars(batches)["_timeout"] = 0
     return batches
-
-
-def _as_numpy(batch: PackedBatch) -> PackedBatch:
-    """The batch with arrays in place of tensors: a worker sends these through a pipe, but each
-    tensor in a segment of shared memory of its own."""
-    return map_tensors(batch, Tensor.numpy)
-
-
-def _pinned(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array).pin_memory()
 
 
 def _begin(parent: int, worker: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
@@ -25,7 +25,7 @@ from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.dropout import without_dropout
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
 from rlhf.model.role import (
     POLICY,
@@ -190,8 +190,8 @@ class Rehearsal(RunModels):
         module.train(spec.trained)
         if not spec.trained:
             module.requires_grad_(False)
-        engine = RehearsedEngine(
-            module=module, role=spec.role, stage=plan.stage, precision=plan.precision
+        engine = BareEngine(
+            module=module, device=META, precision=plan.precision, role=spec.role, stage=plan.stage
         )
         self.roles[spec.role] = Role(spec=spec, engine=engine, plan=plan, shape=shape, memory={})
         return engine
@@ -227,33 +227,3 @@ class Rehearsal(RunModels):
             shape = (len(batch.tokens), *(() if width is None else (width,)))
             moved.values[name] = torch.empty(shape, device=META)
         return moved
-
-
-@attrs.define(kw_only=True, eq=False)
-class RehearsedEngine:
-    """A model without values in place of a live engine."""
-
-    module: Any
-    role: str
-    stage: int
-    precision: str
-    device: torch.device = META
-
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's forward."""
-        return self.module(*inputs, **options)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss`."""
-        loss.backward()
-
-    def step(self) -> Any:
-        raise AssertionError("a rehearsal takes no step")
-
-    def train(self) -> None:
-        """Switch recomputation on."""
-        self.module.train()
-
-    def eval(self) -> None:
-        """Switch recomputation off."""
-        self.module.eval()

@@ -199,6 +199,36 @@ class PackedModel(nn.Module):
         return int(Axis(size=torch.distributed.get_world_size()).max(count))
 
 
+@attrs.define(kw_only=True, eq=False)
+class BareEngine:
+    """A module in place of an engine: no backend has prepared it, so it takes no steps."""
+
+    module: Any
+    device: torch.device
+    precision: str
+    role: str = "policy"
+    stage: int = 0
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Run the module's forward."""
+        return self.module(*inputs, **options)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss`."""
+        loss.backward()
+
+    def step(self) -> Any:
+        raise AssertionError("no backend has prepared this engine")
+
+    def train(self) -> None:
+        """Switch recomputation on."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Switch recomputation off."""
+        self.module.eval()
+
+
 def own_attention(causal: Any) -> str:
     """Return the name of the model's own correct attention. Up to transformers 5.17 Gemma 2 runs
     under SDPA by default, which silently ignores its soft cap."""

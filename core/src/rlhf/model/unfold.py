@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.layout import groups_by_length
 from rlhf.data.packing import blank_batch
 
 
@@ -59,13 +60,9 @@ def rounded_up(batch: PackedBatch, size: int) -> PackedBatch:
 def padded_groups(batch: PackedBatch, *, most: int) -> list[list[list[int]]]:
     """Return the branches, sorted by length, in groups of at most `most` tokens when padded to
     their longest; a longer branch is a group by itself."""
-    groups: list[list[list[int]]] = []
-    for branch in sorted(branches_of(batch), key=len, reverse=True):
-        if groups and (len(groups[-1]) + 1) * len(groups[-1][0]) <= most:
-            groups[-1].append(branch)
-        else:
-            groups.append([branch])
-    return groups
+    branches = branches_of(batch)
+    groups = groups_by_length([len(branch) for branch in branches], most)
+    return [[branches[place] for place in group] for group in groups]
 
 
 def padded_rows(batch: PackedBatch, group: Sequence[list[int]]) -> Tensor:

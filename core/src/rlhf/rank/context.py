@@ -28,12 +28,13 @@ from rlhf.model.task import FORMS, Task, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
 from rlhf.rank.phases import Phases
+from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
-from rlhf.reference.compute import own_logprobs, with_logprobs
+from rlhf.reference.compute import with_logprobs
 from rlhf.reference.digest import cache_folder
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
-from rlhf.reference.teacher import TEACHER, teacher_folder, top_tokens
+from rlhf.reference.teacher import TEACHER, top_tokens
 from rlhf.sharding import free
 from rlhf.trainer import Sample
 
@@ -164,10 +165,15 @@ class RunContext(RunModels):
                 return policy
 
             folder = cache_folder("reference", self.config, self.mesh)
-            return self._attach(REFERENCE, folder, make_room, read=own_logprobs)
+            return self._attach(
+                REFERENCE, folder, make_room,
+                read=lambda engine, batch: engine(batch, token_logprobs)["logprobs"],
+            )  # fmt: skip
 
     def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        folder = teacher_folder(self.config, model, self.mesh, top=top, temperature=temperature)
+        teacher = attrs.evolve(self.config, model=model, lora=None)
+        folder = cache_folder("teacher", teacher, self.mesh)
+        folder = folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
         done = self._attach(
             TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
             read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,

@@ -14,6 +14,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from rlhf.data.layout import groups_by_length
 from rlhf.engine import Engine, Mesh
 from rlhf.model.tokenizer import end_tokens
 from rlhf.registry.gateway import BackendGateway
@@ -55,7 +56,7 @@ def sample(
     own random generator, so it depends only on its prompt and its seed, up to rounding. Collective.
     """
     ends = end_tokens(tokenizer)
-    groups = grouped([len(prompt) for prompt in prompts], max_new_tokens, tokens)
+    groups = groups_by_length([len(prompt) + max_new_tokens for prompt in prompts], tokens)
     own: dict[int, Sample] = {}
     for first in range(0, len(groups), mesh.shards.size):
         # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
@@ -73,19 +74,6 @@ def sample(
     return [
         next(share[place] for share in shares if place in share) for place in range(len(prompts))
     ]
-
-
-def grouped(lengths: Sequence[int], max_new_tokens: int, tokens: int) -> list[list[int]]:
-    """Return indices of prompts that run together: similar in length, at least one per group, and
-    at most `tokens` positions per group including padding and answers."""
-    groups: list[list[int]] = []
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
-        longest = lengths[groups[-1][0]] + max_new_tokens if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= tokens:
-            groups[-1].append(place)
-        else:
-            groups.append([place])
-    return groups
 
 
 class Noise(LogitsProcessor):

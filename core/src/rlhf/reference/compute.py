@@ -16,18 +16,12 @@ from rlhf.data.layout import layout
 from rlhf.data.packing import pack
 from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
-from rlhf.readouts import token_logprobs
 from rlhf.reference.stored import LogprobTable
 
 NO_GRADIENT_FACTOR = 4
 """A pass without gradient takes so many times the tokens of a training micro-batch."""
 SILENCE = 60
 """Seconds after which a long computation prints its progress."""
-
-
-def own_logprobs(engine: Engine, batch: PackedBatch) -> Tensor:
-    """Return the engine's log-probability of each prediction [N]."""
-    return engine(batch, token_logprobs)["logprobs"]
 
 
 def with_logprobs(

@@ -1,7 +1,6 @@
 """A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.engine import Engine, Mesh
+from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
-from rlhf.reference.digest import cache_folder
 
 TEACHER = "teacher"
 """The role of a teacher's engine."""
@@ -52,16 +50,6 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
             "vocabulary; lower it, or remove it to run the teacher alongside the policy"
         )
-
-
-def teacher_folder(
-    config: Config, model: ModelConfig, mesh: Mesh, *, top: int, temperature: float
-) -> Path:
-    """Return where the teacher's most likely tokens are on disk. Collective: rank 0 reads its
-    files."""
-    teacher = evolve(config, model=model, lora=None)
-    folder = cache_folder("teacher", teacher, mesh)
-    return folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:

@@ -23,7 +23,9 @@ from transformers import Qwen2Config
 
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
+from rlhf.engine import Mesh
 from rlhf.memory.rehearsal import META
+from rlhf.model.role import ModelSpec
 from rlhf.model.shape import empty_model
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
@@ -65,7 +67,8 @@ def count(shape: str, tokens: int) -> "Counted":
             tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"],
         ).save_pretrained(folder)  # fmt: skip
         words = ["--model", str(Path(folder)), "--data", "none.jsonl"]
-        model = empty_model(read_config("sft", overrides=words).config)
+        spec = ModelSpec(config=read_config("sft", overrides=words).config)
+        model = empty_model(spec, Mesh())
     batch = pack([Example([], [Answer([0] * tokens)])], [0]).to(META)
     with Counted() as counted:
         logprobs = model(batch, token_logprobs)["logprobs"]

@@ -13,6 +13,7 @@ from rlhf.engine import GIB, Mesh
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import META
 from rlhf.memory.step_bytes import count_step
+from rlhf.model.role import ModelSpec
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
@@ -68,7 +69,7 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     words = ["--model", str(folder), "--data", "unread.jsonl", *settings]
     config = read_config("sft", overrides=words).config
     hooks, _ = load_hooks(config)
-    model = empty_model(config)
+    model = empty_model(ModelSpec(config=config), Mesh())
     shape, mesh = shape_of(model), Mesh(world=ranks, device=torch.device("cuda"), memory=140 * GIB)
     plan = hooks.configure_zero(
         config=config, mesh=mesh, model_shape=shape, role="policy", trained=True, occupied=0

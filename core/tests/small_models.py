@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh, Plan
 from rlhf.model.load import load_model
+from rlhf.model.role import ModelSpec
+from rlhf.model.shape import empty_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -25,7 +27,12 @@ SIZES: dict[str, Any] = {
 def load(config: Config, *, stage: int = 0, precision: str = "fp32") -> Any:
     """Load the policy of `config` as a single rank does."""
     plan = Plan(stage=stage, precision=precision)
-    return load_model(config, plan=plan, mesh=Mesh(), hooks=WholeWeights())
+    return load_model(ModelSpec(config=config), plan=plan, mesh=Mesh(), hooks=WholeWeights())
+
+
+def empty(config: Config) -> Any:
+    """Return the policy of `config` without values."""
+    return empty_model(ModelSpec(config=config), Mesh())
 
 
 def write_model(folder: Path, config: Any) -> str:

@@ -1,7 +1,7 @@
 """Heads of any number of labels, and a trainer's own parameters: loading, export, adapters."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from rlhf.model.extra import first_values
 from rlhf.model.head import Head
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
+from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import exported_extra, exported_model, scores
@@ -39,11 +40,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def load(path: str, labels: int | None = 5, **sections: Any) -> PackedModel:
     config = config_of(path, **sections)
     extra = first_values(config, EXTRA)
-    plan = Plan(stage=0, precision="fp32")
-    return load_model(
-        config, plan=plan, mesh=Mesh(), hooks=WholeWeights(),  # type: ignore[arg-type]
-        task="sequence", labels=labels, extra=extra,
-    ).eval()  # fmt: skip
+    spec = ModelSpec(config=config, task="sequence", labels=labels, extra=extra)
+    plan, hooks = Plan(stage=0, precision="fp32"), cast(Any, WholeWeights())
+    return load_model(spec, plan=plan, mesh=Mesh(), hooks=hooks).eval()
 
 
 def export(module: PackedModel, folder: Path) -> Path:
@@ -117,7 +116,9 @@ def test_parameters_are_trained_beside_an_adapter_and_merged_with_it(
 def test_parameters_count_in_the_size_of_the_model(base: str, lora: Any) -> None:
     module = load(base, lora=lora)
     config = config_of(base, lora=lora)
-    shape = shape_of(empty_model(config, "sequence", labels=5, extra=EXTRA))
+    shape = shape_of(
+        empty_model(ModelSpec(config=config, task="sequence", labels=5, extra=EXTRA), Mesh())
+    )
     assert shape.parameters == sum(value.numel() for value in module.parameters())
     assert shape.trainable == sum(v.numel() for v in module.parameters() if v.requires_grad)
 
@@ -190,7 +191,7 @@ def test_a_parameter_that_cannot_be_is_refused(extra: Any, text: str, base: str)
 )
 def test_labels_that_cannot_be_are_refused(task: Any, labels: Any, text: str, base: str) -> None:
     with pytest.raises(RLHFError) as error:
-        empty_model(config_of(base), task, labels=labels)
+        empty_model(ModelSpec(config=config_of(base), task=task, labels=labels), Mesh())
     assert str(error.value) == text
 
 

@@ -28,6 +28,7 @@ from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
+from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import CHATML
 
@@ -118,7 +119,7 @@ def adapted(base: Path) -> PackedModel:
     """A trained adapter over the model in `base`."""
     config = Config(model=ModelConfig(path=str(base)), lora=LoraConfig(rank=4))
     plan = Plan(stage=0, precision="fp32")
-    module = load_model(config, plan=plan, mesh=Mesh(), hooks=None)
+    module = load_model(ModelSpec(config=config), plan=plan, mesh=Mesh(), hooks=None)
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.1)

@@ -9,7 +9,7 @@ import torch
 from engines import Shards
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from small_models import SIZES, config_of, load, write_model
+from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -20,7 +20,7 @@ from transformers import (
 from rlhf import sharding
 from rlhf.config.sections import LoraConfig, TrainConfig
 from rlhf.engine import free, is_sharded, register_sharding, whole_shape
-from rlhf.model.shape import empty_model, shape_of
+from rlhf.model.shape import shape_of
 from rlhf.model.trainable import parameter_groups
 
 
@@ -119,9 +119,9 @@ def test_what_is_trained_beside_an_adapter_is_counted_without_weights(
     llama: str, lora: dict[str, Any]
 ) -> None:
     config = config_of(llama, lora=LoraConfig(rank=4, **lora))
-    module, shape = load(config), shape_of(empty_model(config))
+    module, shape = load(config), shape_of(empty(config))
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert trained > shape_of(empty_model(config_of(llama, lora=LoraConfig(rank=4)))).trainable
+    assert trained > shape_of(empty(config_of(llama, lora=LoraConfig(rank=4)))).trainable
     assert trained == shape.trainable
     assert sum(p.numel() for p in module.parameters()) == shape.parameters
 
@@ -136,12 +136,12 @@ def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> Non
     again = load(config)
     trained = {name: p for name, p in again.named_parameters() if p.requires_grad}
     assert all(bool((p == 0.5).all()) for name, p in trained.items() if "lora_B" in name)
-    assert sum(p.numel() for p in trained.values()) == shape_of(empty_model(config)).trainable
+    assert sum(p.numel() for p in trained.values()) == shape_of(empty(config)).trainable
 
 
 def test_the_shape_is_counted_without_weights(llama: str) -> None:
     config = config_of(llama)
-    shape = shape_of(empty_model(config))
+    shape = shape_of(empty(config))
     module = load(config)
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert shape.trainable == shape.parameters

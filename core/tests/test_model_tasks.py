@@ -35,6 +35,7 @@ from rlhf.model.head import read_head
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
+from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.model.tokenizer import with_padding
@@ -64,7 +65,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def load(path: str, task: Any, *, stage: int = 0, **sections: Any) -> PackedModel:
     config = Config(model=ModelConfig(path=path, **sections.pop("model", {})), **sections)
     plan = Plan(stage=stage, precision="fp32")
-    return load_model(config, plan=plan, mesh=Mesh(), hooks=WholeWeights(), task=task).eval()
+    spec = ModelSpec(config=config, task=task)
+    return load_model(spec, plan=plan, mesh=Mesh(), hooks=WholeWeights()).eval()
 
 
 def trees() -> Any:
@@ -110,7 +112,7 @@ def test_the_backbone_is_the_language_models_and_the_head_depends_only_on_the_se
     assert not torch.equal(heads[0].weight, heads[2].weight)
     assert heads[0].bias is None or not heads[0].bias.any()
     config = Config(model=ModelConfig(path=bases[family]))
-    assert shape_of(empty_model(config, task)).parameters == sum(  # type: ignore[arg-type]
+    assert shape_of(empty_model(ModelSpec(config=config, task=task), Mesh())).parameters == sum(  # type: ignore[arg-type]
         parameter.numel() for parameter in module.parameters()
     )
 

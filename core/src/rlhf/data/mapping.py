@@ -1,7 +1,7 @@
 """One batch of rows to one table of trees: what the tokenising processes run."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,17 +18,8 @@ from rlhf.data.packing import PER_TOKEN, kind_of, num_labels, num_predictions
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
 
-
-class ExampleBuilder(Protocol):
-    """What tokenising needs of a trainer; `rlhf.trainer.Trainer` documents each member."""
-
-    @property
-    def row_format(self) -> str | None: ...
-    @property
-    def renders_whole(self) -> bool: ...
-    @property
-    def config(self) -> Any: ...
-    def example(self, row: Any) -> Example: ...
+if TYPE_CHECKING:
+    from rlhf.trainer import Trainer
 
 
 @frozen(eq=False)
@@ -38,7 +29,7 @@ class RowsToTrees:
     source: Source
     numbers: NDArray[np.int64]
     data: DataConfig
-    trainer: ExampleBuilder
+    trainer: "Trainer"
     reader: Reader
 
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:

@@ -1,7 +1,7 @@
 """The order of a run: the micro-batches that this rank sees in each step."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -16,20 +16,15 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
 from rlhf.data.packing import num_labels, num_predictions, pack
 
+if TYPE_CHECKING:
+    from rlhf.trainer import Trainer
+
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole blocks of flex attention."""
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""
 CPU = torch.device("cpu")
-
-
-class Surveyor(Protocol):
-    """What the order needs of a trainer; `rlhf.trainer.Trainer` documents each member."""
-
-    def needs_survey(self) -> bool: ...
-    def needs_rollout(self) -> bool: ...
-    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable: ...
 
 
 @frozen(kw_only=True)
@@ -87,7 +82,7 @@ class RunOrder:
     ranks: int = 1
     round_to: int = 1
     """T of a micro-batch is rounded up to a multiple of this, within the budget."""
-    trainer: Surveyor | None = field(default=None, repr=False)
+    trainer: "Trainer | None" = field(default=None, repr=False)
     """Decides what its survey sees; None without a survey."""
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
     _surveyed: dict[int, Packable] = field(factory=dict, init=False, repr=False)
@@ -97,7 +92,7 @@ class RunOrder:
         cls,
         examples: Examples,
         config: Config,
-        trainer: Surveyor | None = None,
+        trainer: "Trainer | None" = None,
         *,
         shuffle: bool = True,
         rank: int = 0,

@@ -22,7 +22,7 @@ from rlhf.data import trees
 from rlhf.data.cache import key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source, quiet
-from rlhf.data.mapping import ExampleBuilder, RowsToTrees
+from rlhf.data.mapping import RowsToTrees
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
 from rlhf.launch.caches import cache_root
@@ -30,12 +30,14 @@ from rlhf.launch.caches import cache_root
 if TYPE_CHECKING:
     import datasets
 
+    from rlhf.trainer import Trainer
+
 BATCH_ROWS = 256
 ROWS_PER_PROCESS = 2000
 """Fewer rows do not pay for another process."""
 
 
-def prepare(config: Config, trainer: ExampleBuilder, tokenizer: Any, *, which: str) -> Examples:
+def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> Examples:
     """Return the examples of `data.train` or `data.eval` (`which`), from the cache if possible.
 
     Needs no process group: one of several processes tokenises and the others wait for its file.
@@ -58,7 +60,7 @@ def prepare(config: Config, trainer: ExampleBuilder, tokenizer: Any, *, which: s
 
 
 def _prepare_entry(
-    source: Source, place: int, config: Config, trainer: ExampleBuilder, tokenizer: Any
+    source: Source, place: int, config: Config, trainer: Trainer, tokenizer: Any
 ) -> tuple[Part, Report]:
     entry, data, seed = source.entry, config.data, [config.train.seed, place]
     chosen = key(
@@ -114,7 +116,7 @@ def _tokenised(
     numbers: NDArray[np.int64],
     source: Source,
     data: DataConfig,
-    trainer: ExampleBuilder,
+    trainer: Trainer,
     tokenizer: Any,
     scratch: Path,
 ) -> pa.Table:

@@ -24,6 +24,7 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
+from rlhf.model.role import ModelSpec
 from rlhf.model.save import SCORED_BY, save_tokenizer_and_config, verify_export
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import load_hooks
@@ -101,10 +102,8 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
         for name, value in weights.items()
         if name.startswith(EXTRA_PREFIX)
     }
-    module = load_model(
-        config, plan=whole, mesh=Mesh(), hooks=backend, task=task, labels=plan.get("labels"),
-        extra=extra,
-    )  # fmt: skip
+    spec = ModelSpec(role=role, config=config, task=task, labels=plan.get("labels"), extra=extra)
+    module = load_model(spec, plan=whole, mesh=Mesh(), hooks=backend)
     module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}

@@ -24,7 +24,6 @@ from rlhf.loop.contract import check_setup
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
-from rlhf.model.dropout import without_dropout
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
 from rlhf.model.role import (
@@ -173,8 +172,6 @@ class Rehearsal(RunModels):
         paths, reason = candidates_of(empty.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        if not spec.dropout:
-            without_dropout(empty)
         return self._add(spec, empty, shape_of(empty))
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:

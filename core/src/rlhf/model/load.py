@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, Plan
+from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
+from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import change_layers, check_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
+from rlhf.model.role import ModelSpec
 from rlhf.model.router import router_loss_of
 from rlhf.model.task import Task
 from rlhf.model.trainable import four_bits, prepare_trainable
@@ -22,40 +24,43 @@ from rlhf.model.weights import pretrained_model, random_model
 from rlhf.registry.gateway import BackendGateway
 
 
-def load_model(
-    config: Config,
-    *,
-    plan: Plan,
-    mesh: Mesh,
-    hooks: BackendGateway,
-    role: str = "policy",
-    task: Task = "causal",
-    labels: int | None = None,
-    extra: Mapping[str, Tensor] | None = None,
-) -> PackedModel:
-    """Return the model of `config`, ready for the backend's `prepare`: its weights loaded or drawn
-    at random, with adapters, frozen parameters and recomputation as configured, and with the
-    trainer's own parameters `extra`.
+def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway) -> PackedModel:
+    """Return a model, ready for the backend's `prepare`, its weights loaded or drawn at random.
 
     Below stage 3 every rank loads the model onto its device. At stage 3 the module is created in
     shards and only rank 0 reads the weights. Collective at stage 3.
     """
-    architecture = read_architecture(config, task, labels)
+    config, task = spec.config, spec.task or "causal"
+    architecture = read_architecture(config, task, spec.labels)
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
-        causal = load_sharded(architecture, config, task, dtype, plan, mesh, hooks, role)
+        causal = load_sharded(architecture, spec, dtype, plan, mesh, hooks)
     else:
         # A device need not have room for layers that are divided later.
         device = mesh.device if plan.tensor == 1 else torch.device("cpu")
         causal = load_whole(architecture, config, task, dtype, device=device)
     layers = change_layers(decoder(causal), config.model, mesh.device)
-    own = {name: value.to(mesh.device, dtype, copy=True) for name, value in (extra or {}).items()}
-    model = prepare_trainable(causal, config, task)
-    coefficient = router_loss_of(causal, config.model.router_loss)
-    return PackedModel(
-        model, layers=layers, extra=own, sequence=mesh.sequence, router_loss=coefficient
+    return packed_model(causal, spec, dtype, mesh.device, mesh.sequence, layers=layers)
+
+
+def packed_model(
+    causal: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device, sequence: Axis,
+    layers: str = "",
+) -> PackedModel:  # fmt: skip
+    """Return a transformers model as `spec` asks for it: with adapters, frozen parameters and
+    recomputation as configured, and with the trainer's own parameters."""
+    extra = {name: value.to(device, dtype, copy=True) for name, value in spec.extra.items()}
+    module = PackedModel(
+        prepare_trainable(causal, spec.config, spec.task or "causal"),
+        layers=layers,
+        extra=extra,
+        sequence=sequence,
+        router_loss=router_loss_of(causal, spec.config.model.router_loss),
     )
+    if not spec.dropout:
+        without_dropout(module)
+    return module
 
 
 def load_whole(
@@ -74,19 +79,18 @@ def load_whole(
 
 def load_sharded(
     architecture: Any,
-    config: Config,
-    task: Task,
+    spec: ModelSpec,
     dtype: torch.dtype,
     plan: Plan,
     mesh: Mesh,
     hooks: BackendGateway,
-    role: str,
 ) -> Any:
     """Return the model in shards: an accelerator holds at most its share and one layer, and one
     host holds one whole copy. Collective.
 
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
+    config, task = spec.config, spec.task or "causal"
     if config.model.quantize is not None:
         raise RLHFError(
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
@@ -97,7 +101,7 @@ def load_sharded(
             f"model.adapter {config.model.adapter} is a DoRA adapter, which cannot be trained at "
             "ZeRO stage 3; choose stage 2 or lower"
         )
-    with hooks.model_context(plan=plan, role=role, mesh=mesh), no_init_weights():
+    with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
     host = torch.device("cpu")

@@ -24,10 +24,10 @@ ELSEWHERE = ("updating", "reducing", "host")
 class ModelSpec:
     """A model as a trainer's `setup` asks for it."""
 
-    role: str
+    role: str = POLICY
     config: Config
     """The run's configuration, with the model's own `model` and `optim`."""
-    trained: bool
+    trained: bool = True
     model: ModelConfig | None = None
     """Its configuration; None for that of the run, or a module of the trainer's own."""
     optim: OptimConfig | None = None

@@ -1,25 +1,22 @@
 """What is known of a configured model before any weight is read: its shape and its positions."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rlhf.config.sections import Config
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
 from rlhf.model.kernels.fused import check_gates_known
 from rlhf.model.kernels.layers import rehearse_layers
+from rlhf.model.load import packed_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of, num_parameters
-from rlhf.model.router import router_loss_of
+from rlhf.model.role import ModelSpec
 from rlhf.model.sequence import check_heads
-from rlhf.model.task import Task
-from rlhf.model.trainable import prepare_trainable
 
 TENSOR_FAMILIES = (
     "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo", "qwen2",
@@ -29,28 +26,17 @@ TENSOR_FAMILIES = (
 more than linear layers, or nobody has tried them."""
 
 
-def empty_model(
-    config: Config,
-    task: Task = "causal",
-    *,
-    labels: int | None = None,
-    extra: Mapping[str, Tensor] | None = None,
-    mesh: Mesh | None = None,
-) -> PackedModel:
-    """Return the model of `config` on the meta device, with adapters, frozen parameters and
-    recomputation: its parameters have shapes and no values."""
-    architecture = read_architecture(config, task, labels)
+def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
+    """Return a model on the meta device: its parameters have shapes and no values."""
+    config, task, meta = spec.config, spec.task or "causal", torch.device("meta")
+    architecture = read_architecture(config, task, spec.labels)
     dtype = DTYPES[config.model.dtype]
-    with torch.device("meta"):
+    with meta:
         causal = from_config(architecture, config, task, dtype=dtype)
-    mesh = mesh or Mesh()
     check_heads(architecture, mesh)
     check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
-    own = {name: value.to("meta", dtype) for name, value in (extra or {}).items()}
-    model = prepare_trainable(causal, config, task)
-    coefficient = router_loss_of(causal, config.model.router_loss)
-    return PackedModel(model, extra=own, sequence=mesh.sequence, router_loss=coefficient)
+    return packed_model(causal, spec, dtype, meta, mesh.sequence)
 
 
 def shape_of(module: PackedModel) -> ModelShape:

@@ -16,7 +16,6 @@ from rlhf.errors import RLHFError
 from rlhf.launch.startup import Startup
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
-from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
@@ -59,17 +58,10 @@ class RunContext(RunModels):
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
         check_packed(best, reason, config.model, self.mesh.sequence)
-
-        def read(plan: Plan) -> nn.Module:
-            module = load_model(
-                config, plan=plan, mesh=self.mesh, hooks=self.hooks, role=role,
-                task=spec.task or "causal", labels=spec.labels, extra=spec.extra,
-            )  # fmt: skip
-            if not spec.dropout:
-                without_dropout(module)
-            return module
-
-        engine = self._add(spec, empty, shape_of(empty), read)
+        engine = self._add(
+            spec, empty, shape_of(empty),
+            read=lambda plan: load_model(spec, plan=plan, mesh=self.mesh, hooks=self.hooks),
+        )  # fmt: skip
         with self.startup.part("probe of attention"):
             attention = choose_path(engine, self.mesh, longest=self.longest)
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)

@@ -61,13 +61,11 @@ class RunModels(ABC):
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
-        values = first_values(config, extra or {})
-        empty = empty_model(config, task, labels=labels, extra=values, mesh=self.mesh)
         spec = ModelSpec(
             role=role, config=config, trained=trained, model=model, optim=optim, task=task,
-            labels=labels, extra=values, dropout=dropout,
+            labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
         )  # fmt: skip
-        return self._load(spec, empty)
+        return self._load(spec, empty_model(spec, self.mesh))
 
     def prepare(
         self,

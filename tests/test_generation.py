@@ -3,13 +3,16 @@
 import functools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 import sft_runs
+from rlhf.config.sections import BatchConfig
 from rlhf.launch.places import Marker
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.generate import sample
@@ -67,9 +70,13 @@ def draws(
     mesh = hooks.setup_mesh(config=request.config)
     output = Path(request.config.output or "")
     session = set_up(request, data, mesh, hooks, observers, output, None, Marker(None, 0))
+    config = attrs.evolve(request.config, batch=BatchConfig(tokens=tokens))
+    run: Any = SimpleNamespace(
+        config=config, mesh=mesh, hooks=hooks, tokenizer=session.trainer.tokenizer
+    )
     drawn = sample(
-        session.engine, prompts, hooks, mesh, session.trainer.tokenizer,
-        seeds=range(len(prompts)), max_new_tokens=9, temperature=temperature, tokens=tokens,
+        run, session.engine, prompts,
+        seeds=range(len(prompts)), max_new_tokens=9, temperature=temperature,
     )  # fmt: skip
     hooks.close_mesh(mesh=mesh)
     return drawn

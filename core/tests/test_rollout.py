@@ -15,7 +15,7 @@ from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.loop.rollout import FILE, Rollouts, evaluated
+from rlhf.loop.rollout import FILE, Rollouts
 from rlhf.rank.generate import Noise
 
 
@@ -109,9 +109,8 @@ def test_each_row_has_another_seed_in_each_epoch_and_the_same_in_each_evaluation
     course = rollouts(trainer, tokens=64, num_rows=6, ranks=1)
     for number in range(4):
         course.step(number)
-    given: Any = trainer
     for step in (5, 9):
-        evaluated(given, course.order, Mesh(), 1, step=step)
+        course.held_out(course.order, 1, step=step)
     drawn, held_out = trainer.calls[:4], trainer.calls[4:]
     assert len({seed for _, seeds in drawn for seed in seeds}) == 12
     assert [step for step, _ in held_out] == [5, 9]

@@ -10,7 +10,6 @@ from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, total_of
 from rlhf.loop.checkpointing import save
 from rlhf.loop.exporting import export_model
-from rlhf.loop.rollout import evaluated
 from rlhf.loop.samples import take_samples
 from rlhf.loop.session import Session
 
@@ -69,7 +68,7 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
             packed = list(itertools.islice(source, plan.num_batches))
         else:
             session.place.enter("rollout", step=step)
-            plan, packed = evaluated(session.trainer, order, session.mesh, number, step=step)
+            plan, packed = session.rollouts.held_out(order, number, step=step)
         session.place.enter("evaluation", step=step, batch=number + 1)
         batches, step_totals = session.survey.batches(plan, packed, session.engine.device)
         for name in step_totals:

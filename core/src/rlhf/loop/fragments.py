@@ -67,7 +67,11 @@ def own_fragments(state: EngineState, mesh: Mesh) -> list[Fragment]:
 
 def copied_to_host(fragments: Sequence[Fragment], device: torch.device) -> list[Fragment]:
     """Return copies in host memory, pinned where they come from a device."""
-    copies = [attrs.evolve(item, values=_host_copy(item.values)) for item in fragments]
+    copies = []
+    for item in fragments:
+        pinned = item.values.device.type != "cpu"
+        host = torch.empty_like(item.values, device="cpu", pin_memory=pinned)
+        copies.append(attrs.evolve(item, values=host.copy_(item.values, non_blocking=True)))
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return copies
@@ -155,11 +159,6 @@ class SavedEngine:
         )
         self.read(name, WEIGHT, 0, whole.view(-1))
         return whole
-
-
-def _host_copy(values: Tensor) -> Tensor:
-    host = torch.empty_like(values, device="cpu", pin_memory=values.device.type != "cpu")
-    return host.copy_(values, non_blocking=True)
 
 
 def _in_parts(fragments: Sequence[Fragment]) -> Iterator[list[Fragment]]:

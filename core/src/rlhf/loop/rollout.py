@@ -70,7 +70,7 @@ class Rollouts:
         if block != self._block:
             self.place.enter("rollout", step=number + 1)
             seeds = seeds_of(rows, self.order.seed, DRAWN, block.epoch)
-            self._examples = roll_out(self.trainer, self.order, rows, number, seeds, self.mesh)
+            self._examples = self._roll_out(self.order, rows, number, seeds)
             self._block = block
         turn, part = divmod(number - block.first, len(by_batch))
         places = np.arange(len(rows))
@@ -96,34 +96,31 @@ class Rollouts:
             self._examples = [file[number] for number in range(len(file))]
             self._block = Block.of(step, self.order, self.trainer)
 
+    def held_out(
+        self, order: RunOrder, number: int, *, step: int
+    ) -> tuple[StepPlan, list[PackedBatch]]:
+        """Return group `number` of the held-out rows in `order` after `step` steps, with the
+        examples of `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
+        rows = order.rows(number)
+        examples = self._roll_out(order, rows, step, seeds_of(rows, order.seed, HELD_OUT))
+        return order.step_of(examples, rows, number)
 
-def evaluated(
-    trainer: Trainer, order: RunOrder, mesh: Mesh, number: int, *, step: int
-) -> tuple[StepPlan, list[PackedBatch]]:
-    """Return group `number` of the held-out rows after `step` steps, with the examples of
-    `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
-    rows = order.rows(number)
-    seeds = seeds_of(rows, order.seed, HELD_OUT)
-    examples = roll_out(trainer, order, rows, step, seeds, mesh)
-    return order.step_of(examples, rows, number)
-
-
-def roll_out(
-    trainer: Trainer, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int], mesh: Mesh
-) -> Sequence[Example]:
-    """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
-    than the budget. Collective."""
-    examples = trainer.rollout([order.examples[int(row)] for row in rows], step, seeds)
-    check_rollout(examples, trainer, num_rows=len(rows), step=step, mesh=mesh)
-    for row, example in zip(rows, examples, strict=True):
-        size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
-        if size > order.tokens:
-            raise RLHFError(
-                f"with its new answer {order.examples.name(row)} has {size} tokens but "
-                f"batch.tokens is {order.tokens}; set batch.tokens to at least {size}, or generate "
-                "fewer tokens"
-            )
-    return examples
+    def _roll_out(
+        self, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int]
+    ) -> Sequence[Example]:
+        """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
+        than the budget. Collective."""
+        examples = self.trainer.rollout([order.examples[int(row)] for row in rows], step, seeds)
+        check_rollout(examples, self.trainer, num_rows=len(rows), step=step, mesh=self.mesh)
+        for row, example in zip(rows, examples, strict=True):
+            size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
+            if size > order.tokens:
+                raise RLHFError(
+                    f"with its new answer {order.examples.name(row)} has {size} tokens but "
+                    f"batch.tokens is {order.tokens}; set batch.tokens to at least {size}, or "
+                    "generate fewer tokens"
+                )
+        return examples
 
 
 def seeds_of(rows: Rows, *stream: int) -> list[int]:

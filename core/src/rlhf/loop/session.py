@@ -78,13 +78,6 @@ class Session:
         for model in self.trained.values():
             model.engine.eval()
 
-    def record_startup(self) -> None:
-        """Write how long the start has taken, up to the end of the first step as the host sees it,
-        into the run folder."""
-        self.place.startup.enter("steps")
-        if self.folder is not None:
-            self.folder.write_summary(startup=self.place.startup.seconds)
-
     @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""

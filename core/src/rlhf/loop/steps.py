@@ -53,7 +53,10 @@ def _take_steps(
         if step == first_step:
             # The first step loads compilers.
             _freeze_heap(session.engine.device)
-            session.record_startup()
+            session.place.startup.enter("steps")
+            if session.folder is not None:
+                # The start ends with the first step as the host sees it.
+                session.folder.write_summary(startup=session.place.startup.seconds)
             # The optimizer has its states now: a backend that cannot save them says so. A tensor
             # axis would gather them.
             for role in session.trained.values() if session.mesh.tensor.size == 1 else ():

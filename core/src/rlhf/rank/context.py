@@ -7,10 +7,9 @@ from pathlib import Path
 
 import attrs
 from attrs import define, field
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf.config.sections import ModelConfig
-from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, ModelShape, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.startup import Startup
@@ -23,13 +22,13 @@ from rlhf.model.parts import decoder
 from rlhf.model.probe import candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
 from rlhf.model.shape import check_positions, shape_of, shape_of_module
-from rlhf.model.task import FORMS, Task, written_class
+from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
 from rlhf.rank.phases import Phases
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
-from rlhf.reference.compute import with_logprobs
+from rlhf.reference.compute import attach_values
 from rlhf.reference.digest import cache_folder
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
@@ -48,8 +47,9 @@ class RunContext(RunModels):
     startup: Startup = field(factory=Startup)
     phases: Phases = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.phases = Phases(self.roles, self.mesh, self.hooks, self.fit)
+    @phases.default
+    def _phases(self) -> Phases:
+        return Phases(self.roles, self.mesh, self.hooks, self.fit)
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
@@ -73,7 +73,9 @@ class RunContext(RunModels):
             self.notes.append(module.layers)
         if module.router_loss and spec.trained:
             self.notes.append(router_note(module, config.model))
-        if not spec.trained and config.model != self.config.model and lacks_head(empty, spec.task):
+        written, form = written_class(empty.causal.config), FORMS[spec.task or "causal"]
+        is_new_head = spec.task != "causal" and not written.endswith(form.suffix)
+        if is_new_head and not spec.trained and config.model != self.config.model:
             self.notes.append(
                 f"{role:<10} a new head with random values: {config.model.path} has none"
             )
@@ -142,23 +144,23 @@ class RunContext(RunModels):
         """See `rlhf.trainer.Run`."""
         with self.phases("generation", running=engine):
             return sample(
-                engine, prompts, self.hooks, self.mesh, self.tokenizer, seeds=seeds,
-                max_new_tokens=max_new_tokens, temperature=temperature,
-                tokens=self.config.batch.budget,
+                self, engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens,
+                temperature=temperature,
             )  # fmt: skip
 
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume
         loads other weights, it is its own reference."""
-        with evaluating(policy), ExitStack() as stack:
+        with self.startup.part("cache of reference logprobs"), ExitStack() as stack:
+            stack.enter_context(evaluating(policy))
 
             def make_room() -> Engine:
                 stack.enter_context(self.phases("caching", running=policy))
                 return policy
 
             folder = cache_folder("reference", self.config, self.mesh)
-            return self._attach(
-                REFERENCE, folder, make_room,
+            return attach_values(
+                self, REFERENCE, folder, make_room,
                 read=lambda engine, batch: engine(batch, token_logprobs)["logprobs"],
             )  # fmt: skip
 
@@ -166,38 +168,14 @@ class RunContext(RunModels):
         teacher = attrs.evolve(self.config, model=model, lora=None)
         folder = cache_folder("teacher", teacher, self.mesh)
         folder = folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
-        done = self._attach(
-            TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
-            read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
-        )  # fmt: skip
+        with self.startup.part("cache of teacher"):
+            done = attach_values(
+                self, TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
+                read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
+            )  # fmt: skip
         if TEACHER in self.roles:
             self.release(TEACHER)
         return done
-
-    def _attach(
-        self,
-        name: str,
-        folder: Path,
-        engine: Callable[[], Engine],
-        *,
-        read: Callable[[Engine, PackedBatch], Tensor],
-        width: int | None = None,
-    ) -> str:
-        """Give every example the value `name` per token (or `width` of them), from `folder`; what
-        is missing there is computed with `read` on the engine that `engine` loads. Returns what was
-        done, in words. Collective."""
-        with self.startup.part(f"cache of {name.replace('_', ' ')}"):
-            self.examples, done = with_logprobs(
-                self.examples, name, folder, self.mesh, engine=engine,
-                tokens=self.config.batch.budget, read=read, width=width,
-            )  # fmt: skip
-        return done
-
-
-def lacks_head(empty: PackedModel, task: Task | None) -> bool:
-    """Return whether the model's folder is that of a language model, while `task` needs labels."""
-    suffix = FORMS[task or "causal"].suffix
-    return task != "causal" and not written_class(empty.causal.config).endswith(suffix)
 
 
 def router_note(module: PackedModel, model: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from transformers import (
 from rlhf.data.layout import groups_by_length
 from rlhf.engine import Engine, Mesh
 from rlhf.model.tokenizer import end_tokens
-from rlhf.registry.gateway import BackendGateway
+from rlhf.reference.run_models import RunModels
 from rlhf.trainer import Sample
 
 PLAIN = {
@@ -37,25 +37,23 @@ tokens, which fails without a key-value cache; `AllRanksEnded` replaces it."""
 
 
 def sample(
+    run: RunModels,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    hooks: BackendGateway,
-    mesh: Mesh,
-    tokenizer: Any,
     *,
     seeds: Sequence[int],
     max_new_tokens: int,
     temperature: float,
-    tokens: int,
 ) -> list[Sample]:
     """Return an answer to each prompt, drawn from the engine's own distribution, including the
     token that ends it (EOS, or the last token of a trained turn) if it was reached.
 
     Every rank passes the same prompts and gets all answers. Prompts of similar length run together,
-    as many as fit into `tokens`, and the groups are distributed over the ranks. Each answer has its
-    own random generator, so it depends only on its prompt and its seed, up to rounding. Collective.
+    as many as fit into `batch.tokens`, and the groups are distributed over the ranks. Each answer
+    has its own random generator, so it depends only on its prompt and its seed, up to rounding.
+    Collective.
     """
-    ends = end_tokens(tokenizer)
+    ends, mesh, tokens = end_tokens(run.tokenizer), run.mesh, run.config.batch.budget
     groups = groups_by_length([len(prompt) + max_new_tokens for prompt in prompts], tokens)
     own: dict[int, Sample] = {}
     for first in range(0, len(groups), mesh.shards.size):
@@ -63,7 +61,7 @@ def sample(
         group = groups[min(first + mesh.shards.rank, len(groups) - 1)]
         noise = Noise([seeds[place] for place in group], temperature, engine.device)
         answers = _continued(
-            engine, [prompts[place] for place in group], hooks, mesh, tokenizer, ends,
+            run, engine, [prompts[place] for place in group], ends,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
         logprobs = torch.stack(noise.logprobs, 1).tolist()
@@ -119,15 +117,14 @@ class AllRanksEnded(StoppingCriteria):
 
 
 def _continued(
+    run: RunModels,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    hooks: BackendGateway,
-    mesh: Mesh,
-    tokenizer: Any,
     ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
     """Return what the engine's model writes after each prompt, up to the longest answer."""
+    mesh, tokenizer = run.mesh, run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
     tokens = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
@@ -139,7 +136,7 @@ def _continued(
         options["stopping_criteria"] = StoppingCriteriaList([ended])
         # A rank must not stop by itself: each forward gathers weights from all ranks.
         ends = ()
-    with torch.no_grad(), hooks.generation_context(engine=engine):
+    with torch.no_grad(), run.hooks.generation_context(engine=engine):
         out = engine.module.model.generate(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),

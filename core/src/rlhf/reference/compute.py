@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.examples import Examples
 from rlhf.data.layout import layout
 from rlhf.data.packing import pack
 from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
+from rlhf.reference.run_models import RunModels
 from rlhf.reference.stored import LogprobTable
 
 NO_GRADIENT_FACTOR = 4
@@ -24,31 +24,32 @@ SILENCE = 60
 """Seconds after which a long computation prints its progress."""
 
 
-def with_logprobs(
-    examples: Sequence[Examples],
+def attach_values(
+    run: RunModels,
     name: str,
     folder: Path,
-    mesh: Mesh,
-    *,
     engine: Callable[[], Engine],
-    tokens: int,
+    *,
     read: Callable[[Engine, PackedBatch], Tensor],
     width: int | None = None,
-) -> tuple[tuple[Examples, ...], str]:
-    """Return the examples with the value `name` per token, and what was done in words. Values that
-    are missing in `folder` are computed with the engine that `engine` loads. Collective."""
-    started = time.monotonic()
-    tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in examples]
+) -> str:
+    """Give the run's examples the value `name` per token (or `width` of them), from `folder`; what
+    is missing there is computed with `read` on the engine that `engine` loads. Returns what was
+    done, in words. Collective."""
+    started, mesh = time.monotonic(), run.mesh
+    tables = [
+        [LogprobTable(folder, file, width=width) for file in part.files] for part in run.examples
+    ]
     missing = sum(len(table.open()) for part in tables for table in part)
     computed = 0
     if any(mesh.gather(missing)):
-        fill = Fill(engine(), mesh, tokens, read)
+        fill = Fill(engine(), mesh, run.config.batch.budget, read)
         computed = sum(fill(table) for part in tables for table in part)
-    pairs = zip(examples, tables, strict=True)
-    complete = tuple(part.with_values(name, values) for part, values in pairs)
+    pairs = zip(run.examples, tables, strict=True)
+    run.examples = tuple(part.with_values(name, values) for part, values in pairs)
     took = time.monotonic() - started
     what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
-    return complete, f"{what} in {folder}"
+    return f"{what} in {folder}"
 
 
 @frozen

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from peft import PeftModel
 from torch import Tensor
 
@@ -29,20 +29,14 @@ REFERENCE = "reference_logprobs"
 """Name of the per-token value that the cache adds to every example."""
 
 
+@frozen(kw_only=True)
 class EngineReference:
     """A frozen engine, or the policy's with its adapter off: an `rlhf.trainer.Reference`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        mode: Literal["adapter", "engine"],
-        extra: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """`extra` are the first values of the trainer's own parameters at the policy's head."""
-        self.engine = engine
-        self.mode = mode
-        self._extra = {name: value.to(engine.device) for name, value in (extra or {}).items()}
+    engine: Engine
+    mode: Literal["adapter", "engine"]
+    extra: Mapping[str, Tensor] = field(factory=dict)
+    """First values of the trainer's own parameters at the policy's head, on its device."""
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
         return self(batch, token_logprobs)["logprobs"]
@@ -60,7 +54,7 @@ class EngineReference:
     def _read(
         self, readout: Readout, hidden: Tensor, head: Head, batch: PackedBatch
     ) -> Mapping[str, Tensor]:
-        return readout(hidden, evolve(head, extra=self._extra), batch)
+        return readout(hidden, evolve(head, extra=self.extra), batch)
 
 
 class CachedReference:

@@ -108,7 +108,8 @@ class RunModels(ABC):
             return CachedReference()
         self.notes.append(note)
         if chosen == "adapter":
-            return EngineReference(policy, mode="adapter", extra=spec.extra)
+            extra = {name: value.to(policy.device) for name, value in spec.extra.items()}
+            return EngineReference(engine=policy, mode="adapter", extra=extra)
         engine = self.load(
             "reference", model=self.config.model, trained=False, task=spec.task,
             labels=spec.labels, extra=spec.extra, dropout=False,
@@ -117,7 +118,7 @@ class RunModels(ABC):
             self.followers.append(
                 Follower(engine=engine, source=policy, every=every, mix=mix, hooks=self.hooks)
             )
-        return EngineReference(engine, mode="engine")
+        return EngineReference(engine=engine, mode="engine")
 
     def teacher(
         self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0

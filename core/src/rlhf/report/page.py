@@ -21,7 +21,7 @@ def page(runs: Sequence[Recorded]) -> str:
     """Return the page."""
     curves = [run.curves for run in runs]
     names = list(dict.fromkeys(name.removeprefix("eval/") for name in chain(*curves)))
-    names.sort(key=_place)
+    names.sort(key=lambda name: (name != "loss", name in HIDDEN, name in RATES))
     return filled(
         "page.html",
         runs=[_shown(run, label) for run, label in zip(runs, labels(runs), strict=True)],
@@ -31,10 +31,6 @@ def page(runs: Sequence[Recorded]) -> str:
         versions=_table([run.versions for run in runs]),
         written=time.strftime("%Y-%m-%d %H:%M"),
     )  # fmt: skip
-
-
-def _place(name: str) -> tuple[bool, bool, bool]:
-    return name != "loss", name in HIDDEN, name in RATES
 
 
 def labels(runs: Sequence[Recorded]) -> list[str]:

@@ -24,7 +24,6 @@ from rlhf.engine import StepOutcome
 from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
-from rlhf.loop.rollout import evaluated
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
@@ -122,8 +121,9 @@ def longest_example(trainer: str, words: Sequence[str], cache: str, *, num_steps
         session.eval()
         order = session.eval_order
         assert order is not None, "the rows of the tests are partly held out"
+        assert session.rollouts is not None, "the trainer has a rollout"
         for number in range(order.steps_per_epoch):
-            plan, _ = evaluated(session.trainer, order, session.mesh, number, step=num_steps)
+            plan, _ = session.rollouts.held_out(order, number, step=num_steps)
             longest = max(longest, int(plan.lengths.max()))
     return longest
 

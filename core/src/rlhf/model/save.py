@@ -81,12 +81,8 @@ def save_tokenizer_and_config(
     if classifies or more:
         causal.config.architectures = [type(causal).__name__]
         causal.config.save_pretrained(directory)
-    if not classifies:
-        save_generation(causal, tokenizer, directory)
-
-
-def save_generation(causal: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the generation config, with the tokens that end an answer as EOS."""
+    if classifies:
+        return
     generation = GenerationConfig.from_dict(causal.generation_config.to_dict())
     ends = end_tokens(tokenizer)
     if ends:

@@ -12,19 +12,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import resolved
 
-CHATML = (
-    "{% if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}"
-    "{% for message in messages %}"
-    "{% if message['tool_calls'] %}{{ raise_exception('chatml has no form for tool calls') }}"
-    "{% endif %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% elif message['content'] is iterable %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% else %}{{ raise_exception('chatml has no form for a part that is not text') }}{% endif %}"
-    "{% endfor %}"
-    "{% else %}{{ raise_exception('a message has no content') }}{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
 cannot express."""
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -29,14 +30,6 @@ BODY_SECONDS = 60
 RETRY_SECONDS = 1
 """Seconds after which a refused client may try again."""
 log = logging.getLogger("uvicorn.error")
-
-
-class Refused(Exception):
-    """A request that gets an answer other than 200."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class Service:
@@ -77,8 +70,8 @@ class Service:
     async def show_metrics(self, request: Request) -> Response:
         try:
             self.check_token(request)
-        except Refused as refused:
-            return answer(refused)
+        except HTTPException as refused:
+            return answer(refused.status_code, refused.detail)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def score(self, request: Request) -> Response:
@@ -89,22 +82,22 @@ class Service:
             self.check_token(request)
             response = JSONResponse(await self.result(path, request))
             self.metrics.seconds.labels(path).observe(time.perf_counter() - start)
-        except Refused as refused:
-            response = answer(refused)
+        except HTTPException as refused:
+            response = answer(refused.status_code, refused.detail)
         except RLHFError as error:
-            response = answer(Refused(422, str(error)))
+            response = answer(422, str(error))
         except ClientDisconnect:
-            response = answer(Refused(499, "the client has closed the connection"))
+            response = answer(499, "the client has closed the connection")
         except Exception as error:  # A forward pass may fail in any way; the next one may succeed.
             log.exception("%s failed", path)
-            response = answer(Refused(500, f"{type(error).__name__}: {first_line(error)}"))
+            response = answer(500, f"{type(error).__name__}: {first_line(error)}")
         self.metrics.requests.labels(path, str(response.status_code)).inc()
         return response
 
     async def result(self, path: str, request: Request) -> dict[str, object]:
         """Return the response's body."""
         if self.open >= self.queue:
-            raise Refused(503, f"{self.open} requests are waiting; try again later")
+            raise HTTPException(503, f"{self.open} requests are waiting; try again later")
         self.open += 1
         try:
             body = await read_body(request)
@@ -131,7 +124,7 @@ class Service:
         return rows, response
 
     def check_token(self, request: Request) -> None:
-        """Raise Refused without the token, which may also be the password of the URL."""
+        """Raise HTTPException without the token, which may also be the password of the URL."""
         if self.token is None:
             return
         kind, _, value = request.headers.get("authorization", "").partition(" ")
@@ -139,13 +132,13 @@ class Service:
             with contextlib.suppress(binascii.Error):
                 value = base64.b64decode(value).decode(errors="replace").partition(":")[2]
         if not secrets.compare_digest(value.encode(), self.token.encode()):
-            raise Refused(
+            raise HTTPException(
                 401, "send the header `Authorization: Bearer TOKEN` with this server's token"
             )
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raises Refused if it is too large or does not arrive in time."""
+    """Return the body. Raises HTTPException if it is too large or does not arrive in time."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -153,14 +146,13 @@ async def read_body(request: Request) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > MAX_BYTES:
-                    raise Refused(413, f"the body has more than {MAX_BYTES >> 20} MiB")
+                    raise HTTPException(413, f"the body has more than {MAX_BYTES >> 20} MiB")
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive in {BODY_SECONDS} s") from None
+        raise HTTPException(408, f"the body did not arrive in {BODY_SECONDS} s") from None
     return b"".join(parts)
 
 
-def answer(refused: Refused) -> Response:
+def answer(status: int, reason: str) -> Response:
     """Return the response to a refused request."""
-    headers = {"Retry-After": str(RETRY_SECONDS)} if refused.status == 503 else {}
-    headers |= {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
-    return JSONResponse({"error": str(refused)}, refused.status, headers)
+    headers = {503: {"Retry-After": str(RETRY_SECONDS)}, 401: {"WWW-Authenticate": "Bearer"}}
+    return JSONResponse({"error": reason}, status, headers.get(status))

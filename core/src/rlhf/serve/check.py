@@ -40,16 +40,18 @@ def check_server(url: str, scorer: Scorer, data: str, token: str | None) -> int:
     scores, worst, note = 0, 0.0, ""
     items = list(islice(read_items(data, scorer), ROWS))
     for where, prompt, answers in items:
-        own = flat(own_scores(prompt, answers, scorer, raw=path == "/classify"))
+        logits = scorer.read(prompt, answers, max_tokens=1)
+        is_raw = path == "/classify"
+        ours = flat([each.tolist() if is_raw else scorer.scores(each) for each in logits])
         theirs = [
             score
             for body, read in CLIENTS[path](prompt, answers, scorer)
             for score in flat(scores_in(post(url, body, token, where), read, url))
         ]
-        if len(own) != len(theirs):
-            raise RLHFError(f"{where}: {url} returned {len(theirs)} scores instead of {len(own)}")
-        scores += len(own)
-        for one, other in zip(own, theirs, strict=True):
+        if len(ours) != len(theirs):
+            raise RLHFError(f"{where}: {url} returned {len(theirs)} scores instead of {len(ours)}")
+        scores += len(ours)
+        for one, other in zip(ours, theirs, strict=True):
             difference = abs(one - other) / max(1.0, abs(one))
             if not difference <= worst:
                 worst, note = difference, f", at {where}: {one:.6g} here, {other:.6g} there"
@@ -79,11 +81,6 @@ def prompt_and_answers(where: str, row: Mapping[str, Any]) -> tuple[Any, list[An
         raise RLHFError(f"{where}: a row needs `answers` or one of {', '.join(ANSWERS)}")
     empty = "" if isinstance(answers[0], str) else []
     return row.get("prompt") or empty, answers
-
-
-def own_scores(prompt: Any, answers: list[Any], scorer: Scorer, *, raw: bool) -> list[Any]:
-    logits = scorer.read(prompt, answers, max_tokens=1)
-    return [each.tolist() if raw else scorer.scores(each) for each in logits]
 
 
 def score(prompt: Any, answers: list[Any], scorer: Scorer) -> Iterator[Exchange]:

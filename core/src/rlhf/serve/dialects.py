@@ -87,7 +87,9 @@ def classify(body: Body, scorer: Scorer) -> Reading:
             given = [given]
         if all(map(is_ids, as_list("input", given))):
             raise_if_many_ends(scorer)
-            raise_if_unknown(given, scorer)
+            size = scorer.config.get_text_config().vocab_size
+            for token in (token for path in given for token in path if not 0 <= token < size):
+                raise RLHFError(f"token {token} is not one of the model's {size}")
         else:
             texts = as_texts("input", given)
             special = body.get("add_special_tokens", True)
@@ -153,13 +155,6 @@ def raise_if_many_ends(scorer: Scorer) -> None:
     """Raise RLHFError for a scorer that does not read the end of a text."""
     if scorer.task != "sequence":
         raise RLHFError("this model scores the steps of an answer; send them to /v1/score")
-
-
-def raise_if_unknown(paths: Sequence[Sequence[int]], scorer: Scorer) -> None:
-    """Raise RLHFError for a token id that the model does not have."""
-    size = scorer.config.get_text_config().vocab_size
-    for token in (token for path in paths for token in path if not 0 <= token < size):
-        raise RLHFError(f"token {token} is not one of the model's {size}")
 
 
 def is_ids(value: Any) -> bool:

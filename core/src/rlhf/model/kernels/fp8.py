@@ -5,19 +5,16 @@ are.
 """
 
 import weakref
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 from rlhf.errors import RLHFError
 from rlhf.model.kernels.forwards import replace_forward
+from rlhf.model.kernels.fused import lacks
 from rlhf.model.kernels.meta import MetaNorm, MetaProduct
 
-TORCHAO_MINIMUM = "0.18"
-TORCHAO_INSTALL = "pip install 'rlhf-core[fp8]'"
 FP8_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Lowest compute capability for a recipe of torchao."""
 FP8_MULTIPLE = 16
@@ -32,15 +29,9 @@ def check_fp8(recipe: str, device: torch.device) -> None:
             f"model.fp8 {recipe} needs compute capability {needed[0]}.{needed[1]}, but this "
             f"device has {capability[0]}.{capability[1]}; remove model.fp8"
         )
-    try:
-        installed = version("torchao")
-    except PackageNotFoundError as error:
-        raise RLHFError(f"model.fp8 {recipe} needs torchao; {TORCHAO_INSTALL}") from error
-    if Version(installed) < Version(TORCHAO_MINIMUM):
-        raise RLHFError(
-            f"model.fp8 {recipe} needs torchao {TORCHAO_MINIMUM}, but {installed} is installed; "
-            f"{TORCHAO_INSTALL}"
-        )
+    problem = lacks("torchao", "0.18", extra="fp8")
+    if problem:
+        raise RLHFError(f"model.fp8 {recipe} {problem}")
 
 
 def to_fp8(layers: nn.ModuleList, recipe: str, *, emulate: bool = False) -> int:

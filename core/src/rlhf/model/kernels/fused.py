@@ -37,8 +37,7 @@ WANTED = {
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
 """What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
 a config's activation."""
-LIGER_MINIMUM = "0.8.5"
-LIGER_INSTALL = "pip install 'rlhf-core[kernels]'"
+INSTALL = "pip install 'rlhf-core"
 ROTARY = "apply_rotary_pos_emb"
 """Name of the rotary embedding in a family's module."""
 
@@ -48,7 +47,7 @@ def check_fusible(config: Any, kernels: str, device: torch.device) -> None:
     run Liger's kernels on `device`."""
     problem = not_fusible(config.get_text_config(), device)
     if kernels == "liger" and problem:
-        joint = ", or" if LIGER_INSTALL in problem else ";"
+        joint = ", or" if INSTALL in problem else ";"
         raise RLHFError(f"model.kernels liger {problem}{joint} set model.kernels to auto")
 
 
@@ -71,12 +70,14 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
     norms = "norms fused" if fuse_norms(decoder) else ""
     problem = not_fusible(decoder.config, device)
     if problem:
-        advice = f"rotary embedding and gates not: {problem}" if LIGER_INSTALL in problem else ""
+        advice = f"rotary embedding and gates not: {problem}" if INSTALL in problem else ""
         parts = "; ".join(part for part in (norms, advice) if part)
         return f"layers     {parts}" if parts else ""
     _patch(decoder)
-    if device.type == "meta":
-        _without_values(decoder)
+    for layer in gates_of(decoder) if device.type == "meta" else ():
+        if replaced_forward(layer) is not None:
+            # A stand-in needs no values.
+            replace_forward(layer, _meta_gate.__get__(layer))
     parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
     return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
 
@@ -91,12 +92,19 @@ def not_fusible(config: Any, device: torch.device) -> str:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS[config.model_type.startswith("gemma")]:
         return f"has no gates with the activation {activation}"
+    return lacks("liger-kernel", "0.8.5", extra="kernels")
+
+
+def lacks(package: str, minimum: str, *, extra: str) -> str:
+    """Return which version of an optional package is needed and how to install it; empty if it is
+    installed."""
+    install = f"{INSTALL}[{extra}]'"
     try:
-        installed = version("liger-kernel")
+        installed = version(package)
     except PackageNotFoundError:
-        return f"needs liger-kernel; {LIGER_INSTALL}"
-    if Version(installed) < Version(LIGER_MINIMUM):
-        return f"needs liger-kernel {LIGER_MINIMUM}, but {installed} is installed; {LIGER_INSTALL}"
+        return f"needs {package}; {install}"
+    if Version(installed) < Version(minimum):
+        return f"needs {package} {minimum}, but {installed} is installed; {install}"
     return ""
 
 
@@ -150,13 +158,6 @@ def products_of(decoder: nn.Module) -> dict[int, Product]:
         _meta_gate: MetaGate.apply,
     }
     return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
-
-
-def _without_values(decoder: nn.Module) -> None:
-    """Replace Liger's gates by stand-ins, which need no values."""
-    for layer in gates_of(decoder):
-        if replaced_forward(layer) is not None:
-            replace_forward(layer, _meta_gate.__get__(layer))
 
 
 def _meta_gate(layer: Any, hidden: Tensor) -> Tensor:

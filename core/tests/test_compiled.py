@@ -14,7 +14,7 @@ from rlhf.engine import Axis, Mesh
 from rlhf.errors import RLHFError
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
-from rlhf.model.kernels import fp8, layers
+from rlhf.model.kernels import fused, layers
 from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
 from rlhf.model.kernels.layers import (
     check_compilable,
@@ -237,7 +237,7 @@ def test_missing_requirements_of_fp8_are_reported(
         return torchao
 
     monkeypatch.setattr(layers, "fused_on", lambda kind: True)
-    monkeypatch.setattr(fp8, "version", version)
+    monkeypatch.setattr(fused, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
     words = ["--model.fp8", "rowwise", "--model.dtype", "bf16"]
     config = read_config("sft", overrides=words, inputs=False).config

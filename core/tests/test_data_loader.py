@@ -111,7 +111,7 @@ class Surveying(Numbers):
 def order(
     examples: Examples, config: Config, rank: int = 0, ranks: int = 1, **keywords: Any
 ) -> RunOrder:
-    return RunOrder.from_config(examples, config, rank=rank, ranks=ranks, **keywords)
+    return RunOrder(examples=examples, config=config, rank=rank, ranks=ranks, **keywords)
 
 
 def test_every_rank_plans_the_same_step_and_takes_its_part(
@@ -151,9 +151,7 @@ def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
     examples: Examples, config: Config, workers: int
 ) -> None:
     trainer = Surveying(Section(), None)
-    courses = [
-        RunOrder.from_config(examples, config, trainer, rank=rank, ranks=2) for rank in range(2)
-    ]
+    courses = [order(examples, config, rank, 2, trainer=trainer) for rank in range(2)]
     sources = [batches_from(course, workers=workers) for course in courses]
     paired: list[dict[int, int]] = [{}, {}]
     for number in range(12):
@@ -217,7 +215,7 @@ def test_evaluation_reads_every_row_once_and_ends(examples: Examples, config: Co
 
 
 def test_accelerators_see_few_lengths_within_the_budget(examples: Examples, config: Config) -> None:
-    course = RunOrder(examples=examples, size=10, tokens=40, round_to=8)
+    course = order(examples, config, round_to=8)
     lengths = {len(next(batches_from(course, first_step=n)).tokens) for n in range(12)}
     assert lengths <= {8, 16, 24, 32, 40}
 
@@ -232,18 +230,18 @@ class Deadly(Examples):
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang(
-    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    examples: Examples, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A killed process cannot remove the folder of its sockets.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     deadly = Deadly(*examples.__reduce__()[1])
-    course = RunOrder(examples=deadly, size=10, tokens=40, shuffle=False)
+    course = order(deadly, config, shuffle=False)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(batches_from(course, workers=1))
 
 
-def test_a_worker_dies_with_its_run(examples: Examples) -> None:
-    course = RunOrder(examples=examples, size=10, tokens=40, shuffle=False)
+def test_a_worker_dies_with_its_run(examples: Examples, config: Config) -> None:
+    course = order(examples, config, shuffle=False)
     slow = course.step(0).micro[1]
 
     class Slow(Examples):
@@ -299,7 +297,9 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     assert batch.rows == tuple(course.step(0).micro[0])
 
 
-def test_a_slow_batch_is_waited_for(examples: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_batch_is_waited_for(
+    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader, "START_SECONDS", 1)
 
     class Slow(Examples):
@@ -308,7 +308,7 @@ def test_a_slow_batch_is_waited_for(examples: Examples, monkeypatch: pytest.Monk
             return super().__getitem__(number)
 
     slow = Slow(*examples.__reduce__()[1])
-    course = RunOrder(examples=slow, size=10, tokens=40, shuffle=False)
+    course = order(slow, config, shuffle=False)
     assert next(batches_from(course, workers=1)).rows[0] == 0
 
 
@@ -318,9 +318,7 @@ def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:
             assert torch.get_num_threads() == 1
             return super().__getitem__(number)
 
-    course = RunOrder(
-        examples=Threads(*examples.__reduce__()[1]), size=10, tokens=40, shuffle=False
-    )
+    course = order(Threads(*examples.__reduce__()[1]), config, shuffle=False)
     assert len(list(batches_from(course, workers=1))) > 0
 
 

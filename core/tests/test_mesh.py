@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.config.sections import BatchConfig, Config
 from rlhf.data.example import Answer, Example
 from rlhf.data.order import RunOrder
 from rlhf.engine import Axis, Mesh, axes
@@ -38,8 +39,9 @@ def test_the_ranks_of_one_tensor_axis_get_the_same_rows() -> None:
     rows = []
     for rank in range(4):
         mesh = Mesh(rank=rank, world=4, **axes(rank, data=2, tensor=2))
+        config = Config(batch=BatchConfig(size=8, tokens=16))
         order = RunOrder(
-            examples=examples, size=8, tokens=16, rank=mesh.data.rank, ranks=mesh.data.size
+            examples=examples, config=config, rank=mesh.data.rank, ranks=mesh.data.size
         )
         rows.append([micro.tolist() for micro in order.step(0).micro])
     assert rows[0] == rows[1] != rows[2] == rows[3]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attrs import asdict
 
+from rlhf.config.sections import BatchConfig, Config, TrainConfig
 from rlhf.data.example import Answer, Example
 from rlhf.data.layout import groups_by_length
 from rlhf.data.order import RunOrder
@@ -48,7 +49,8 @@ class Doubling:
 def order(rank: int = 0, *, tokens: int = 16, num_rows: int = 4, ranks: int = 2) -> RunOrder:
     rows = Rows(Example([9], [Answer([n + 1] * (n + 1))]) for n in range(num_rows))
     given: Any = rows
-    return RunOrder(examples=given, size=3, tokens=tokens, seed=1, rank=rank, ranks=ranks)
+    config = Config(batch=BatchConfig(size=3, tokens=tokens), train=TrainConfig(seed=1))
+    return RunOrder(examples=given, config=config, rank=rank, ranks=ranks)
 
 
 def rollouts(trainer: Any, rank: int = 0, **options: int) -> Rollouts:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
-from rlhf.data.order import ROUND_ON_ACCELERATOR
+from rlhf.data.order import rounding_on
 from rlhf.data.packing import pack
 from rlhf.data.tokens import Row
 from rlhf.engine import Mesh
@@ -93,8 +93,7 @@ class Scorer(abc.ABC):
     def logits(self, rows: Sequence[Row]) -> list[list[Tensor]]:
         """Return the logits [N, L] of each answer of each of the rows, in one forward pass."""
         examples = [Example(row.prompt, row.answers) for row in rows]
-        round_to = 1 if self.device.type == "cpu" else ROUND_ON_ACCELERATOR
-        batch = pack(examples, range(len(rows)), round_to=round_to)
+        batch = pack(examples, range(len(rows)), round_to=rounding_on(self.device))
         ends = [torch.tensor(own) for row in rows for own in row.columns["ends"]]
         lengths = [length for _, answers in batch.spans for length in answers]
         starts = (batch.answer_end + 1 - torch.tensor(lengths)).tolist()

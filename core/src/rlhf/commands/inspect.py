@@ -89,7 +89,7 @@ def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
 
 def show_fill(examples: Examples, config: Config, console: Console) -> None:
     """Show how many micro-batches a step takes on one device, and how full they are."""
-    order = RunOrder.from_config(examples, config)
+    order = RunOrder(examples=examples, config=config)
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
     count = f"{min(micro)} to " * (min(micro) < max(micro)) + f"{max(micro)}"

@@ -47,7 +47,7 @@ def batches_from(
             collate_fn=lambda batch: map_tensors(batch, Tensor.numpy),
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
-            generator=torch.Generator().manual_seed(order.seed),
+            generator=torch.Generator().manual_seed(order.config.train.seed),
             worker_init_fn=partial(_begin, os.getpid()) if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator, so a fork is
             # cheap and safe.

@@ -24,7 +24,11 @@ ROUND_ON_ACCELERATOR = 128
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""
-CPU = torch.device("cpu")
+
+
+def rounding_on(device: torch.device) -> int:
+    """Return the multiple to which T is rounded up on a device."""
+    return 1 if device.type == "cpu" else ROUND_ON_ACCELERATOR
 
 
 @frozen(kw_only=True)
@@ -72,12 +76,9 @@ class RunOrder:
     kept."""
 
     examples: Examples
-    size: int
-    """Examples per optimizer step over all ranks."""
-    tokens: int
-    """Tokens per micro-batch."""
-    seed: int = 0
+    config: Config
     shuffle: bool = True
+    """Whether each epoch has a new order, by `train.seed`; else it is that of the files."""
     rank: int = 0
     ranks: int = 1
     round_to: int = 1
@@ -87,36 +88,10 @@ class RunOrder:
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
     _surveyed: dict[int, Packable] = field(factory=dict, init=False, repr=False)
 
-    @classmethod
-    def from_config(
-        cls,
-        examples: Examples,
-        config: Config,
-        trainer: "Trainer | None" = None,
-        *,
-        shuffle: bool = True,
-        rank: int = 0,
-        ranks: int = 1,
-        device: torch.device = CPU,
-    ) -> "RunOrder":
-        """Return the order of a run: with `shuffle`, new in every epoch by `train.seed`; without,
-        that of the files, for evaluation."""
-        return cls(
-            examples=examples,
-            size=config.batch.size,
-            tokens=config.batch.budget,
-            seed=config.train.seed,
-            shuffle=shuffle,
-            rank=rank,
-            ranks=ranks,
-            round_to=1 if device.type == "cpu" else ROUND_ON_ACCELERATOR,
-            trainer=trainer,
-        )
-
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one epoch; the last may be smaller."""
-        return -(-len(self.examples) // self.size)
+        return -(-len(self.examples) // self.config.batch.size)
 
     def step(self, number: int) -> StepPlan:
         """Return the plan of step `number`, counted from 0 over all epochs."""
@@ -146,9 +121,8 @@ class RunOrder:
         epoch, place = divmod(number, self.steps_per_epoch)
         if epoch not in self._epochs:
             self._epochs.clear()
-            self._epochs[epoch] = steps(
-                len(self.examples), self.size, self.seed, epoch, shuffle=self.shuffle
-            )
+            size, seed = self.config.batch.size, self.config.train.seed
+            self._epochs[epoch] = steps(len(self.examples), size, seed, epoch, shuffle=self.shuffle)
         return self._epochs[epoch][place]
 
     def step_of(
@@ -159,10 +133,12 @@ class RunOrder:
         spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
         lengths = np.array([sum(span) for span in spans])
         paths = np.array([span[0] + max(span[1:]) for span in spans])
-        positions = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        positions = layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
         own = [by_rank[self.rank] for by_rank in positions]
         packed = [
-            pack(examples, places.tolist(), round_to=self.round_to, at_most=self.tokens)
+            pack(
+                examples, places.tolist(), round_to=self.round_to, at_most=self.config.batch.budget
+            )
             for places in own
         ]
         per_epoch = self.steps_per_epoch * passes
@@ -201,7 +177,9 @@ class RunOrder:
         examples: Any = self.examples
         if isinstance(rows, SurveyRows):
             examples, rows = self.surveyed(rows.epoch), rows.rows
-        return pack(examples, rows.tolist(), round_to=self.round_to, at_most=self.tokens)
+        return pack(
+            examples, rows.tolist(), round_to=self.round_to, at_most=self.config.batch.budget
+        )
 
     def surveyed(self, epoch: int) -> Packable:
         """Return the examples that the survey sees in this epoch: those of the loss unless the
@@ -209,7 +187,9 @@ class RunOrder:
         if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
             return self.examples
         if epoch not in self._surveyed:
-            draw = np.random.Generator(np.random.PCG64([self.seed, epoch, SURVEY_STREAM]))
+            draw = np.random.Generator(
+                np.random.PCG64([self.config.train.seed, epoch, SURVEY_STREAM])
+            )
             self._surveyed.clear()
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
@@ -217,5 +197,5 @@ class RunOrder:
     def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
         """Numbers of examples as `[micro][rank]`."""
         lengths, paths = examples.lengths[rows], examples.longest_path[rows]
-        positions = layout(lengths, self.ranks, self.tokens, costs(lengths, paths))
+        positions = layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
         return [[rows[place] for place in micro] for micro in positions]

@@ -66,16 +66,17 @@ class Rollouts:
         Collective."""
         block = Block.of(number, self.order, self.trainer)
         by_batch = [self.order.rows(batch) for batch in block.batches]
+        seed = self.order.config.train.seed
         rows = np.concatenate(by_batch)
         if block != self._block:
             self.place.enter("rollout", step=number + 1)
-            seeds = seeds_of(rows, self.order.seed, DRAWN, block.epoch)
+            seeds = seeds_of(rows, seed, DRAWN, block.epoch)
             self._examples = self._roll_out(self.order, rows, number, seeds)
             self._block = block
         turn, part = divmod(number - block.first, len(by_batch))
         places = np.arange(len(rows))
         if turn:
-            stream = [self.order.seed, SHUFFLED, block.first, turn]
+            stream = [seed, SHUFFLED, block.first, turn]
             places = np.random.Generator(np.random.PCG64(stream)).permutation(len(rows))
         places = np.split(places, np.cumsum([len(batch) for batch in by_batch]))[part]
         chosen = [self._examples[int(place)] for place in places]
@@ -102,7 +103,8 @@ class Rollouts:
         """Return group `number` of the held-out rows in `order` after `step` steps, with the
         examples of `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
         rows = order.rows(number)
-        examples = self._roll_out(order, rows, step, seeds_of(rows, order.seed, HELD_OUT))
+        seeds = seeds_of(rows, order.config.train.seed, HELD_OUT)
+        examples = self._roll_out(order, rows, step, seeds)
         return order.step_of(examples, rows, number)
 
     def _roll_out(
@@ -114,11 +116,11 @@ class Rollouts:
         check_rollout(examples, self.trainer, num_rows=len(rows), step=step, mesh=self.mesh)
         for row, example in zip(rows, examples, strict=True):
             size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
-            if size > order.tokens:
+            if size > (budget := order.config.batch.budget):
                 raise RLHFError(
                     f"with its new answer {order.examples.name(row)} has {size} tokens but "
-                    f"batch.tokens is {order.tokens}; set batch.tokens to at least {size}, or "
-                    "generate fewer tokens"
+                    f"batch.tokens is {budget}; set batch.tokens to at least {size}, or generate "
+                    "fewer tokens"
                 )
         return examples
 

@@ -131,11 +131,7 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         # Modules of the trainer's own draw values; only rank 0 rehearses.
         actor.setup(run)
     check_setup(actor, run.roles)
-    mesh = run.mesh
-    order = RunOrder.from_config(
-        run.examples[0], run.config, actor,
-        rank=mesh.data.rank, ranks=mesh.data.size, device=mesh.device,
-    )  # fmt: skip
+    order = run.order(actor)
     batch = run.without_values(largest(order, run.steps))
     modules = [role.engine.module for role in run.roles.values()]
     return Rehearsed(

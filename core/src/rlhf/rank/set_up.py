@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from rlhf.config.sections import Config
-from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
@@ -56,7 +55,7 @@ def set_up(
     check_setup(trainer, run.roles)
     check_samples(request.name, trainer, config, run.roles["policy"])
     random_state.spread(config.train.seed, mesh.shards.rank)
-    train_order, *eval_orders = orders(trainer, run)
+    train_order, *eval_orders = (run.order(trainer, part) for part in range(len(run.examples)))
     trained = {name: role for name, role in run.roles.items() if role.spec.trained}
     saved = [role.engine for role in trained.values()]
     saved += [follower.engine for follower in run.followers]
@@ -83,19 +82,6 @@ def set_up(
         folder.begin()
         introduce_models(request, run, folder)
     return session
-
-
-def orders(trainer: Trainer, run: RunContext) -> list[RunOrder]:
-    """Return the order of the training rows, then that of the held-out ones if there are any. They
-    are those of `run`, which have the values that `setup` computed."""
-    data = run.mesh.data
-    return [
-        RunOrder.from_config(
-            part, run.config, trainer, shuffle=not number,
-            rank=data.rank, ranks=data.size, device=run.device,
-        )
-        for number, part in enumerate(run.examples)
-    ]  # fmt: skip
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:

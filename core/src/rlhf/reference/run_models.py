@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.examples import Examples
+from rlhf.data.order import RunOrder, rounding_on
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.extra import first_values
@@ -21,7 +22,7 @@ from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.teacher import TEACHER, check_teacher
 from rlhf.registry.gateway import BackendGateway
-from rlhf.trainer import Reference
+from rlhf.trainer import Reference, Trainer
 
 
 @define(kw_only=True, eq=False)
@@ -133,6 +134,14 @@ class RunModels(ABC):
         done = self._cache_teacher(model, top=top, temperature=temperature)
         self.notes.append(f"teacher    its {top} most likely tokens: {done}")
         return None
+
+    def order(self, trainer: Trainer, part: int = 0) -> RunOrder:
+        """Return the order of the training rows, or with `part` 1 that of the held-out ones."""
+        ranks, round_to = self.mesh.data, rounding_on(self.mesh.device)
+        return RunOrder(
+            examples=self.examples[part], config=self.config, trainer=trainer, shuffle=not part,
+            rank=ranks.rank, ranks=ranks.size, round_to=round_to,
+        )  # fmt: skip
 
     @abstractmethod
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:

@@ -13,9 +13,7 @@ from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel
 from rlhf.model.unfold import (
     branches_of,
-    padded_groups,
     padded_rows,
-    padded_way_back,
     rounded_up,
     unshared,
 )
@@ -54,16 +52,16 @@ def test_an_unshared_row_leads_back_to_every_token() -> None:
 
 def test_padded_groups_hold_no_more_than_their_share() -> None:
     batch = batch_of(SPANS)
-    lengths = [[len(path) for path in group] for group in padded_groups(batch, most=15)]
-    assert lengths == [[7, 5], [5, 3]]
-    assert [len(group) for group in padded_groups(batch, most=0)] == [1, 1, 1, 1]
+    groups, _ = padded_rows(batch, most=15)
+    assert [group.shape for group in groups] == [(2, 7), (2, 5)]
+    assert [len(group) for group in padded_rows(batch, most=0)[0]] == [1, 1, 1, 1]
 
 
 def test_padded_rows_lead_back_to_every_token() -> None:
     batch = batch_of(SPANS)
-    groups = padded_groups(batch, most=15)
-    flat = torch.cat([padded_rows(batch, group).flatten() for group in groups])
-    assert torch.equal(flat[padded_way_back(batch, groups)][:-2], batch.tokens[:-2])
+    groups, back = padded_rows(batch, most=15)
+    flat = torch.cat([group.flatten() for group in groups])
+    assert torch.equal(flat[back][:-2], batch.tokens[:-2])
 
 
 def order_of_layers(path: Any) -> tuple[list[int], list[int]]:

@@ -150,14 +150,15 @@ class SavedEngine:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that were saved, whole and on the host. Floats are float32."""
         names = (name for name in self.shapes if WEIGHT in self.kinds(name))
-        return {name: self._whole(name) for name in names}
+        return {name: self.whole(name, WEIGHT) for name in names}
 
-    def _whole(self, name: str) -> Tensor:
-        dtype = self._slices[name][WEIGHT][0][1][:0].dtype
+    def whole(self, name: str, kind: str) -> Tensor:
+        """Return the values of a kind of a weight, whole and on the host. Floats are float32."""
+        dtype = self._slices[name][kind][0][1][:0].dtype
         whole = torch.empty(
             self.shapes[name], dtype=torch.float32 if dtype.is_floating_point else dtype
         )
-        self.read(name, WEIGHT, 0, whole.view(-1))
+        self.read(name, kind, 0, whole.view(-1))
         return whole
 
 

@@ -9,6 +9,7 @@ from rlhf.config.sections import Recompute
 from rlhf.engine import gib
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
+from rlhf.model.kernels.layers import compiles
 
 START = 8192
 """Tokens of a micro-batch to begin with."""
@@ -62,7 +63,10 @@ def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
 
 def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choice]:
     """Return the choices that take less, those that add least time first."""
-    levels = fit.levels() if configured.recompute == "auto" else []
+    levels: list[Recompute] = []
+    if configured.recompute == "auto":
+        # A compiler decides by itself what it keeps of a layer.
+        levels = ["full"] if compiles(fit.config.model) else ["selective", "full"]
     least = max(fit.largest_example(), TOKENS_STEP)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []

@@ -13,7 +13,6 @@ from rlhf.engine import Layout, Mesh, gib
 from rlhf.errors import RLHFError
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import NotRehearsed, Rehearsal, Rehearsed, rehearse
-from rlhf.model.kernels.layers import compiles
 from rlhf.model.role import layouts_of
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
@@ -116,11 +115,6 @@ class StepFit:
         other = attrs.evolve(self, config=config, layout=layout)
         vars(other)["_known"] = self._known
         return other
-
-    def levels(self) -> list[Recompute]:
-        """Return the levels of recomputation that the model has; a compiler decides by itself what
-        it keeps."""
-        return ["full"] if compiles(self.config.model) else ["selective", "full"]
 
     def largest_example(self) -> int:
         """Return the tokens of the largest example, to train on or held out."""

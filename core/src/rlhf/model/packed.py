@@ -21,7 +21,7 @@ from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
 from rlhf.model.sequence import all_rows, own_part
-from rlhf.model.unfold import padded_groups, padded_rows, padded_way_back, rounded_up, unshared
+from rlhf.model.unfold import padded_rows, rounded_up, unshared
 from rlhf.sharding import is_sharded
 
 PathName = Literal["tree", "packed", "padded", "separate"]
@@ -174,12 +174,12 @@ class PackedModel(nn.Module):
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:
         """Return the hidden states [T, H] by the model's own attention, in groups of at most `most`
         tokens."""
-        groups = padded_groups(batch, most=most)
+        groups, back = padded_rows(batch, most=most)
         # At ZeRO-3 every pass gathers weights, which all ranks must do equally often. So the ranks
         # agree on a number of passes before the first one.
         spare = self.most_passes(len(groups)) - len(groups)
-        parts = [self.backbone(input_ids=padded_rows(batch, group)) for group in groups]
-        hidden = torch.cat([part.flatten(0, 1) for part in parts])[padded_way_back(batch, groups)]
+        parts = [self.backbone(input_ids=group).flatten(0, 1) for group in groups]
+        hidden = torch.cat(parts)[back]
         for _ in range(spare):
             # The factor 0 keeps a spare pass in the graph: backward gathers weights too.
             hidden = hidden + 0 * self.backbone(input_ids=batch.tokens[None, :1]).sum()

@@ -3,7 +3,7 @@
 A branch is one prompt with one of its answers, as the indices of its tokens in the packed row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 
 import attrs
@@ -57,27 +57,22 @@ def rounded_up(batch: PackedBatch, size: int) -> PackedBatch:
     )
 
 
-def padded_groups(batch: PackedBatch, *, most: int) -> list[list[list[int]]]:
-    """Return the branches, sorted by length, in groups of at most `most` tokens when padded to
-    their longest; a longer branch is a group by itself."""
+def padded_rows(batch: PackedBatch, *, most: int) -> tuple[list[Tensor], Tensor]:
+    """Return the branches as rows of token ids, in groups [rows, longest] of at most `most` tokens
+    or one row, and for each of the batch's T tokens its index in the groups laid end to end [T].
+
+    Padding is on the right, where a causal model does not see it.
+    """
     branches = branches_of(batch)
-    groups = groups_by_length([len(branch) for branch in branches], most)
-    return [[branches[place] for place in group] for group in groups]
-
-
-def padded_rows(batch: PackedBatch, group: Sequence[list[int]]) -> Tensor:
-    """Return token ids [rows, longest]. Padding is on the right, where a causal model does not see
-    it."""
-    longest = len(group[0])
-    places = [branch + branch[:1] * (longest - len(branch)) for branch in group]
-    return batch.tokens[torch.tensor(places, device=batch.tokens.device)]
-
-
-def padded_way_back(batch: PackedBatch, groups: Sequence[Sequence[list[int]]]) -> Tensor:
-    """Return for each of the batch's T tokens its index in the groups' padded rows, laid end to end
-    [T]."""
-    branches = [branch for group in groups for branch in group]
-    return way_back(batch, branches, (len(group[0]) for group in groups for _ in group))
+    groups, order, widths = [], [], []
+    for group in groups_by_length([len(branch) for branch in branches], most):
+        rows = [branches[number] for number in group]
+        longest = len(rows[0])
+        places = [row + row[:1] * (longest - len(row)) for row in rows]
+        groups.append(batch.tokens[torch.tensor(places, device=batch.tokens.device)])
+        order += rows
+        widths += [longest] * len(rows)
+    return groups, way_back(batch, order, widths)
 
 
 def way_back(batch: PackedBatch, branches: Iterable[list[int]], widths: Iterable[int]) -> Tensor:

@@ -93,7 +93,7 @@ def first_changed(run: Path, reference: Path) -> str:
             # A changed weight is named rather than the optimizer's state of it.
             kinds = sorted({*here.kinds(name)} - {STEP}, key=lambda kind: (kind != WEIGHT, kind))
             for kind in kinds:
-                if not _flat(here, name, kind).equal(_flat(there, name, kind)):
+                if not here.whole(name, kind).equal(there.whole(name, kind)):
                     return f"step {STEPS}: {_called(name, kind)} of the {role}"
     return f"step {STEPS}: {changed[0]}"
 
@@ -108,33 +108,27 @@ def _differing(
         for folder in (run, reference)
     )
     trained = [name for name in there.shapes if GRADIENT in there.kinds(name)]
-    sizes = [_flat(there, name, GRADIENT).square().sum().item() for name in trained]
+    sizes = [there.whole(name, GRADIENT).square().sum().item() for name in trained]
     count = sum(math.prod(there.shapes[name]) for name in trained)
     floor = bounds.floor * math.sqrt(sum(sizes) / max(count, 1)) or 1.0
     for name in trained:
-        gradient = _flat(there, name, GRADIENT)
+        gradient = there.whole(name, GRADIENT)
         scale = max(_rms(gradient), floor)
-        apart = _rms(_flat(here, name, GRADIENT) - gradient) / scale
+        apart = _rms(here.whole(name, GRADIENT) - gradient) / scale
         if not apart <= bounds.gradient:
             yield (
                 apart / bounds.gradient,
                 f"{_called(name, GRADIENT)} differs by {apart:.2g} of its size, more than "
                 f"{bounds.gradient:g}",
             )
-        weight = _flat(there, name, WEIGHT)
-        moved = (_flat(here, name, WEIGHT) - weight).abs()[gradient.abs() > scale]
+        weight = there.whole(name, WEIGHT)
+        moved = (here.whole(name, WEIGHT) - weight).abs()[gradient.abs() > scale]
         limit = UPDATE * rate + 4 * torch.finfo(torch.float32).eps * weight.abs().max().item()
         if rate and moved.numel() and not moved.max() <= limit:
             yield (
                 moved.max().item() / limit,
                 f"{_called(name, WEIGHT)} differs by {moved.max():.2g}, more than {limit:.2g}",
             )
-
-
-def _flat(saved: SavedEngine, name: str, kind: str) -> Tensor:
-    values = torch.empty(math.prod(saved.shapes[name]))
-    saved.read(name, kind, 0, values)
-    return values
 
 
 def _rms(values: Tensor) -> float:

@@ -31,13 +31,13 @@ class LogprobTable:
         self._shape = () if width is None else (width,)
         self.file = file
         sizes = file.column("length") - file.list_lengths("prompt")
-        self._ends = np.cumsum(sizes)
+        self._starts = np.concatenate(([0], sizes)).cumsum()
         self._parts: dict[int, NDArray[np.float32]] = {}
 
     def __getitem__(self, number: int) -> list[NDArray[np.float32]]:
         part = number // self.part
-        first = self._start(part * self.part)
-        flat = self._parts[part][self._start(number) - first : self._start(number + 1) - first]
+        start, end = self._starts[number : number + 2] - self._starts[part * self.part]
+        flat = self._parts[part][start:end]
         ends = np.cumsum([len(answer.tokens) for answer in self.file[number].answers])
         return np.split(flat, ends[:-1])
 
@@ -50,7 +50,7 @@ class LogprobTable:
                 continue
             arrays = (_read(path) for path in sorted(self.folder.glob(f"{part:06d}-*.npy")))
             numbers = self.examples_of(part)
-            shape = (self._start(numbers.stop) - self._start(numbers.start), *self._shape)
+            shape = (self._starts[numbers.stop] - self._starts[numbers.start], *self._shape)
             whole = [array for array in arrays if array is not None and array.shape == shape]
             if whole:
                 self._parts[part] = whole[0]
@@ -68,9 +68,6 @@ class LogprobTable:
     def examples_of(self, part: int) -> range:
         """Return the numbers of the examples in a part."""
         return range(part * self.part, min((part + 1) * self.part, len(self.file)))
-
-    def _start(self, number: int) -> int:
-        return int(self._ends[number - 1]) if number else 0
 
 
 def _read(path: Path) -> NDArray[np.float32] | None:

@@ -54,7 +54,7 @@ def export(module: PackedModel, folder: Path) -> Path:
     folder.mkdir()
     module.save_weights(module.state_dict(), folder)
     save_tokenizer_and_config(module.model, chatml_tokenizer(), folder)
-    verify_export(folder, module.model, module.own_parameters)
+    verify_export(folder, module.model, module.extra_parameters)
     return folder
 
 
@@ -70,16 +70,16 @@ def test_a_head_of_five_labels_with_parameters_is_exported_and_trained_further(
     base: str, tmp_path: Path
 ) -> None:
     module = load(base)
-    own = {name: value.tolist() for name, value in module.own_parameters.items()}
+    own = {name: value.tolist() for name, value in module.extra_parameters.items()}
     assert own == {name: value.tolist() for name, value in EXTRA.items()}
-    module.own_parameters["thresholds"].data += 1
+    module.extra_parameters["thresholds"].data += 1
     assert EXTRA["thresholds"].tolist() == [-1.0, 0.5, 2.0, 3.0], "the first values stay"
     folder = export(module, tmp_path / "model")
     assert {path.name for path in uploaded_files(folder)} >= {
         "model.safetensors", "parameters.safetensors",
     }  # fmt: skip
     saved = exported_extra(folder)
-    for name, value in module.own_parameters.items():
+    for name, value in module.extra_parameters.items():
         assert torch.equal(saved[name], value)
     read = module(TREES, read_thresholds)
     plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -101,9 +101,9 @@ def test_parameters_are_trained_beside_an_adapter_and_merged_with_it(
     assert {"extra.thresholds", "extra.mixing"} <= trained
     assert not any("embed_tokens" in name for name in trained)
     folder = export(module, tmp_path / "adapter")
-    expected = module.own_parameters["thresholds"]
+    expected = module.extra_parameters["thresholds"]
     again = load(base, model={"adapter": str(folder)})
-    assert torch.equal(again.own_parameters["thresholds"], expected)
+    assert torch.equal(again.extra_parameters["thresholds"], expected)
     merge_command(str(folder), str(tmp_path / "merged"))
     assert torch.equal(exported_extra(tmp_path / "merged")["thresholds"], expected)
     merged = exported_model(tmp_path / "merged", "sequence").eval()
@@ -128,7 +128,7 @@ def test_a_damaged_file_of_parameters_is_noticed(base: str, tmp_path: Path) -> N
     folder = export(module, tmp_path / "model")
     (folder / "extra" / "parameters.safetensors").unlink()
     with pytest.raises(RLHFError, match=r"mixing is missing \(expected shape \[2, 2\]\)"):
-        verify_export(folder, module.model, module.own_parameters)
+        verify_export(folder, module.model, module.extra_parameters)
 
 
 def test_parameters_of_another_shape_are_refused(base: str, tmp_path: Path) -> None:

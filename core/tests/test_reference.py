@@ -14,7 +14,7 @@ from rlhf.config.sections import (
 )
 from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
-from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
+from rlhf.loop.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 from rlhf.rank.context import RunContext
 from rlhf.rank.introduction import curve_line
 from rlhf.readouts import Head, Mixture, answer_logprobs, distil, hidden_at
@@ -235,7 +235,7 @@ def test_a_reference_that_moved_is_saved_and_restored_to_the_last_bit(
     hooks, mesh, engine = run.hooks, run.mesh, follower.engine
     state = hooks.save_checkpoint(engine=engine)
     write_plain(engine, state, tmp_path)
-    write_fragments(own_fragments(state, mesh), tmp_path, mesh.rank)
+    write_fragments(fragments_to_write(state, mesh), tmp_path, mesh.rank)
     moved = weights(run.roles["reference"].engine)
     later = make_run(folder)
     later.reference("engine", every=1, mix=0.6)

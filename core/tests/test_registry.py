@@ -9,7 +9,7 @@ import pytest
 
 import rlhf.registry.installed
 from rlhf.errors import RLHFError
-from rlhf.registry.imports import demo_file, load_object, load_own, load_record
+from rlhf.registry.imports import demo_file, load_object, load_record, load_user_object
 from rlhf.registry.installed import find, find_backend, installed
 
 Install = Callable[..., Path]
@@ -207,9 +207,9 @@ def test_an_import_string_of_a_user_searches_the_current_folder_last(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_the_user.py").write_text("answer = 42\n")
     (tmp_path / "wave.py").write_text("raise ValueError('not ours')\n")
-    assert load_own("beside_the_user:answer") == 42
+    assert load_user_object("beside_the_user:answer") == 42
     assert sys.path[-1] == str(tmp_path)
-    assert load_own("wave:Error").__module__ == "wave"
+    assert load_user_object("wave:Error").__module__ == "wave"
 
 
 def test_the_demo_lies_beside_the_record(toy: Path) -> None:

@@ -16,7 +16,7 @@ from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError
 from rlhf.model.kernels.layers import check_packed
 from rlhf.model.packed import PackedModel
-from rlhf.model.sequence import all_rows, check_heads, own_part
+from rlhf.model.sequence import all_rows, check_heads, part_of_rank
 from rlhf.readouts import summed_logprobs, token_logprobs
 from rlhf.testing.ranks import Ranks, ranks_fixture, shared
 
@@ -109,7 +109,7 @@ def test_a_rank_without_rows_takes_part(pair: Ranks) -> None:
 def uneven_rows() -> tuple[list[int], list[float]]:
     """All of 5 rows on ranks that have 3 and 2, and the gradient of this rank's."""
     axis = sequence_axis()
-    own = torch.arange(5.0)[own_part(5, axis)].requires_grad_()
+    own = torch.arange(5.0)[part_of_rank(5, axis)].requires_grad_()
     whole = all_rows(own, 5, axis)
     (whole * torch.arange(5.0) * (axis.rank + 1)).sum().backward()
     assert own.grad is not None
@@ -121,7 +121,7 @@ def test_uneven_parts_make_the_whole_and_each_gets_the_sum_of_the_gradients(pair
 
 
 def test_more_ranks_than_rows_leave_some_without() -> None:
-    parts = [own_part(3, Axis(rank=rank, size=4)) for rank in range(4)]
+    parts = [part_of_rank(3, Axis(rank=rank, size=4)) for rank in range(4)]
     assert [len(range(part.start, part.stop)) for part in parts] == [1, 1, 1, 0]
 
 

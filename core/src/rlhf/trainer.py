@@ -18,7 +18,7 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
-from rlhf.registry.imports import load_own
+from rlhf.registry.imports import load_user_object
 
 if TYPE_CHECKING:
     from rlhf.scorer import Scorer
@@ -39,7 +39,7 @@ __all__ = [
     "encode",
     "encode_steps",
     "label_per_token",
-    "load_own",
+    "load_user_object",
 ]
 
 

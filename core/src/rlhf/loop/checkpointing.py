@@ -15,7 +15,7 @@ from rlhf.loop import random_state
 from rlhf.loop.fragments import (
     SavedEngine,
     copied_to_host,
-    own_fragments,
+    fragments_to_write,
     write_fragments,
     write_plain,
 )
@@ -133,7 +133,7 @@ def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callab
         state = session.hooks.save_checkpoint(engine=engine)
         if mesh.rank == 0:
             paths.append(write_plain(engine, state, part / engine.role))
-        own = own_fragments(state, mesh)
+        own = fragments_to_write(state, mesh)
         parts[part / engine.role] = copied_to_host(own, mesh.device) if copied else own
 
     def write() -> None:

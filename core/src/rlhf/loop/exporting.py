@@ -52,7 +52,7 @@ def _export(session: Session, role: str) -> None:
             more = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
             model = engine.module.model
             save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
-            verify_export(part, model, engine.module.own_parameters)
+            verify_export(part, model, engine.module.extra_parameters)
             write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
 
@@ -109,7 +109,7 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     newest = {name: value for record in records for name, value in record.items()}
     more = _usage(trainer, role, request.name, newest)
     save_tokenizer_and_config(module.model, tokenizer, target, more)
-    verify_export(target, module.model, module.own_parameters)
+    verify_export(target, module.model, module.extra_parameters)
     write_card(target, run, role=role, until=step_of(folder))
 
 

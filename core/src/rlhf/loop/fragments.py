@@ -52,7 +52,7 @@ def write_fragments(fragments: Sequence[Fragment], folder: Path, rank: int) -> l
     return paths
 
 
-def own_fragments(state: EngineState, mesh: Mesh) -> list[Fragment]:
+def fragments_to_write(state: EngineState, mesh: Mesh) -> list[Fragment]:
     """Return what this rank writes: its own fragments, and a share of those that all ranks hold."""
     fragments = []
     for item in state.fragments:
@@ -86,7 +86,7 @@ def num_bytes(
     own = 0
     for engine in engines:
         trained = {name for name, item in engine.module.named_parameters() if item.requires_grad}
-        for item in own_fragments(hooks.save_checkpoint(engine=engine), mesh):
+        for item in fragments_to_write(hooks.save_checkpoint(engine=engine), mesh):
             if item.kind == WEIGHT:
                 own += item.values.nbytes * (1 + num_states * (item.name in trained))
     return sum(mesh.gather(own))

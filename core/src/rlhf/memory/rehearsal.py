@@ -70,7 +70,7 @@ class Rehearsed:
     @property
     def trained(self) -> list[Role]:
         """The trained models."""
-        return [role for role in self.run.roles.values() if role.spec.trained]
+        return list(self.run.trained.values())
 
     @property
     def lighter(self) -> tuple[str, ...]:

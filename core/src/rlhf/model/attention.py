@@ -18,7 +18,7 @@ from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.long_examples import cudnn_agrees, long_examples
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
-from rlhf.model.sequence import own_part, to_heads, to_tokens
+from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
 
 NAME = "rlhf_tree"
 """Without "sdpa", "flash" or "flex" in it, for which transformers would run its own checks."""
@@ -94,7 +94,7 @@ def divided_attention(
     axis, heads = mask.tree.sequence, query.shape[1]
     query, key, value = (to_heads(states, axis, heads=heads) for states in (query, key, value))
     if scoring.sinks is not None:
-        scoring = scoring._replace(sinks=scoring.sinks[own_part(heads, axis)])
+        scoring = scoring._replace(sinks=scoring.sinks[part_of_rank(heads, axis)])
     return to_tokens(row_attention(query, key, value, mask, scoring), axis)
 
 

@@ -20,7 +20,7 @@ from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
-from rlhf.model.sequence import all_rows, own_part
+from rlhf.model.sequence import all_rows, part_of_rank
 from rlhf.model.unfold import padded_rows, rounded_up, unshared
 from rlhf.sharding import is_sharded
 
@@ -71,7 +71,7 @@ class PackedModel(nn.Module):
         """The coefficient of the router loss; 0 without one."""
         self.router_losses: list[Tensor] = []
         """What the forwards of a training step add up, scalars; the loop takes them."""
-        self.own_attention = own_attention(self.causal)
+        self.default_attention = default_attention(self.causal)
         self.path = path
 
     @property
@@ -92,12 +92,12 @@ class PackedModel(nn.Module):
         assert path in get_args(PathName), path
         self._path: PathName = path
         ours = path in ("tree", "packed") and takes_our_attention(self.causal) is None
-        implementation = attention.NAME if ours else self.own_attention
+        implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
             self.causal.set_attn_implementation(implementation)
 
     @property
-    def own_parameters(self) -> dict[str, nn.Parameter]:
+    def extra_parameters(self) -> dict[str, nn.Parameter]:
         """The trainer's own parameters by name; sharded ones as they are."""
         return dict(self.extra.named_parameters())
 
@@ -128,7 +128,7 @@ class PackedModel(nn.Module):
         `weights` is the full state dict on the host, of this module or of the model in it. For a
         model with an adapter only the adapter is written, and its weights suffice.
         """
-        own = self.own_parameters
+        own = self.extra_parameters
         save_extra({n: weights[EXTRA_PREFIX + n].to(own[n].dtype) for n in own}, directory)
         weights = {n: value for n, value in weights.items() if not n.startswith(EXTRA_PREFIX)}
         if weights.keys() <= {PREFIX + name for name in self.model.state_dict()}:
@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         block = BLOCK if batch.tokens.device.type == "cuda" else 1
         batch = rounded_up(batch, math.lcm(block, axis.size))
         size = len(batch.tokens)
-        own = own_part(size, axis)
+        own = part_of_rank(size, axis)
         hidden = self.backbone(
             input_ids=batch.tokens[None, own],
             position_ids=batch.positions[None, own],
@@ -229,7 +229,7 @@ class BareEngine:
         self.module.eval()
 
 
-def own_attention(causal: Any) -> str:
+def default_attention(causal: Any) -> str:
     """Return the name of the model's own correct attention. Up to transformers 5.17 Gemma 2 runs
     under SDPA by default, which silently ignores its soft cap."""
     config = causal.config.get_text_config()

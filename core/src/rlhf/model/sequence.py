@@ -37,7 +37,7 @@ def _exchanged(values: Tensor, axis: Axis) -> Tensor:
     return received
 
 
-def own_part(size: int, axis: Axis) -> slice:
+def part_of_rank(size: int, axis: Axis) -> slice:
     """Return which of `size` tokens or predictions this rank computes; all parts have the same
     size except for the last ones."""
     part = -(-size // axis.size)
@@ -45,8 +45,8 @@ def own_part(size: int, axis: Axis) -> slice:
 
 
 def all_rows(part: Tensor, size: int, axis: Axis) -> Tensor:
-    """Return all `size` rows of which each rank has its `own_part` [n, ...]. The gradient of a part
-    is the sum of all ranks' gradients. Collective."""
+    """Return all `size` rows of which each rank has its `part_of_rank` [n, ...]. The gradient of a
+    part is the sum of all ranks' gradients. Collective."""
     if axis.size == 1:
         return part
     missing = -(-size // axis.size) - len(part)

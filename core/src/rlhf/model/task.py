@@ -39,8 +39,8 @@ class Form:
 
     def supports(self, architecture: Any) -> bool:
         """Return whether transformers, or the model's own code, has a class for the task."""
-        own_code = self.auto.__name__ in (getattr(architecture, "auto_map", None) or {})
-        return own_code or type(architecture) in self.auto._model_mapping
+        has_code = self.auto.__name__ in (getattr(architecture, "auto_map", None) or {})
+        return has_code or type(architecture) in self.auto._model_mapping
 
 
 FORMS: dict[Task, Form] = {

@@ -90,8 +90,8 @@ def _check_tokens(data: Dataset, config: Config) -> None:
     trainer, known = data.trainer, known_tokens(config)
     tokenizer = trainer.tokenizer
     # Only a trainer of raw rows can make tokens that the tokenizer does not have.
-    own_tokens = trainer.row_format is None
-    if known is None or (not own_tokens and max(tokenizer.get_vocab().values()) < known):
+    makes_tokens = trainer.row_format is None
+    if known is None or (not makes_tokens and max(tokenizer.get_vocab().values()) < known):
         return
     for part in data.parts.values():
         beyond = part.first_beyond(known)

@@ -105,9 +105,7 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
 def curve_line(run: RunContext) -> list[str]:
     """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
-    dropout = max(
-        largest_dropout(role.engine.module) for role in run.roles.values() if role.spec.trained
-    )
+    dropout = max(largest_dropout(role.engine.module) for role in run.trained.values())
     if dropout:
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:

@@ -55,33 +55,45 @@ def set_up(
     check_setup(trainer, run.roles)
     check_samples(request.name, trainer, config, run.roles["policy"])
     random_state.spread(config.train.seed, mesh.shards.rank)
-    train_order, *eval_orders = (run.order(trainer, part) for part in range(len(run.examples)))
-    trained = {name: role for name, role in run.roles.items() if role.spec.trained}
-    saved = [role.engine for role in trained.values()]
-    saved += [follower.engine for follower in run.followers]
     settings = {name: it for name, it in leaves(to_tree(config)).items() if it is not None}
     record = RunRecord(
         name=request.name, folder=path, config=config, steps=run.steps, id=identity,
         settings=settings, plan=plans_of(run),
     )  # fmt: skip
+    session = session_of(run, record, trainer, observers, folder, place)
+    if folder is not None:
+        folder.begin()
+        introduce_models(request, run, folder)
+    return session
+
+
+def session_of(
+    run: RunContext,
+    record: RunRecord,
+    trainer: Trainer,
+    observers: ObserverGateway,
+    folder: RunFolder | None,
+    place: Marker,
+) -> Session:
+    """Lay out the rows, and return what the loop needs. Collective."""
+    config, mesh, trained = run.config, run.mesh, run.trained
+    train_order, *eval_orders = (run.order(trainer, part) for part in range(len(run.examples)))
+    saved = [role.engine for role in trained.values()]
+    saved += [follower.engine for follower in run.followers]
     shapes = [role.shape for role in trained.values()]
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
         speed=Speed(shapes=shapes, peak=peak_of(mesh.device, mesh.world)), derive=trainer.derive,
     )  # fmt: skip
-    session = Session(
-        record=record, config=config, mesh=mesh, hooks=hooks, trainer=trainer, trained=trained,
+    return Session(
+        record=record, config=config, mesh=mesh, hooks=run.hooks, trainer=trainer, trained=trained,
         followers=run.followers, saved_engines=saved, journal=journal, folder=folder, place=place,
         make_room=run.phases, sample=run.sample,
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
-        checkpoint_bytes=num_bytes(saved, hooks, mesh, num_states=config.optim.num_states),
+        checkpoint_bytes=num_bytes(saved, run.hooks, mesh, num_states=config.optim.num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
-    if folder is not None:
-        folder.begin()
-        introduce_models(request, run, folder)
-    return session
 
 
 def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> None:

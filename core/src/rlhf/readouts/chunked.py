@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
-from rlhf.model.sequence import all_rows, own_part
+from rlhf.model.sequence import all_rows, part_of_rank
 from rlhf.readouts import logits as chunks
 
 
@@ -81,7 +81,7 @@ def chunked_sum(
     thousand, by vocabulary and device), and only scaled in backward. Sequence ranks divide the
     predictions; `rows` are numbers among all of them.
     """
-    axis, own = head.sequence, own_part(len(batch.predict), head.sequence)
+    axis, own = head.sequence, part_of_rank(len(batch.predict), head.sequence)
     states, targets = predictions(hidden, batch, own)
     inputs = (states, head.weight, head.bias)
     grad = torch.is_grad_enabled()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.model.head import Head
-from rlhf.model.sequence import all_rows, own_part
+from rlhf.model.sequence import all_rows, part_of_rank
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import ChunkedLogprobs, chunked_sum, predictions
 
@@ -35,7 +35,7 @@ def token_logprobs(
     in backward.
     """
     count = len(batch.predict)
-    own = own_part(count, head.sequence)
+    own = part_of_rank(count, head.sequence)
     states, targets = predictions(hidden, batch, own)
     values = ChunkedLogprobs.apply(
         states,

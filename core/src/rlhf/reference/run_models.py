@@ -48,6 +48,11 @@ class RunModels(ABC):
     followers: list[Follower] = field(factory=list)
     """Frozen engines that move; they are saved and restored with the run."""
 
+    @property
+    def trained(self) -> dict[str, Role]:
+        """The trained models by role, the policy among them."""
+        return {name: role for name, role in self.roles.items() if role.spec.trained}
+
     def load(
         self,
         role: str,

@@ -77,7 +77,7 @@ def import_errors(what: object, command: str) -> Iterator[None]:
         ) from error
 
 
-def load_own(path: str) -> Any:
+def load_user_object(path: str) -> Any:
     """Return what a user's own import string `module:name` names.
 
     The module may lie in the current folder, which is not on the path of the command `rlhf`. The

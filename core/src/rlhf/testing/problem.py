@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape, Plan, StateKind
 from rlhf.loop.checkpointing import RUN, restore_schedule
-from rlhf.loop.fragments import SavedEngine, own_fragments, write_fragments, write_plain
+from rlhf.loop.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 
 ROWS = 8
 VOCABULARY = 32
@@ -243,7 +243,7 @@ def _followed(backend: Any, case: Case, mesh: Any, engine: Any, summary: str) ->
 def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> None:
     """Write the engine's part of a checkpoint."""
     state = backend.save_checkpoint(engine=engine)
-    write_fragments(own_fragments(state, mesh), folder, mesh.rank)
+    write_fragments(fragments_to_write(state, mesh), folder, mesh.rank)
     if mesh.rank == 0:
         write_plain(engine, state, folder)
         schedule = engine.schedule.state_dict()

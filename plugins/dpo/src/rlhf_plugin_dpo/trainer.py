@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from rlhf.readouts import answer_logprobs
-from rlhf.trainer import Answer, Example, Examples, Loss, PackedBatch, Run, Term, Trainer, load_own
+from rlhf.trainer import (
+    Answer,
+    Example,
+    Examples,
+    Loss,
+    PackedBatch,
+    Run,
+    Term,
+    Trainer,
+    load_user_object,
+)
 from rlhf_plugin_dpo.config import kind_of
 from rlhf_plugin_dpo.losses import LOSSES, compared
 
@@ -27,7 +37,7 @@ class DPOTrainer(Trainer):
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self.pair_losses = [
-            (entry, kind_of(entry.name), LOSSES.get(entry.name) or load_own(entry.name))
+            (entry, kind_of(entry.name), LOSSES.get(entry.name) or load_user_object(entry.name))
             for entry in config.loss
             if entry.name != "sft"
         ]

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
-from rlhf.engine import Engine, LaterOutcome, StepOutcome
+from rlhf.engine import GIB, Engine, LaterOutcome, StepOutcome
 from rlhf.folder.run_folder import METRICS, SAMPLES, RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.progress import Progress, evaluation_line, sample_line
-from rlhf.journal.speed import Speed, peak_memory_gib
+from rlhf.journal.speed import Speed
 from rlhf.journal.sums import Derive, Report
 from rlhf.registry.observers import ObserverGateway
 
@@ -166,9 +167,9 @@ class Journal:
             "num_tokens": self.tokens_seen,
             **speed.metrics(until=self.speed.since),
         }
-        memory = peak_memory_gib(self.engine.device)
-        if memory is not None:
-            host["peak_memory_gib"] = memory
+        device = self.engine.device
+        if device.type != "cpu":
+            host["peak_memory_gib"] = torch.accelerator.max_memory_allocated(device) / GIB
         if getattr(self.engine.module, "path", None) == "tree":
             host["padding"] = speed.padding
         if self.engine.precision == "fp16":

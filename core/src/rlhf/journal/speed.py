@@ -80,11 +80,3 @@ def peak_of(device: torch.device, world: int) -> float | None:
         return None
     name = torch.get_device_module(device).get_device_name(device)
     return next((flops * world for part, flops in PEAK_FLOPS.items() if part in name), None)
-
-
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Return the most memory that this process's tensors took on its accelerator, in GiB; None on
-    the CPU."""
-    if device.type == "cpu":
-        return None
-    return float(torch.accelerator.max_memory_allocated(device) / 2**30)

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,8 +89,12 @@ def check_loading_report(
             f"such as {unused[0]}",
             file=sys.stderr,
         )
-    missing = sorted(report["missing_keys"])
-    if missing and not is_new_head(causal, task, architecture, missing):
+    missing, new_head = sorted(report["missing_keys"]), set[str]()
+    labels = label_head(causal)
+    if labels is not None and not written_class(architecture).endswith(FORMS[task].suffix):
+        # A language model that becomes a classifier.
+        new_head = {f"{labels[0]}.{part}" for part, _ in labels[1].named_parameters()}
+    if missing and {*missing} != new_head:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise RLHFError(
             f"{path} has no weights for {missing[0]}{others} of {kind}: model.path must be a "
@@ -111,13 +115,3 @@ def quiet_loading() -> Iterator[None]:
             yield
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-
-
-def is_new_head(causal: Any, task: Task, architecture: Any, missing: Sequence[str]) -> bool:
-    """Return whether only the head is missing that a language model gets when it becomes a
-    classifier."""
-    labels = label_head(causal)
-    if labels is None or written_class(architecture).endswith(FORMS[task].suffix):
-        return False
-    name, head = labels
-    return set(missing) == {f"{name}.{part}" for part, _ in head.named_parameters()}

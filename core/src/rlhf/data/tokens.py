@@ -147,11 +147,7 @@ def render_answers(
 
 
 def render_answer(
-    row: Columns,
-    reader: Reader,
-    before: list[dict[str, Any]],
-    answer: list[dict[str, Any]],
-    name: str,
+    row: Columns, reader: Reader, before: Messages, answer: Messages, name: str
 ) -> Rendered:
     """Return an answer after its prompt.
 

@@ -18,7 +18,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan
 from rlhf.devices import rehearsing_on
-from rlhf.engine import Engine, Layout, ModelShape
+from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
 from rlhf.loop.contract import check_setup
 from rlhf.memory.estimate import Estimate
@@ -35,7 +35,7 @@ from rlhf.model.role import (
     memory_of,
     plan_model,
 )
-from rlhf.model.shape import shape_of, shape_of_module
+from rlhf.model.shape import shape_of
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
 from rlhf.reference.run_models import RunModels
@@ -168,13 +168,13 @@ class Rehearsal(RunModels):
         paths, reason = candidates_of(empty.causal, self.longest, self.mesh.device)
         if paths[:1] != ("tree",):
             raise UnknownError(f"{reason}, which is not known without values")
-        return self._add(spec, empty, shape_of(empty))
+        return self._add(spec, empty)
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
-        shape, dtype = shape_of_module(module), DTYPES[self.config.model.dtype]
-        return self._add(spec, module.to(META, dtype), shape)
+        return self._add(spec, module.to(META, DTYPES[self.config.model.dtype]))
 
-    def _add(self, spec: ModelSpec, module: nn.Module, shape: ModelShape) -> Engine:
+    def _add(self, spec: ModelSpec, module: nn.Module) -> Engine:
+        shape = shape_of(module)
         if spec.role == POLICY:
             layouts = layouts_of(self.hooks, spec.config, self.mesh, shape)
             plan = next(layout.plan for layout in layouts if layout.configured)

@@ -29,6 +29,8 @@ class Migration:
     """What differs, by key."""
     lost: dict[str, str] = field(factory=dict)
     """Keys that change what is learned and have no counterpart, with a remark or without."""
+    factors: dict[str, int] = field(factory=dict)
+    """Keys whose product is the batch size of a device."""
     unneeded: list[str] = field(factory=list)
     unknown: list[str] = field(factory=list)
 
@@ -55,13 +57,12 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     migration = Migration(variant.trainer, f"{project.title}'s {arguments.variant}")
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
-    factors: dict[str, int] = {}
     for key, rule in rules.items():
         if key in keys:
             origin = key if key in given else f"default of {project.title}"
-            _apply(migration, key, keys[key], rule, origin, factors)
+            _apply(migration, key, keys[key], rule, origin)
     migration.unknown.extend(key for key in given if key not in rules)
-    _batch(migration, factors, devices or arguments.devices)
+    _batch(migration, devices or arguments.devices)
     _optimizer(migration, keys)
     _length(migration)
     _lora(migration)
@@ -80,14 +81,7 @@ def _plain(value: Any) -> Any:
         return value
 
 
-def _apply(
-    migration: Migration,
-    key: str,
-    value: Any,
-    rule: Rule,
-    origin: str,
-    factors: dict[str, int],
-) -> None:
+def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
     """Carry out the rule of one key."""
     if value in rule.off or (isinstance(value, list | dict) and not value):
         return
@@ -96,7 +90,7 @@ def _apply(
     elif rule.kind == "lost":
         migration.lost[f"{key} {_short(value)}"] = rule.note
     elif rule.kind == "factor":
-        factors[key] = int(value)
+        migration.factors[key] = int(value)
     elif rule.kind == "set":
         _set(migration, key, value, rule, origin)
     if rule.note and rule.values is None and rule.kind != "lost" and origin == key:
@@ -129,12 +123,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _batch(migration: Migration, factors: dict[str, int], devices: int | None) -> None:
+def _batch(migration: Migration, devices: int | None) -> None:
     """Set `batch.size` to the product of the factors and the devices."""
-    if not factors:
+    if not migration.factors:
         return
-    size = math.prod(factors.values()) * (devices or 1)
-    words = [f"{name} {value}" for name, value in factors.items()]
+    size = math.prod(migration.factors.values()) * (devices or 1)
+    words = [f"{name} {value}" for name, value in migration.factors.items()]
     words.append(f"{devices or 1} device{'s' * ((devices or 1) > 1)}")
     migration.set("batch.size", size, " x ".join(words))
     if devices is None:

@@ -68,8 +68,13 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
     module.path = "separate"
     with torch.no_grad():
         truth = engine(batch, partial(hidden_and_head_error, module))
-        tolerance = TOLERANCE[engine.precision]
-        check_head(module, mesh, float(truth["head_error"]), tolerance)
+        worst = max(mesh.gather(float(truth["head_error"])))
+        if not worst <= TOLERANCE[engine.precision]:
+            raise RLHFError(
+                f"the logits of {type(module.causal).__name__} are not its head's weight, bias, "
+                f"scale and soft cap applied to the last hidden states (off by {worst:.1e}), so "
+                "this family cannot be trained; choose another model.path"
+            )
         choice = first_correct(engine, batch, truth["hidden"], longest)
     # Ranks may differ by rounding; all take the most careful choice of any rank.
     ladder = get_args(PathName)
@@ -152,17 +157,6 @@ def last_token(classifier: Any, tokens: Tensor) -> int:
     pad = classifier.config.get_text_config().pad_token_id
     real = [place for place, token in enumerate(tokens.tolist()) if token != pad]
     return real[-1] if real else len(tokens) - 1
-
-
-def check_head(module: PackedModel, mesh: Mesh, error: float, tolerance: float) -> None:
-    """Raise RLHFError if the head is more than weight, bias, scale and soft cap."""
-    worst = max(mesh.gather(error))
-    if not worst <= tolerance:
-        raise RLHFError(
-            f"the logits of {type(module.causal).__name__} are not its head's weight, bias, scale "
-            f"and soft cap applied to the last hidden states (off by {worst:.1e}), so this family "
-            "cannot be trained; choose another model.path"
-        )
 
 
 def largest_error(

@@ -39,8 +39,16 @@ def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
     return packed_model(causal, spec, dtype, meta, mesh.sequence)
 
 
-def shape_of(module: PackedModel) -> ModelShape:
-    """Return the size of a whole model."""
+def shape_of(module: nn.Module) -> ModelShape:
+    """Return the size of a whole model, or of any module, of whose parts nothing is known."""
+    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if not isinstance(module, PackedModel):
+        own = [item.parameters(recurse=False) for item in module.modules()]
+        largest = max(sum(p.numel() for p in part) for part in own)
+        return ModelShape(
+            parameters=num_parameters(module), trainable=trainable, largest_layer=largest,
+            hidden=0, layers=0, head=0,
+        )  # fmt: skip
     causal = module.causal
     text = causal.config.get_text_config()
     layers = layers_of(causal)
@@ -48,7 +56,7 @@ def shape_of(module: PackedModel) -> ModelShape:
     head = read_head(causal).weight
     return ModelShape(
         parameters=num_parameters(module),
-        trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        trainable=trainable,
         largest_layer=max([embedding.numel(), *(num_parameters(layer) for layer in layers)]),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
@@ -66,19 +74,6 @@ def most_tensor_ranks(config: Any) -> int:
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     return math.gcd(heads, groups, config.intermediate_size)
-
-
-def shape_of_module(module: nn.Module) -> ModelShape:
-    """Return the size of any module, of whose parts nothing is known."""
-    own = [item.parameters(recurse=False) for item in module.modules()]
-    return ModelShape(
-        parameters=num_parameters(module),
-        trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
-        largest_layer=max(sum(p.numel() for p in part) for part in own),
-        hidden=0,
-        layers=0,
-        head=0,
-    )
 
 
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:

@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import nn
 
 from rlhf.config.sections import ModelConfig
-from rlhf.engine import Engine, ModelShape, Plan
+from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.launch.startup import Startup
 from rlhf.loop.fragments import check_model
@@ -21,7 +21,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
-from rlhf.model.shape import check_positions, shape_of, shape_of_module
+from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.rank.generate import sample
@@ -58,10 +58,8 @@ class RunContext(RunModels):
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
         check_packed(best, reason, config.model, self.mesh.sequence)
-        engine = self._add(
-            spec, empty, shape_of(empty),
-            read=lambda plan: load_model(spec, plan=plan, mesh=self.mesh, hooks=self.hooks),
-        )  # fmt: skip
+        read = partial(load_model, spec, mesh=self.mesh, hooks=self.hooks)
+        engine = self._add(spec, empty, read)
         with self.startup.part("probe of attention"):
             attention = choose_path(engine, self.mesh, longest=self.longest)
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
@@ -83,15 +81,9 @@ class RunContext(RunModels):
         return engine
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
-        return self._add(spec, module, shape_of_module(module), lambda plan: module)
+        return self._add(spec, module, lambda *, plan: module)
 
-    def _add(
-        self,
-        spec: ModelSpec,
-        empty: nn.Module,
-        shape: ModelShape,
-        read: Callable[[Plan], nn.Module],
-    ) -> Engine:
+    def _add(self, spec: ModelSpec, empty: nn.Module, read: Callable[..., nn.Module]) -> Engine:
         """Plan a model, `read` it with its weights, and have the backend prepare it. `empty` has
         its parameters, perhaps without values."""
         role, config, trained = spec.role, spec.config, spec.trained
@@ -99,14 +91,14 @@ class RunContext(RunModels):
             raise RLHFError(f"setup() loads the role {role!r} twice; each model has its own role")
         if role == POLICY and not trained:
             raise RLHFError("setup() loads the policy with trained=False; choose another role")
-        hooks, mesh = self.hooks, self.mesh
+        hooks, mesh, shape = self.hooks, self.mesh, shape_of(empty)
         if trained and self.resumed is not None:
             check_model(self.resumed / role, empty)
         with self.startup.part("operators"):
             plan = plan_model(hooks, spec, mesh, shape, others=self.roles.values())
             memory = memory_of(hooks, spec, mesh, shape, plan)
         with self.startup.part("loading"):
-            module = read(plan)
+            module = read(plan=plan)
         with self.startup.part("engine"):
             optimizer = schedule = None
             if trained:

@@ -50,25 +50,21 @@ class Source:
     format: str
     """The row format in which a demo gives its rows."""
 
-    @property
-    def path(self) -> str:
-        return self.entry.path
-
     @functools.cached_property
     def _suffix(self) -> str:
-        if self.path.startswith(DEMO):
+        if self.entry.path.startswith(DEMO):
             return ""
-        path = Path(self.path.lower())
+        path = Path(self.entry.path.lower())
         return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
 
     def digest(self) -> str:
         """Return a digest of the content, from the bytes of the files. Raises RLHFError if they are
         missing."""
-        if self.path.startswith(DEMO):
+        if self.entry.path.startswith(DEMO):
             return _digest(json.dumps(row).encode() for row in self._demo_rows())
         place = self._local()
         if place is None:
-            return str(self._splits(self.path)._fingerprint)
+            return str(self._splits(self.entry.path)._fingerprint)
         if place.is_file():
             return f"{sha256(place)}{self._suffix}"
         files = sorted(file for file in place.rglob("*") if file.is_file())
@@ -78,12 +74,12 @@ class Source:
         """Return the rows, mapped into memory; `scratch` is a folder for temporary files."""
         import datasets
 
-        if self.path.startswith(DEMO):
+        if self.entry.path.startswith(DEMO):
             rows = [json.dumps(row) for row in self._demo_rows()]
             return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
         place = self._local()
         if place is None:
-            return self._splits(self.path)
+            return self._splits(self.entry.path)
         if place.is_dir():
             return self._folder(place)
         for name in ("subset", "split"):
@@ -100,7 +96,7 @@ class Source:
         """Return the place of row `number` of `read`, and the row with its columns renamed. Raises
         RLHFError for bad JSON and for a column that does not exist."""
         line = self.line(columns)
-        where = f"{self.path} line {line}" if line else f"{self.path} row {number}"
+        where = f"{self.entry.path} line {line}" if line else f"{self.entry.path} row {number}"
         with errors_at(where):
             if TEXT in columns:
                 return where, self._renamed(parse_object(columns[TEXT]))
@@ -124,12 +120,12 @@ class Source:
 
     def _local(self) -> Path | None:
         """Return the file or folder, None for a hub name. Raises RLHFError for a missing file."""
-        place = Path(self.path).expanduser()
+        place = Path(self.entry.path).expanduser()
         if place.exists():
             return place
         is_file = self._suffix in (*LINES, *TABLES) or place.is_absolute()
-        if is_file or self.path.startswith((".", "~")) or self.path.count("/") > 1:
-            raise RLHFError(f"data.{self.which}: no such file or folder: {self.path}")
+        if is_file or self.entry.path.startswith((".", "~")) or self.entry.path.count("/") > 1:
+            raise RLHFError(f"data.{self.which}: no such file or folder: {self.entry.path}")
         return None
 
     def _folder(self, place: Path) -> datasets.Dataset:
@@ -169,14 +165,14 @@ class Source:
         except Exception as error:
             cause = error.__cause__ or error
             raise RLHFError(
-                f"data.{self.which}: cannot read {self.path}: {first_line(cause)}"
+                f"data.{self.which}: cannot read {self.entry.path}: {first_line(cause)}"
             ) from error
 
     def _demo_rows(self) -> list[dict[str, Any]]:
         from rlhf import demo
 
         split = self.entry.split or self.which
-        return demo.rows(self.path.removeprefix(DEMO), split, self.format)
+        return demo.rows(self.entry.path.removeprefix(DEMO), split, self.format)
 
 
 @contextlib.contextmanager

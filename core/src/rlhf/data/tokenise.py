@@ -86,10 +86,10 @@ def _prepare_entry(
 
     folder = once(cache_root() / "examples" / chosen, build)
     report = Report(**json.loads((folder / "report.json").read_text()))
-    lost = {why: tuple(f"{source.path} {row}" for row in rows) for why, rows in report.lost.items()}
+    lost = {why: tuple(f"{entry.path} {row}" for row in rows) for why, rows in report.lost.items()}
     report = attrs.evolve(report, lost=lost)
     take = _repeat(report.examples, entry.weight, seed)
-    return Part(folder / "examples.arrow", source.path, take), report
+    return Part(folder / "examples.arrow", entry.path, take), report
 
 
 def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
@@ -148,7 +148,7 @@ def _tokenised(
             cache_file_name=str(scratch / "part.arrow"),
             new_fingerprint=scratch.name,
             load_from_cache_file=False,
-            desc=f"tokenising {source.path}",
+            desc=f"tokenising {source.entry.path}",
         )
     return done.data.table
 

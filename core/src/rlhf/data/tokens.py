@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import Factory, define, field, frozen
 
 from rlhf.config.field_docs import documented
 from rlhf.data.chat import ChatTemplate, Messages
@@ -33,24 +33,21 @@ Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
 """A row before it is tokenised: the text of each path, and what makes a row of their token ids."""
 
 
+@define(eq=False)
 class Reader:
     """A tokenizer with its chat template, and how steps are marked."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        whole: bool = False,
-        separator: str = "\n",
-        placeholder: str | None = None,
-    ) -> None:
-        """With `whole`, conversations keep what the template writes after their last turn."""
-        self.encoder = Encoder(tokenizer)
-        self.chat = ChatTemplate(tokenizer, whole=whole)
-        self.separator = separator
-        """Text that ends a step unless a placeholder does."""
-        self.placeholder = placeholder
-        """Text that marks the end of a step, if any."""
+    tokenizer: Any
+    whole: bool = False
+    """Whether conversations keep what the template writes after their last turn."""
+    separator: str = "\n"
+    """Text that ends a step unless a placeholder does."""
+    placeholder: str | None = None
+    """Text that marks the end of a step, if any."""
+    encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer), takes_self=True)
+    chat: ChatTemplate = Factory(
+        lambda it: ChatTemplate(it.tokenizer, whole=it.whole), takes_self=True
+    )
 
 
 def encode(

@@ -4,7 +4,6 @@ step late, so that the host does not wait for the device."""
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,10 +119,6 @@ class Journal:
             print("\n".join(lines), flush=True)
             self._warn(step, metrics)
         self.speed.since += time.perf_counter() - self._evaluating_since
-
-    def checkpoint(self, step: int, directory: Path) -> None:
-        """Report a complete checkpoint. On rank 0 only."""
-        self.observers.on_checkpoint(run=self.record, step=step, directory=directory)
 
     def flush(self) -> None:
         """Write the last logged step; waits for the copy of its sums."""

@@ -79,7 +79,8 @@ def _complete(session: Session, writing: Writing) -> None:
     folder, limits = session.checkpoints, session.config.checkpoint
     complete = checkpoints.commit(folder, writing.step, ranks=session.mesh.world)
     retention.rotate(folder, keep=limits.keep, spare=writing.best, max_gb=limits.max_gb)
-    session.journal.checkpoint(writing.step, complete)
+    observers = session.journal.observers
+    observers.on_checkpoint(run=session.record, step=writing.step, directory=complete)
 
 
 def restore(session: Session, folder: Path) -> tuple[int, str]:

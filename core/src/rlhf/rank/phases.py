@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+from attrs import define, field
+
 from rlhf.engine import Engine, Mesh, StateKind, gib
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import Rehearsed
@@ -16,24 +18,20 @@ TRAINING: tuple[StateKind, ...] = ("optimizer", "masters", "gradients")
 """States that only a step needs."""
 
 
+@define(eq=False)
 class Phases:
     """Makes room for phases between steps, as the policy's plan says."""
 
-    def __init__(
-        self,
-        roles: Mapping[str, Role],
-        mesh: Mesh,
-        hooks: BackendGateway,
-        fit: StepFit | None,
-    ) -> None:
-        self._roles = roles
-        """The loaded models, at any time."""
-        self._mesh, self._hooks, self._fit = mesh, hooks, fit
-        self._reasons: dict[Phase, str] = {}
-        """Why states are moved in a phase; "" where they stay."""
-        self._reported: set[Phase] = set()
-        self._moved: dict[str, tuple[StateKind, ...]] = {}
-        """The states of each role that are on the host for a phase."""
+    _roles: Mapping[str, Role]
+    """The loaded models, at any time."""
+    _mesh: Mesh
+    _hooks: BackendGateway
+    _fit: StepFit | None
+    _reasons: dict[Phase, str] = field(factory=dict, init=False)
+    """Why states are moved in a phase; "" where they stay."""
+    _reported: set[Phase] = field(factory=set, init=False)
+    _moved: dict[str, tuple[StateKind, ...]] = field(factory=dict, init=False)
+    """The states of each role that are on the host for a phase."""
 
     @contextmanager
     def __call__(self, phase: Phase, running: Engine | None = None) -> Iterator[None]:

@@ -83,12 +83,10 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured(
     batch = pack([Example([], [Answer([0] * tokens)])], [0]).to(META)
     updating, reducing = policy.pop("updating"), policy.pop("reducing", 0)
     policy.pop("host")
-    counted = count_step(trainer, batch, [model]).bytes(
-        gradients=policy.get("gradients", 0), reducing=reducing
-    )
+    counted = count_step(trainer, batch, [model])
     estimate = Estimate(
-        states={"policy": policy}, updating=updating, step=counted, tokens=tokens,
-        accumulates=False,
+        states={"policy": policy}, updating=updating, step=counted, reducing=reducing,
+        tokens=tokens, accumulates=False,
     )  # fmt: skip
     assert estimate.peak / GIB == pytest.approx(measured, rel=0.1)
 

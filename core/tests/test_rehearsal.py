@@ -21,7 +21,7 @@ from rlhf.journal.sums import weighted_loss
 from rlhf.launch.places import Marker
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
-from rlhf.memory.step_bytes import LiveBytes, StepBytes, count_step
+from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.introduction import keep_traceback, memory_lines
 from rlhf.rank.run import ran_out
@@ -66,7 +66,7 @@ ESTIMATE = Estimate(
         "reference": {"weights": 3 * GIB},
     },
     updating=9 * GIB,
-    step=StepBytes(40 * GIB, peak=45 * GIB),
+    step=CountedStep(40 * GIB, ((45 * GIB, 0, 0),), total=3),
     tokens=16_384,
 )
 
@@ -80,7 +80,7 @@ def test_an_estimate_reads_as_one_line() -> None:
 
 
 def test_the_optimizers_step_can_be_the_peak() -> None:
-    estimate = attrs.evolve(ESTIMATE, step=StepBytes(GIB, peak=GIB))
+    estimate = attrs.evolve(ESTIMATE, step=CountedStep(GIB, ((GIB, 0, 0),), total=3))
     assert estimate.peak == 36 * GIB
     assert str(estimate) == (
         "36.0 GiB at the peak: weights 3.0, gradients 3.0, optimizer 18.0, reference 3.0, "
@@ -93,7 +93,7 @@ def test_gradients_do_not_exist_yet_in_the_only_micro_batch_of_a_step() -> None:
 
 
 def test_gradients_can_exist_beside_the_last_activations() -> None:
-    step = StepBytes(40 * GIB, peak=45 * GIB, growing=50 * GIB)
+    step = CountedStep(40 * GIB, ((45 * GIB, 0, 0), (47 * GIB, 3, 0)), total=3)
     estimate = attrs.evolve(ESTIMATE, accumulates=False, step=step)
     assert estimate.peak == 74 * GIB
     assert str(estimate) == (
@@ -101,7 +101,7 @@ def test_gradients_can_exist_beside_the_last_activations() -> None:
         "activations 47.0 (16,384 tokens at once)"
     )
     # With several micro-batches all are there from the start, which is what `resident` says.
-    assert attrs.evolve(estimate, accumulates=True).peak == ESTIMATE.peak
+    assert attrs.evolve(estimate, accumulates=True).peak == 74 * GIB
 
 
 class Chain:
@@ -136,13 +136,13 @@ def test_growing_gradients_are_counted_like_those_of_a_step(
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
     size = sum(weight.nbytes for weight in weights)
-    measured = count_step(chain, cast(Any, None), modules).bytes(gradients=size)
+    measured = count_step(chain, cast(Any, None), modules)
     assert all(weight.grad is None for weight in weights)
     with LiveBytes(known=weights) as counter:
         loss = chain.loss(None)
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
-    assert measured.growing == counter.take_peak()
+    assert measured.growing(size) == counter.take_peak()
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 10_000_000])
@@ -155,7 +155,7 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
     modules = [chain.embedding, chain.layers]
     weights = [weight for module in modules for weight in module.parameters()]
     counted = count_step(chain, cast(Any, None), modules)
-    measured = counted.bytes(gradients=0, reducing=room)
+    measured = counted.peak(reducing=room)
     waiting = torch.empty(0)
     whole = 0
 
@@ -172,7 +172,7 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
         loss = chain.loss(None)
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
-    assert measured.peak == counter.take_peak()
+    assert measured == counter.take_peak()
 
 
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:
@@ -232,7 +232,7 @@ class Reducing(PlainBackend):
 def test_gradients_that_wait_for_their_reduction_come_and_go(words: list[str]) -> None:
     fit = fit_of(words, GIB, Reducing())
     estimate = fit.estimate
-    assert estimate.step == fit.rehearsed.step.bytes(gradients=0, reducing=300)
+    assert estimate.reducing == 300
     assert estimate.states == {"policy": {"weights": 1000}}
     assert estimate.host == 50
 
@@ -282,7 +282,7 @@ def test_an_error_names_what_to_change_with_numbers(words: list[str]) -> None:
     lean = fit_of([*words, "--model.recompute", "full"], GIB)
     whole = fit.estimate
     tokens = 3 * whole.tokens // 4
-    smaller = whole.resident + whole.step.peak * tokens / whole.tokens
+    smaller = whole.resident + whole.step_peak * tokens / whole.tokens
     cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
     assert str(fit.error(cause)) == (
         "out of memory on cpu, which has 1.0 GiB, when allocating 2.00 GiB more; a step was "

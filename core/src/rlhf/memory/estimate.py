@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from attrs import frozen
 
 from rlhf.engine import gib
-from rlhf.memory.step_bytes import StepBytes
+from rlhf.memory.step_bytes import CountedStep
 
 
 @frozen(kw_only=True)
@@ -17,8 +17,10 @@ class Estimate:
     """By role: `weights`, `gradients`, `masters`, `optimizer`, `buffers`."""
     updating: int
     """Transient bytes of the optimizer's step, when no activation is left."""
-    step: StepBytes
-    """Bytes of survey, loss and backward on the largest micro-batch."""
+    step: CountedStep
+    """Survey, loss and backward on the largest micro-batch."""
+    reducing: int = 0
+    """Bytes of gradients that are whole until they are reduced."""
     tokens: int
     """Number of tokens of that micro-batch."""
     accumulates: bool = True
@@ -37,11 +39,16 @@ class Estimate:
         return self.resident + max(self._pass, self.updating)
 
     @property
+    def step_peak(self) -> int:
+        """Bytes at the peak of survey, loss and backward."""
+        return self.step.peak(reducing=self.reducing)
+
+    @property
     def _pass(self) -> int:
         """Bytes that forward and backward add to `resident`, whose gradients may not exist yet."""
         if self.accumulates:
-            return self.step.peak
-        return max(self.step.peak, self.step.growing) - self.gradients
+            return self.step_peak
+        return max(self.step_peak, self.step.growing(self.gradients)) - self.gradients
 
     @property
     def gradients(self) -> int:
@@ -51,14 +58,15 @@ class Estimate:
     def parts(self) -> dict[str, int]:
         """Return the bytes at the peak by part, which add up to `peak`."""
         step, states = self.step, {role: dict(parts) for role, parts in self.states.items()}
-        parts = {"activations": step.activations, "head": step.peak - step.activations}
+        parts = {"activations": step.activations, "head": self.step_peak - step.activations}
         if self.updating > self._pass:
             parts = {"optimizer's step": self.updating}
         elif not self.accumulates:
             for each in states.values():
                 each.pop("gradients", 0)
-            if step.growing > step.peak:
-                activations = step.growing - self.gradients
+            growing = step.growing(self.gradients)
+            if growing > self.step_peak:
+                activations = growing - self.gradients
                 parts = {"gradients": self.gradients, "activations": activations}
         policy = states.pop("policy")
         others = {role: sum(each.values()) for role, each in states.items()}
@@ -73,8 +81,8 @@ class Estimate:
         """Return the tokens of the largest micro-batch that fits `total` bytes, or 0."""
         if self.resident + self.updating > total:
             return 0
-        return int(self.tokens * (total - self.resident) / max(self.step.peak, 1))
+        return int(self.tokens * (total - self.resident) / max(self.step_peak, 1))
 
     def peak_with(self, tokens: int) -> int:
         """Return the peak with micro-batches of so many tokens."""
-        return self.resident + max(self.step.peak * tokens // self.tokens, self.updating)
+        return self.resident + max(self.step_peak * tokens // self.tokens, self.updating)

@@ -86,11 +86,11 @@ class Rehearsed:
             max(parts.pop(name, 0) for parts in states.values())
             for name in ("updating", "reducing")
         )
-        gradients = sum(parts.get("gradients", 0) for parts in states.values())
         return Estimate(
             states=states,
             updating=updating,
-            step=self.step.bytes(gradients=gradients, reducing=reducing),
+            step=self.step,
+            reducing=reducing,
             tokens=self.tokens,
             accumulates=self.accumulates,
             host=host,

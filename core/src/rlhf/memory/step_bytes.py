@@ -17,19 +17,6 @@ from rlhf.trainer import Trainer
 
 
 @frozen
-class StepBytes:
-    """Bytes of one step on one micro-batch."""
-
-    activations: int
-    """Bytes alive when backward begins."""
-    peak: int
-    """The peak of survey, loss and backward, with gradients that wait for their reduction: above
-    `activations` are the head's logits and gradients of activations."""
-    growing: int = 0
-    """The peak including all gradients of weights so far: that of a step of one micro-batch."""
-
-
-@frozen
 class CountedStep:
     """One step on one micro-batch, as it was counted, for any way of storing gradients."""
 
@@ -41,14 +28,16 @@ class CountedStep:
     total: int
     """Elements of all trained weights."""
 
-    def bytes(self, *, gradients: int, reducing: int = 0) -> StepBytes:
-        """Return what the step takes if all gradients take `gradients` bytes, and up to `reducing`
-        bytes of them are whole until they are reduced."""
-        return StepBytes(
-            self.activations,
-            peak=max(live + min(whole, reducing) for live, _, whole in self.peaks),
-            growing=max(live + gradients * done // self.total for live, done, _ in self.peaks),
-        )
+    def peak(self, *, reducing: int = 0) -> int:
+        """Return the peak of survey, loss and backward, with up to `reducing` bytes of gradients
+        that wait for their reduction: above `activations` are the head's logits and gradients of
+        activations."""
+        return max(live + min(whole, reducing) for live, _, whole in self.peaks)
+
+    def growing(self, gradients: int) -> int:
+        """Return the peak including all gradients of weights so far, which take `gradients` bytes
+        in the end: that of a step of one micro-batch."""
+        return max(live + gradients * done // self.total for live, done, _ in self.peaks)
 
 
 def count_step(

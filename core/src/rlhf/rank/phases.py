@@ -99,7 +99,7 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     estimate, rehearsed = fit.estimate, fit.rehearsed
     if estimate is None or not isinstance(rehearsed, Rehearsed):
         return 0
-    forward = estimate.step.peak - estimate.step.activations
+    forward = estimate.step_peak - estimate.step.activations
     if phase == "caching":
         forward *= NO_GRADIENT_FACTOR
     if phase == "generation":

@@ -171,9 +171,9 @@ def step_memory(
     session.train()
     batch = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
-    rehearsed = (estimate.step.activations, estimate.step.peak)
-    measured = count_step(session.trainer, batch, modules).bytes(gradients=0)
-    return rehearsed, (measured.activations, measured.peak)
+    rehearsed = (estimate.step.activations, estimate.step_peak)
+    measured = count_step(session.trainer, batch, modules)
+    return rehearsed, (measured.activations, measured.peak())
 
 
 def in_plain_torch(

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from rlhf.commands.main import main
+from rlhf.scorer import open_scorer
 from rlhf.serve.dialects import DIALECTS
-from rlhf.serve.find import open_scorer
 from served import ANSWERS, QUESTION, TOKEN, Response, Served, score, serving, train
 
 

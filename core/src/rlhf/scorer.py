@@ -2,6 +2,7 @@
 model."""
 
 import abc
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,16 @@ from rlhf.data.order import rounding_on
 from rlhf.data.packing import pack
 from rlhf.data.tokens import Row
 from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES
 from rlhf.model.exported import exported_model
 from rlhf.model.extra import exported_extra
 from rlhf.model.head import Head
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
+from rlhf.model.save import SCORED_BY
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find
 
 __all__ = ["Scorer"]
 
@@ -126,3 +131,20 @@ def parts_of(row: Row, max_tokens: int) -> Iterator[Row]:
 def _part(row: Row, answers: slice) -> Row:
     columns = {**row.columns, "ends": row.columns["ends"][answers]}
     return evolve(row, answers=row.answers[answers], columns=columns)
+
+
+def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
+    """Return the scorer of a run's `model/` folder. Raises RLHFError for any other folder."""
+    try:
+        name = json.loads((folder / "config.json").read_text())[SCORED_BY]
+    except (OSError, ValueError, KeyError):
+        raise RLHFError(
+            f"{folder} has no config.json that names a trainer with a scorer; pass the model/ "
+            "folder of a run of rm or prm, or of another trainer with a scorer"
+        ) from None
+    plugin = find("trainer", name)
+    trainer = load_object(load_record(plugin).trainer, plugin)
+    if trainer.scorer is None:
+        raise RLHFError(f"{plugin} has no scorer, so {folder} cannot be served")
+    scorer: Scorer = trainer.scorer(folder, device=device, dtype=dtype)
+    return scorer

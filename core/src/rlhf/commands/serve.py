@@ -14,9 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from rlhf.commands.push import model_folder
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import DTYPES
-from rlhf.scorer import Scorer
+from rlhf.scorer import Scorer, open_scorer
 from rlhf.serve.check import check_server
-from rlhf.serve.find import open_scorer
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 TOKEN = "RLHF_TOKEN"

@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 from attrs import define, field, frozen
 
 from rlhf.commands.push import model_folder
-from rlhf.serve.check import ALLOWED, flat, own_scores, read_items, score
-from rlhf.serve.find import open_scorer
+from rlhf.scorer import open_scorer
+from rlhf.serve.check import ALLOWED, flat, read_items, score
 
 TOKEN = "load"
 PAUSE = 0.25
@@ -102,7 +102,8 @@ def questions_of(model: str, data: str, number: int) -> tuple[list[Question], fl
     questions = []
     for _, prompt, answers in islice(read_items(data, scorer), number):
         ((body, _),) = score(prompt, answers, scorer)
-        rewards = flat(own_scores(prompt, answers, scorer, raw=False))
+        logits = scorer.read(prompt, answers, max_tokens=1)
+        rewards = flat([scorer.scores(each) for each in logits])
         questions.append(Question(json.dumps(body).encode(), rewards))
     return questions, ALLOWED[scorer.precision]
 

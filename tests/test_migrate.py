@@ -55,6 +55,7 @@ stage: dpo
 model_name_or_path: org/model
 finetuning_type: lora
 use_dora: true
+use_muon: true
 additional_target: embed_tokens,lm_head
 dataset: pairs, others
 template: llama3
@@ -178,6 +179,7 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
     assert ours["dpo"] == {"loss": ["sigmoid", {"name": "sft", "weight": 0.1}], "beta": 0.1}
     assert ours["deepspeed"] == {"stage": 2, "offload_optimizer": True}
     assert ours["optim"]["min_lr"] == pytest.approx(0.1)
+    assert ours["optim"]["name"] == "muon"
     assert ours["train"]["epochs"] == 3
     assert "- batch.size: per_device_train_batch_size 1 x gradient_accumulation_steps 8" in text
     assert "- dataset others: is not in a dataset_info.json that was found" in text

@@ -174,6 +174,18 @@ def test_the_curve_under_a_tensor_axis_with(
     compare(one, two, tmp_path, trainer, words_of(tmp_path, trainer, *both), *more)
 
 
+@pytest.mark.parametrize("stage", [pytest.param("0", marks=pytest.mark.matrix), "2"])
+def test_muon_updates_whole_matrices_of_divided_layers(
+    stage: str, one: Ranks, two: Ranks, tmp_path: Path
+) -> None:
+    words = words_of(tmp_path, "sft", "--optim.name", "muon", "--deepspeed.stage", stage)
+    cache = str(tmp_path / "cache")
+    ((expected),) = one.run(run, "sft", [*words, "--output", str(tmp_path / "one")], cache)
+    for metrics in two.run(run, "sft", [*words, *TENSOR, "--output", str(tmp_path / "two")], cache):
+        same_curve(metrics, expected)
+    same_weights(tmp_path / "two", tmp_path / "one")
+
+
 @pytest.mark.parametrize("stage", ["0", pytest.param("2", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_in_bf16_the_gradient_is_clipped_by_the_norm_over_both_axes(

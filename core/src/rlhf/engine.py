@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, OptimConfig
 from rlhf.devices import Deferred, fused_on, has_triton, on_device, rehearsing_on
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.sharding import Sharding, free, is_sharded, register_sharding, whole_shape
@@ -67,6 +67,13 @@ class ModelShape:
     def mean_layer(self) -> int:
         """Return the mean number of parameters of a decoder layer."""
         return (self.parameters - self.head - self.lookup) // max(self.layers, 1)
+
+    def num_states(self, optim: OptimConfig) -> float:
+        """Return how many numbers the optimizer keeps for each trained weight, in the dtype of its
+        master; Muon's mean, if all that is trained in the layers are matrices."""
+        layers = min(self.trainable, self.parameters - self.head - self.lookup)
+        one = {"adamw": 0, "muon": layers}.get(optim.name, self.trainable)
+        return 2 - one / max(self.trainable, 1)
 
 
 @documented

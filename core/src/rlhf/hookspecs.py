@@ -173,10 +173,11 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def build_optimizer(
-        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
-        """Return the optimizer of `groups` (`{"params": [...], "weight_decay": float}`) with the
-        learning rate `optim.lr`."""
+        """Return the optimizer of `groups` (`{"params": [...], "weight_decay": float}`), the
+        trained parameters of `model`, with the learning rate `optim.lr`. The run prints its
+        `notes`, a list of lines, if it has any."""
 
     @hookspec(firstresult=True)
     def build_schedule(self, optimizer: Optimizer, config: Config, steps: int) -> LRScheduler:

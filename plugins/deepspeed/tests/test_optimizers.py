@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, configure, follow
+from rlhf.testing.problem import Case, configure, follow, shape
 from rlhf.testing.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
@@ -13,7 +13,7 @@ from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
 from rlhf_plugin_deepspeed.weights import gathered
 
-NAMES = tuple(RULES)
+NAMES = (*RULES, "muon")
 LAYOUTS = (
     {"stage": 0},
     {"stage": 1},
@@ -28,7 +28,7 @@ LAYOUTS = (
 class Adamax(DeepSpeedBackend):
     """The backend as the extension of docs/plugins.md leaves it."""
 
-    def build_optimizer(self, groups, config, plan):
+    def build_optimizer(self, groups, config, plan, model):
         filled = [dict(group) for group in groups if group["params"]]
         return torch.optim.Adamax(filled, lr=config.optim.lr, betas=config.optim.betas)
 
@@ -36,7 +36,7 @@ class Adamax(DeepSpeedBackend):
 class Adafactor(DeepSpeedBackend):
     """An optimizer that keeps rows and columns."""
 
-    def build_optimizer(self, groups, config, plan):
+    def build_optimizer(self, groups, config, plan, model):
         return torch.optim.Adafactor([dict(group) for group in groups], lr=config.optim.lr)
 
 
@@ -125,11 +125,12 @@ def test_a_resumed_run_continues_to_the_last_bit(pair, tmp_path, name, settings,
     assert all(torch.equal(weights[key], weights_later[key]) for key in weights)
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedBackend, Adamax])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(DeepSpeedBackend, "lion"), (DeepSpeedBackend, "muon"), (Adamax, "adamw")]
+)
 @pytest.mark.parametrize(("source", "target"), [(2, 0), (3, 2)])
-def test_a_checkpoint_continues_in_another_layout(tmp_path, kind, source, target):
+def test_a_checkpoint_continues_in_another_layout(tmp_path, kind, name, source, target):
     def case(stage, **options):
-        name = "lion" if kind is DeepSpeedBackend else "adamw"
         config = configure(DeepSpeedConfig(stage=stage), optimizer=name)
         return Case(config=config, steps=6, **options)
 
@@ -159,4 +160,4 @@ def test_bf16_states_are_refused(name):
 @pytest.mark.parametrize(("name", "size"), [("adamw", 8), ("lion", 4), ("sgd", 4)])
 def test_the_estimate_knows_the_number_of_states(name, size):
     config = configure(DeepSpeedConfig(stage=2), optimizer=name)
-    assert bytes_per_parameter(config, stage=2).optimizer == size
+    assert bytes_per_parameter(config, shape(), stage=2).optimizer == size

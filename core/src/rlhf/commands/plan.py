@@ -92,12 +92,12 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
 def checkpoint_bytes(config: Config, trained: Sequence[Role]) -> int:
     """Return the bytes of a checkpoint: of each trained weight the highest precision and
     the optimizer's states, and frozen weights unless they are the base of an adapter."""
-    state = (1 + config.optim.num_states) * (2 if config.optim.states == "bf16" else 4)
+    size = 2 if config.optim.states == "bf16" else 4
     frozen = 4 if config.model.dtype == "fp32" else 2
     total = 0
     for role in trained:
         shape, adapted = role.shape, config.lora is not None and role.spec.model is None
-        total += state * shape.trainable
+        total += int(size * (1 + shape.num_states(config.optim)) * shape.trainable)
         total += 0 if adapted else frozen * (shape.parameters - shape.trainable)
     return total
 

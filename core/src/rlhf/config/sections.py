@@ -158,11 +158,12 @@ class OptimConfig:
 
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
-    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
     """adamw: AdamW (arXiv 1711.05101). lion: Lion (arXiv 2302.06675), which keeps one state per
     parameter instead of two; its paper takes betas 0.9 and 0.99, and a third to a tenth of AdamW's
-    rate with 3 to 10 times its weight decay. sgd: gradient descent with momentum, also one
-    state."""
+    rate with 3 to 10 times its weight decay. muon: Muon (arXiv 2502.16982) for the matrices of
+    the layers, one state, and AdamW for all other weights; AdamW's rate and weight decay suit it.
+    sgd: gradient descent with momentum, also one state."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after warm-up; that of step k of N is f(k / N)."""
     warmup: float = field(default=0.03, validator=not_negative)
@@ -184,11 +185,6 @@ class OptimConfig:
     """Precision of the master weights and of Adam's moments. bf16 needs 4 or 6 bytes per parameter
     instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost.
     Needs model.dtype bf16 and adamw."""
-
-    @property
-    def num_states(self) -> int:
-        """Tensors that the optimizer keeps for each trained weight, in the dtype of its master."""
-        return 2 if self.name == "adamw" else 1
 
 
 @documented

@@ -78,18 +78,18 @@ def copied_to_host(fragments: Sequence[Fragment], device: torch.device) -> list[
 
 
 def num_bytes(
-    engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh, *, num_states: int
+    engines: Iterable[Engine], hooks: BackendGateway, mesh: Mesh, *, num_states: float
 ) -> int:
     """Return the bytes of a checkpoint of these engines, which are known before the first step; the
-    optimizer has `num_states` tensors for each trained weight, in the dtype of its master.
+    optimizer has `num_states` numbers for each trained weight, in the dtype of its master.
     Collective."""
-    own = 0
+    own = 0.0
     for engine in engines:
         trained = {name for name, item in engine.module.named_parameters() if item.requires_grad}
         for item in fragments_to_write(hooks.save_checkpoint(engine=engine), mesh):
             if item.kind == WEIGHT:
                 own += item.values.nbytes * (1 + num_states * (item.name in trained))
-    return sum(mesh.gather(own))
+    return int(sum(mesh.gather(own)))
 
 
 def check_model(folder: Path, module: nn.Module) -> None:

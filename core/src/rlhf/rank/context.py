@@ -103,7 +103,10 @@ class RunContext(RunModels):
             optimizer = schedule = None
             if trained:
                 groups = parameter_groups(module, config.optim.weight_decay)
-                optimizer = hooks.build_optimizer(groups=groups, config=config, plan=plan)
+                optimizer = hooks.build_optimizer(
+                    groups=groups, config=config, plan=plan, model=module
+                )
+                self.notes += getattr(optimizer, "notes", ())
                 schedule = hooks.build_schedule(
                     optimizer=optimizer, config=config, steps=self.steps
                 )

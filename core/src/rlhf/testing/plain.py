@@ -136,7 +136,7 @@ class PlainBackend:
 
     @hookimpl
     def build_optimizer(
-        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
         optim = config.optim
         if optim.name != "adamw":

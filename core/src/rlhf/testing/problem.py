@@ -90,7 +90,7 @@ def configure(
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     states: Literal["fp32", "bf16"] = "fp32",
     clip: float = 0.5,
-    optimizer: Literal["adamw", "lion", "sgd"] = "adamw",
+    optimizer: Literal["adamw", "lion", "muon", "sgd"] = "adamw",
 ) -> BackendConfig:
     """Return a configuration whose clipping is active and whose decay shows."""
     optim = OptimConfig(lr=0.02, clip=clip, weight_decay=0.1, states=states, name=optimizer)
@@ -174,7 +174,7 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in case.frozen)
     groups = _groups(module, case.config)
-    optimizer = backend.build_optimizer(groups=groups, config=case.config, plan=plan)
+    optimizer = backend.build_optimizer(groups=groups, config=case.config, plan=plan, model=module)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     engine = backend.prepare(
         model=module, optimizer=optimizer, schedule=schedule, role="policy", plan=plan, mesh=mesh
@@ -301,8 +301,7 @@ def _groups(module: nn.Module, config: Config) -> list[dict[str, Any]]:
     decayed: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
-        (rest if "norm" in name or "bias" in name else decayed).append(parameter)
-    return [
-        {"params": decayed, "weight_decay": config.optim.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
+        if parameter.requires_grad:
+            (rest if "norm" in name or "bias" in name else decayed).append(parameter)
+    groups = [(decayed, config.optim.weight_decay), (rest, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

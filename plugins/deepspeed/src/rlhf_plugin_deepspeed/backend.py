@@ -106,10 +106,9 @@ class DeepSpeedBackend:
 
     @hookimpl
     def build_optimizer(
-        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
-        offloaded = "offload_optimizer" in plan.settings["zero_optimization"]
-        return optimizers.build(groups, config.optim, offloaded=offloaded, seed=config.train.seed)
+        return optimizers.build(groups, model, config, plan)
 
     @hookimpl
     def prepare(

@@ -12,12 +12,6 @@ from rlhf_plugin_deepspeed.versions import older
 LEAST = "0.19.0"
 BEFORE = "0.20"
 """The first DeepSpeed that may be too different for the patches."""
-FAULTS = {
-    "0.16.4": "it cannot train with tensor parallelism",
-    "0.17.6": "it offloads an engine's states only at stage 3",
-    LEAST: "it loses gradients at stage 2 with the optimizer on the CPU",
-}
-"""What is wrong with every DeepSpeed before a version."""
 RAW = "deepspeed.config."
 """The prefix of settings that are keys of DeepSpeed's own JSON."""
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -118,11 +112,11 @@ CAPABILITIES = (
         optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
-    # peft replaces the weights in every forward.
+    # peft replaces the weights in every forward, and has all experts' factors in one matrix.
     Capability(
         feature="adapters of experts",
         setting="lora.parameters",
-        excludes=("model.kernels compile",),
+        excludes=("model.kernels compile", "optim.name muon"),
     ),
     Capability(
         feature="master weights and moments in bf16",
@@ -132,7 +126,7 @@ CAPABILITIES = (
     ),
     *(
         Capability(feature=title, setting=f"optim.name {name}", excludes=("optim.states bf16",))
-        for name, title in (("lion", "Lion"), ("sgd", "SGD with momentum"))
+        for name, title in (("lion", "Lion"), ("muon", "Muon"), ("sgd", "SGD with momentum"))
     ),
     Capability(
         feature="layers compiled by torch.compile",
@@ -187,23 +181,13 @@ CAPABILITIES = (
         stages=(1, 2),
         excludes=("deepspeed.offload_optimizer",),
     ),
-    Capability(
-        feature="elements that are updated at once",
-        setting=f"{RAW}zero_optimization.sub_group_size",
-        kind=int,
-        stages=(3,),
-    ),
-    Capability(
-        feature="elements that are gathered ahead",
-        setting=f"{RAW}zero_optimization.stage3_prefetch_bucket_size",
-        kind=int,
-        stages=(3,),
-    ),
-    Capability(
-        feature="largest distance of reuse in which weights stay gathered",
-        setting=f"{RAW}zero_optimization.stage3_max_reuse_distance",
-        kind=int,
-        stages=(3,),
+    *(
+        Capability(feature=text, setting=f"{RAW}zero_optimization.{key}", kind=int, stages=(3,))
+        for key, text in {
+            "sub_group_size": "elements that are updated at once",
+            "stage3_prefetch_bucket_size": "elements that are gathered ahead",
+            "stage3_max_reuse_distance": "largest distance of reuse in which weights stay gathered",
+        }.items()
     ),
 )
 
@@ -212,10 +196,10 @@ def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
     wanted = f"run pip install 'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
     if older(version, LEAST):
-        faults = [
-            f"before {last} {fault}" for last, fault in FAULTS.items() if older(version, last)
-        ]
-        raise RLHFError(f"deepspeed {version} is too old: {', '.join(faults)}; {wanted}")
+        raise RLHFError(
+            f"deepspeed {version} is too old: before {LEAST} it loses gradients at stage 2 with "
+            f"the optimizer on the CPU; {wanted}"
+        )
     if not older(version, BEFORE):
         raise RLHFError(
             f"deepspeed {version} is too new: this backend patches internals of deepspeed "

@@ -98,7 +98,8 @@ def restore(engine: InferenceEngine, saved: SavedState) -> None:
 
 
 def pieces(engine: TrainingEngine) -> Iterator[Piece]:
-    """Yield the parts of all trained parameters that this rank updates."""
+    """Yield the parts of all trained parameters that this rank updates, some of them empty; the
+    parameters come in the same order on every rank."""
     optimizer = engine.deepspeed.optimizer
     if engine.stage == 3:
         groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -108,14 +109,11 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
         for parameter, flat in ((item, flat) for group, flat in groups for item in group):
             part = parameter._hp_mapping
+            offset, start, size = parameter.numel(), 0, 0
             if part is not None:
-                yield Piece(
-                    parameter=parameter,
-                    offset=part.lp_fragment_address.start,
-                    master=flat,
-                    start=part.hp_fragment_address.start,
-                    size=part.hp_fragment_address.numel,
-                )
+                offset, address = part.lp_fragment_address.start, part.hp_fragment_address
+                start, size = address.start, address.numel
+            yield Piece(parameter=parameter, offset=offset, master=flat, start=start, size=size)
     else:
         yield from _whole(engine, optimizer)
 

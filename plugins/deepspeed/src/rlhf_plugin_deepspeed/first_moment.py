@@ -38,18 +38,22 @@ class FirstMomentOptimizer(Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            pairs = [(item, item.grad) for item in group["params"] if item.grad is not None]
-            if not pairs:
-                continue
-            weights, gradients = map(list, zip(*pairs, strict=True))
-            for weight in weights:
-                if not self.state[weight]:
-                    self.state[weight][STATE] = torch.zeros_like(weight)
-            states = [self.state[weight][STATE] for weight in weights]
-            moves = self.rule(gradients, states, group["betas"])
-            if group["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, moves, alpha=-group["lr"])
+            move(group, self.state, self.rule)
+
+
+def move(group: Mapping[str, Any], state: dict[Tensor, dict[str, Tensor]], rule: Rule) -> None:
+    """Move the parameters of a group that have a gradient by `rule`."""
+    pairs = [(item, item.grad) for item in group["params"] if item.grad is not None]
+    if not pairs:
+        return
+    weights, gradients = map(list, zip(*pairs, strict=True))
+    for weight in weights:
+        if not state[weight]:
+            state[weight][STATE] = torch.zeros_like(weight)
+    moves = rule(gradients, [state[weight][STATE] for weight in weights], group["betas"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_add_(weights, moves, alpha=-group["lr"])
 
 
 def lion(gradients: list[Tensor], states: list[Tensor], betas: tuple[float, float]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from rlhf.engine import ModelShape, Plan, fused_on
 from rlhf.plugin import Config
+from rlhf_plugin_deepspeed.muon import AT_ONCE
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
@@ -26,14 +27,14 @@ class Bytes:
     weight: int
     gradient: int
     master: int
-    optimizer: int
-    """The optimizer's states: AdamW's two moments, one of Lion and SGD."""
+    optimizer: float
+    """The optimizer's states: AdamW's two moments, one of Lion and SGD, Muon's mean."""
 
 
-def bytes_per_parameter(config: Config, *, stage: int) -> Bytes:
+def bytes_per_parameter(config: Config, shape: ModelShape, *, stage: int) -> Bytes:
     """Return the bytes of each state. The optimizer's states and the master weights are fp32, or
     bf16 with `optim.states bf16`; in fp32 only a sharded optimizer has separate masters."""
-    kept = 4 * config.optim.num_states
+    kept = 4 * shape.num_states(config.optim)
     if config.model.dtype == "fp32":
         return Bytes(weight=4, gradient=4, master=0 if stage == 0 else 4, optimizer=kept)
     if config.optim.states == "bf16":
@@ -47,7 +48,7 @@ def states(
 ) -> dict[str, int]:
     """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each
     accelerator."""
-    size = bytes_per_parameter(config, stage=stage)
+    size = bytes_per_parameter(config, shape, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
     updated = 0 if offload_optimizer else shape.trainable // (world if stage >= 1 else 1)
@@ -64,7 +65,7 @@ def states(
         "weights": weights,
         "gradients": gradients,
         "masters": updated * size.master,
-        "optimizer": updated * size.optimizer,
+        "optimizer": int(updated * size.optimizer),
     }
 
 
@@ -75,7 +76,7 @@ def estimate(
     takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
     are reduced or added to the others, `host` what each rank has in host memory."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
-    size = bytes_per_parameter(config, stage=plan.stage)
+    size = bytes_per_parameter(config, shape, stage=plan.stage)
     offloaded = "offload_optimizer" in zero
     parts = states(config, shape, stage=plan.stage, world=world, offload_optimizer=offloaded)
     if plan.stage == 3:
@@ -91,7 +92,7 @@ def estimate(
         return {"weights": parts["weights"], "host": host}
     if offloaded:
         # Gradients are added up in float32 there.
-        host += shape.trainable * (size.master + size.optimizer + 4) // world
+        host += int(shape.trainable * (size.master + size.optimizer + 4)) // world
     parts["host"] = host
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:
@@ -99,6 +100,10 @@ def estimate(
         del parts["gradients"]
     taken = _updating(config, shape, size, stage=plan.stage, world=world)
     parts["updating"] = 0 if offloaded else taken
+    if config.optim.name == "muon":
+        # Parts that are sent and received, and what is computed of the largest matrices.
+        at_once = min(shape.trainable, AT_ONCE) // (world if plan.stage else 1)
+        parts["updating"] += 2 * size.weight * (at_once + shape.mean_layer)
     return parts
 
 

@@ -7,22 +7,25 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from rlhf.plugin import OptimConfig
+from rlhf.engine import Plan
+from rlhf.plugin import Config, OptimConfig
 from rlhf_plugin_deepspeed.building import compiled
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
+from rlhf_plugin_deepspeed.muon import Muon, hidden_matrices
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
 ROUNDED = "AdamW in bf16 with stochastic rounding"
-TITLES = {"lion": "Lion", "sgd": "SGD with momentum"}
+TITLES = {"lion": "Lion", "muon": "Muon with AdamW", "sgd": "SGD with momentum"}
 
 
 def choose(config: OptimConfig, *, offloaded: bool) -> tuple[str, str]:
     """Return the optimizer's name, and for `offloaded` states why it is not DeepSpeed's; the same
     on every rank of a host."""
-    if config.name in RULES:
+    if config.name in TITLES:
         return TITLES[config.name], ""
     if config.states == "bf16":
         return ROUNDED, ""
@@ -42,26 +45,22 @@ class FlatAdamW(FusedAdam, AdamW):
 
 
 def build(
-    groups: Sequence[Mapping[str, Any]], config: OptimConfig, *, offloaded: bool, seed: int
+    groups: Sequence[Mapping[str, Any]], model: nn.Module, config: Config, plan: Plan
 ) -> Optimizer:
-    """Return the optimizer over the trainable parameters of `groups`; `seed` is for stochastic
-    rounding."""
-    trainable = [
-        {**group, "params": [item for item in group["params"] if item.requires_grad]}
-        for group in groups
-    ]
-    # DeepSpeed drops empty groups later, when a schedule has already counted them.
-    filled = [group for group in trainable if group["params"]]
-    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas}
-    if rule := RULES.get(config.name):
-        return FirstMomentOptimizer(filled, rule=rule, **settings)
-    settings["eps"] = config.eps
-    name, _ = choose(config, offloaded=offloaded)
+    """Return the optimizer of `groups`, the trained parameters of `model`."""
+    optim, offloaded = config.optim, "offload_optimizer" in plan.settings["zero_optimization"]
+    settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas}
+    if rule := RULES.get(optim.name):
+        return FirstMomentOptimizer(groups, rule=rule, **settings)
+    settings["eps"] = optim.eps
+    if optim.name == "muon":
+        return Muon(groups, matrices=hidden_matrices(model), **settings)
+    name, _ = choose(optim, offloaded=offloaded)
     if name == ROUNDED:
-        return RoundedAdamW(filled, seed=seed, **settings)
+        return RoundedAdamW(groups, seed=config.train.seed, **settings)
     if name == "DeepSpeedCPUAdam":
-        return DeepSpeedCPUAdam(filled, adamw_mode=True, **settings)
-    return FlatAdamW(filled, **settings)
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+    return FlatAdamW([dict(group) for group in groups], **settings)
 
 
 def forget_first_step(optimizer: Optimizer) -> None:

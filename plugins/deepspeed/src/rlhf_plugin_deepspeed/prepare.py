@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.mesh import Groups
+from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import replace
@@ -69,7 +71,7 @@ def prepare_training(
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
     order = _patch_stages_1_and_2(runner.optimizer, model, plan)
     fence = _patch_stage_3(runner.optimizer, plan)
-    return TrainingEngine(
+    engine = TrainingEngine(
         model,
         runner=runner,
         schedule=schedule,
@@ -80,6 +82,9 @@ def prepare_training(
         plan=plan,
         mesh=mesh,
     )
+    if isinstance(optimizer, Muon):
+        optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
+    return engine
 
 
 def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) -> InferenceEngine:

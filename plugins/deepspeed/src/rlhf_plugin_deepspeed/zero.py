@@ -150,7 +150,8 @@ def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, s
     )
     if resolved.offload_param:
         # What is gathered at once.
-        parts["weights"] = 2 * shape.largest_layer * bytes_per_parameter(config, stage=stage).weight
+        size = bytes_per_parameter(config, shape, stage=stage)
+        parts["weights"] = 2 * shape.largest_layer * size.weight
     return sum(parts.values())
 
 

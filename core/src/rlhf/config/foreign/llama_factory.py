@@ -28,6 +28,7 @@ KEYS: dict[str, Rule] = {
     "lora_alpha": to("lora.alpha"),
     "lora_dropout": to("lora.dropout"),
     "lora_target": to("lora.targets", {"all": "all-linear"}),
+    "use_muon": to("optim.name", {True: "muon"}, off=(None, False)),
     "use_rslora": to("lora.rslora", off=(None, False)),
     "use_dora": to("lora.dora", off=(None, False)),
     "additional_target": to("lora.modules_to_save"),
@@ -50,7 +51,7 @@ KEYS: dict[str, Rule] = {
         " add_tokens add_special_tokens pissa_init preserve_thinking ref_model ref_model_adapters"
         " resize_vocab rope_scaling shift_attn streaming tokenized_path tool_format use_adam_mini"
         " use_apollo use_asft_loss use_badam use_dft_loss use_eaft_loss use_galore"
-        " use_llama_pro use_muon disable_shuffling train_from_scratch"
+        " use_llama_pro disable_shuffling train_from_scratch"
     ),
     **unneeded(
         "block_diag_attn buffer_size cache_dir compute_accuracy data_shared_file_system"

@@ -1,11 +1,15 @@
 """What a run keeps on disk for later ones."""
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rlhf.errors import RLHFError
+from rlhf.launch.caches import cache_root
 
 IMPORTS = """
 from rlhf.launch.startup import importing
@@ -52,3 +56,14 @@ def test_compiled_kernels_are_in_the_cache_unless_the_user_says_where(
     command = [sys.executable, "-c", f"{words}print(cache_dir())"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.strip() == str(tmp_path / (chosen or "kernels"))
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "RLHF_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(RLHFError, match=r"no home folder; set RLHF_CACHE to a folder$"):
+        cache_root()

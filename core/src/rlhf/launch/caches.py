@@ -5,10 +5,15 @@ import sys
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
+from rlhf.errors import RLHFError
+
 
 def cache_root() -> Path:
-    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`."""
-    return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser()
+    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`. Raises RLHFError if there is no home folder."""
+    try:
+        return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser()
+    except RuntimeError:
+        raise RLHFError("this user has no home folder; set RLHF_CACHE to a folder") from None
 
 
 def keep_compiled() -> None:

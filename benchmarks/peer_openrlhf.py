@@ -83,10 +83,11 @@ def main() -> None:
     if options.workflow in ("sft", "kd"):
         words += ["--input_key", "messages"]
     if options.workflow == "kd":
-        words += ["--teacher_model", str(readable(options.teacher, work / "teacher"))]
+        teacher = readable(options.teacher, work / "teacher")
+        words += ["--teacher_model", str(teacher), "--output_key", ""]
     elif options.attention == "flash_attention_2":
         words += ["--packing_samples"]
-    if options.liger:
+    if options.liger and options.workflow != "rm":  # Its trainer has no such setting.
         words += ["--use_liger_kernel"]
     sys.argv = ["openrlhf", *words]
     runpy.run_module(f"openrlhf.cli.train_{options.workflow}", run_name="__main__")

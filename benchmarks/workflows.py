@@ -9,7 +9,8 @@ shape of Qwen2.5, so nothing is downloaded; rows are the embedded demo's, or `--
 Numbers come from metrics.jsonl, medians of the steps after the fourth; a row is a conversation
 (sft, kd), a pair (dpo, rm), a completion (kto) or a solution (prm). `--peer` is a Python that has
 TRL: the same rows, weights, rows a step and precision of the weights; with `--packed 4x4096` its
-sft packs them into four rows of 4,096 tokens a step. Words after `--` go to every `rlhf run`, which
+sft packs them into four rows of 4,096 tokens a step. With `--system OpenRLHF`, which runs at ZeRO 2
+with fp32 masters, `--peer` is a Python that has it. Words after `--` go to every `rlhf run`, which
 is ended after its last step: what it saves is not measured. One table, also in
 `OUTPUT/workflows.md` and `workflows.json`.
 
@@ -41,7 +42,8 @@ SIZES = {"sft": 128, "dpo": 64, "rm": 64, "kd": 64, "kto": 128, "prm": 64}
 TINY = 32_000
 """Vocabulary of the tiny shape."""
 WARM_UP = 4
-PEER = Path(__file__).with_name("peer_trl.py")
+PEERS = {"TRL": "peer_trl.py", "OpenRLHF": "peer_openrlhf.py"}
+"""Scripts beside this file."""
 Row = dict[str, Any]
 
 
@@ -97,7 +99,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="caches of each workflow's own")
-    parser.add_argument("--peer", help="a Python with TRL")
+    parser.add_argument("--peer", help="a Python with TRL or OpenRLHF")
+    parser.add_argument("--system", choices=PEERS, default="TRL", help="of the peer")
     parser.add_argument("--accumulate", type=int, default=1, help="the peer's micro-batches a step")
     parser.add_argument("--attention", default="sdpa", help="the peer's attention")
     parser.add_argument("--packed", default="", help="ROWSxTOKENS of the peer's packed sft")
@@ -271,7 +274,7 @@ def make_weights(folder: Path, precision: str, *, seed: int) -> None:
 
 
 def peer(options: argparse.Namespace, workflow: str) -> Row:
-    """The same with TRL."""
+    """The same with another system."""
     size = options.size or SIZES[workflow]
     words = [
         workflow, "--rows", str(options.output / f"{workflow}.jsonl"), "--size", str(size),
@@ -282,10 +285,11 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         "--started", str(time.time()),
         *(["--packed", options.packed] if options.packed else []),
     ]  # fmt: skip
+    script = Path(__file__).with_name(PEERS[options.system])
     log = options.output / f"peer-{workflow}.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [options.peer, str(PEER), *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+            [options.peer, str(script), *words], stdout=subprocess.PIPE, stderr=errors, text=True,
             env=caches_of(options, "peer", workflow),
         )  # fmt: skip
     # Its own logs are Python's dictionaries, in single quotes.
@@ -294,7 +298,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
     if done.returncode or not lines:
         found["error"] = end_of(log)
     return {
-        "who": "TRL",
+        "who": options.system,
         "workflow": workflow,
         "code": done.returncode or int(not lines),
         "rows_a_step": size,
@@ -316,7 +320,7 @@ def as_table(results: Sequence[Row]) -> str:
     rows = [head, "|" + "---|" * head.count(" |")]
     for workflow in dict.fromkeys(result["workflow"] for result in results):
         sides = {}
-        for who in ("rlhf", "TRL"):
+        for who in ("rlhf", *PEERS):
             runs = [r for r in results if (r["who"], r["workflow"]) == (who, workflow)]
             if not runs:
                 continue

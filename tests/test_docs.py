@@ -28,7 +28,10 @@ from sft_runs import Inputs
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("*/**/README.md"))]
-PAGES = [page for page in PAGES if not {".venv", "build", "templates"} & set(page.parts)]
+GENERATED = {".venv", "build", "runs"}
+PAGES = [
+    page for page in PAGES if not {*GENERATED, "templates"} & set(page.relative_to(ROOT).parts)
+]
 BLOCK_PAGES = [page for page in PAGES if page.name != "tutorial.md"]
 """Those whose blocks are run here; tests/test_tutorial.py runs those of the tutorial."""
 SHELL = re.compile(r"(lm_eval|rlhf|torchrun|pip|make|srun|git) ")
@@ -202,7 +205,7 @@ def test_every_yaml_of_the_docs_is_read(block: str, tmp_path: Path) -> None:
 YAML_FILES = [
     path
     for path in sorted(ROOT.glob("**/*.yaml"))
-    if not {".venv", "build", "runs"} & set(path.relative_to(ROOT).parts)
+    if not GENERATED & set(path.relative_to(ROOT).parts)
 ]
 
 

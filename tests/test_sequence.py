@@ -105,6 +105,7 @@ OTHER_SETTINGS = {
     "recomputation": ("sft", ("--model.recompute", "full", "--batch.tokens", "128")),
     "answers of its own": ("kd", ("--kd.on_policy", "1", "--kd.max_new_tokens", "8")),
     "an optimizer on the CPU": ("rm", ("--deepspeed.offload_optimizer", "true")),
+    "Muon": ("dpo", ("--optim.name", "muon")),
 }
 
 

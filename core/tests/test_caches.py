@@ -44,18 +44,26 @@ def test_bytecode_beside_its_sources_is_used(tmp_path: Path) -> None:
     assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == []
 
 
-@pytest.mark.parametrize("chosen", ["", "elsewhere"])
-def test_compiled_kernels_are_in_the_cache_unless_the_user_says_where(
-    tmp_path: Path, chosen: str
-) -> None:
-    environment = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
-    environment["RLHF_CACHE"] = str(tmp_path)
-    if chosen:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / chosen)
+def kernels_of(**variables: str) -> Path:
+    """Return where torch's compiler writes in a run with these variables."""
+    others = {name: value for name, value in os.environ.items() if "INDUCTOR" not in name}
     words = f"{IMPORTS}\nfrom torch._inductor.runtime.cache_dir_utils import cache_dir\n"
     command = [sys.executable, "-c", f"{words}print(cache_dir())"]
+    environment = others | variables
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / (chosen or "kernels"))
+    return Path(done.stdout.strip())
+
+
+def test_compiled_kernels_are_in_the_cache_unless_the_user_says_where(tmp_path: Path) -> None:
+    cache, chosen = str(tmp_path), str(tmp_path / "elsewhere")
+    assert kernels_of(RLHF_CACHE=cache) == tmp_path / "kernels"
+    assert kernels_of(RLHF_CACHE=cache, TORCHINDUCTOR_CACHE_DIR=chosen) == Path(chosen)
+
+
+def test_a_cache_that_cannot_be_written_does_not_hinder_imports(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = kernels_of(RLHF_CACHE=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert found.parent == tmp_path
 
 
 def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ def test_a_worker_dies_with_its_run(examples: Examples, config: Config) -> None:
 
 
 def _alive(executable: Path) -> bool:
-    """Whether a process exists and is no zombie, which has no executable."""
+    """Return whether a process exists and is not a zombie, which has no executable."""
     try:
         return bool(executable.readlink())
     except FileNotFoundError:

@@ -158,6 +158,7 @@ def test_every_setting_that_deepspeed_would_choose_is_set():
         "allgather_bucket_size": 200_000_000,
         "stage3_prefetch_bucket_size": 50_000_000,
         "stage3_param_persistence_threshold": 0,
+        "memory_efficient_linear": False,
     }
 
 

@@ -48,7 +48,7 @@ def batches_from(
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
             generator=torch.Generator().manual_seed(order.config.train.seed),
-            worker_init_fn=partial(_begin, os.getpid()) if workers else None,
+            worker_init_fn=partial(_init_worker, os.getpid()) if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator, so a fork is
             # cheap and safe.
             multiprocessing_context="fork" if workers else None,
@@ -88,7 +88,7 @@ def _patient(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
     return batches
 
 
-def _begin(parent: int, worker: int) -> None:
+def _init_worker(parent: int, worker: int) -> None:
     """End with the run, whose accelerator memory a fork would hold otherwise. Use one thread, and
     ignore Ctrl-C, after which the run still finishes its step."""
     die_with(parent)

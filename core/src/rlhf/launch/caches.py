@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rlhf.errors import RLHFError
 
 
 def cache_root() -> Path:
-    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`. Raises RLHFError if there is no home folder."""
+    """Return `$RLHF_CACHE`, or `~/.cache/rlhf`. Raises RLHFError if the user has no home."""
     try:
         return Path(os.environ.get("RLHF_CACHE") or "~/.cache/rlhf").expanduser()
     except RuntimeError:
@@ -23,7 +24,12 @@ def keep_compiled() -> None:
     An image that was built with uv and PYTHONDONTWRITEBYTECODE has none: the imports of each run
     then take three times as long.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "kernels"))
+    kernels = cache_root() / "kernels"
+    with suppress(OSError):
+        kernels.mkdir(parents=True, exist_ok=True)
+    if not os.access(kernels, os.W_OK):
+        return  # The cache of rows reports it. torch could not be imported with such a folder.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     bytecode = Path(cache_from_source(getattr(find_spec("torch"), "origin", "torch/__init__.py")))
     writable = os.access(bytecode.parents[1], os.W_OK) and not sys.dont_write_bytecode
     if not bytecode.exists() and not writable:

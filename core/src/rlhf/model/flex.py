@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from rlhf.errors import RLHFError
 from rlhf.model.head import soft_capped
-from rlhf.model.masks import BLOCK, TreeMask, any_size
+from rlhf.model.masks import BLOCK, TreeMask, mark_any_size
 
 COMPILED_KINDS = 64
 """Compiled forms of one function (kinds of layers times modes) before torch falls back to eager."""
@@ -64,7 +64,7 @@ def flex_compiled(
     alone = not (trains or torch.is_inference_mode_enabled())
     inputs = [item.detach().requires_grad_() for item in inputs] if alone else inputs
     for item in inputs:
-        any_size(item, 2)
+        mark_any_size(item, 2)
     with torch.enable_grad() if alone else nullcontext():
         output, lse = attend(*inputs, mask.blocks)
     return (output.detach(), lse.detach()) if alone else (output, lse)

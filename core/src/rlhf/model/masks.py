@@ -105,7 +105,7 @@ class TreeMask:
         self.long = tree.long and not self.windowed
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
         for item in (tree.owner, tree.segment, tree.prompt_of, tree.position, self.lowest):
-            any_size(item, 0)
+            mark_any_size(item, 0)
         self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type
         # In a rehearsal on the meta device nothing reads a mask.
@@ -187,11 +187,11 @@ def block_mask(mask: TreeMask) -> BlockMask:
     )
     for item in blocks.as_tuple():
         if isinstance(item, Tensor):
-            any_size(item, *range(2, item.dim()))
+            mark_any_size(item, *range(2, item.dim()))
     return blocks
 
 
-def any_size(tensor: Tensor, *dims: int) -> None:
+def mark_any_size(tensor: Tensor, *dims: int) -> None:
     """Have torch.compile treat `dims` as unknown from the first row on. It would compile for the
     sizes of that row, and once more for the next row."""
     for dim in dims:

@@ -9,16 +9,14 @@ import deepspeed
 import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
-from torch.nn import functional
 
 from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
-from rlhf_plugin_deepspeed.patches.install import replace
+from rlhf_plugin_deepspeed.patches.linear import replace_linear
 from rlhf_plugin_deepspeed.tensor import whole
 
 GENERATION = -1
@@ -50,7 +48,7 @@ def sharded_creation(
     if plan.stage < 3:
         return nullcontext()
     register_sharding(ZeroSharding())
-    replace("linear", functional, linear=zero3_linear_wrap)
+    replace_linear(plan.patches)
     zero = plan.settings["zero_optimization"]
     second = "zero_hpz_partition_size" in zero
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.

@@ -60,6 +60,12 @@ def plan_at(
     stage, precision = resolved.stage, config.model.dtype
     assert isinstance(stage, int)
     rounded = bool(trained) and config.optim.states == "bf16"
+    patches = names_for(
+        stage,
+        states=config.optim.states,
+        offload=resolved.offload_optimizer,
+        setting=section.patches,
+    )
     settings = {
         # The loop owns micro-batches and accumulation; DeepSpeed only multiplies these.
         "train_micro_batch_size_per_gpu": 1,
@@ -71,7 +77,8 @@ def plan_at(
         "zero_force_ds_cpu_optimizer": False,
         # DeepSpeed only knows its own and torch's AdamW; an extension may bring another.
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": _zero(stage, section, resolved, shape, mesh),
+        "zero_optimization": _zero(stage, section, resolved, shape, mesh)
+        | ({"memory_efficient_linear": False} if "linear" in patches else {}),
         **_precision(precision, stage=stage, rounded=rounded),
     }
     tensor = 1 if shape.tensor % mesh.tensor.size else mesh.tensor.size
@@ -85,12 +92,7 @@ def plan_at(
         settings=overlay(settings, section.config),
         offload_states="never" if resolved.offload_optimizer else section.offload_states,
         summary=", ".join(filter(None, parts)) + offloads(resolved),
-        patches=names_for(
-            stage,
-            states=config.optim.states,
-            offload=resolved.offload_optimizer,
-            setting=section.patches,
-        ),
+        patches=patches,
     )
 
 

@@ -25,7 +25,7 @@ from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, pro
 from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
-from rlhf.model.masks import TreeMask, any_size
+from rlhf.model.masks import TreeMask, mark_any_size
 from rlhf.model.parts import layers_of
 
 Forward = Callable[..., Any]
@@ -127,10 +127,10 @@ def _compiled(own: Forward) -> Forward:
         if not any(isinstance(item, TreeMask) for item in (*rest, *options.values())):
             return own(hidden, *rest, **options)
         blocks, length = in_blocks(hidden, dim=1), hidden.shape[1]
-        any_size(blocks, 1)
+        mark_any_size(blocks, 1)
         for item in tree_leaves((rest, options)):
             if isinstance(item, Tensor):
-                any_size(item, *(dim for dim, size in enumerate(item.shape) if size == length))
+                mark_any_size(item, *(dim for dim, size in enumerate(item.shape) if size == length))
         return _compiler()(own, blocks, rest, options)
 
     return forward

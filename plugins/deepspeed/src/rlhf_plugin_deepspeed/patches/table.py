@@ -110,9 +110,10 @@ PATCHES = {
     ),
     "linear": Patch(
         targets=("torch.nn.functional:linear",),
-        stages=(3,), kind="correctness",
-        reason="DeepSpeed's linear, which keeps no gathered weight, ends with the run; DeepSpeed "
-        "itself leaves it behind, and some versions install it once per process",
+        stages=(3,), kind="speed",
+        reason="keeps no gathered weight, as DeepSpeed's (`memory_efficient_linear`), and no input "
+        "of a frozen layer",
+        gain="44 -> 25 us of the host for forward and backward of a layer, beside DeepSpeed's",
     ),
     "no-wait": Patch(
         targets=(f"{STAGE_3}.reduce_and_partition_stream",),

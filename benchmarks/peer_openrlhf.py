@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -62,8 +63,10 @@ class StepEnds:
 
 def main() -> None:
     options = parse()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ.update(place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
+    os.environ.update(place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     work = Path(tempfile.mkdtemp())
     model = readable(options.model, work / "model")
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]

@@ -4,12 +4,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from plans import config
 from torch import distributed
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.testing.ranks import ranks_fixture
-from rlhf_plugin_deepspeed.mesh import close_groups, sizes_of, with_groups
+from rlhf_plugin_deepspeed.mesh import axis_sizes, close_groups, with_groups
 
 four = ranks_fixture(4)
 
@@ -17,8 +18,9 @@ four = ranks_fixture(4)
 def sums_along_axes():
     """The sums of the ranks' numbers along each axis, for three meshes one after the other."""
     rank, found = distributed.get_rank(), []
-    for sizes in ({"sequence": 2}, {"tensor": 2}, {"sequence": 4}):
-        places = with_groups(rank, sizes_of(4, **sizes), timeout=timedelta(minutes=1))
+    for axis, size in (("sequence", 2), ("tensor", 2), ("sequence", 4)):
+        sizes = axis_sizes(config(**{f"{axis}_parallel": size}), 4)
+        places = with_groups(rank, sizes, timeout=timedelta(minutes=1))
         mesh = Mesh(rank=rank, world=4, **places)
         axes = (mesh.data, mesh.shards, mesh.sequence, mesh.tensor)
         found.append([int(axis.sum(torch.tensor(rank))) for axis in axes])
@@ -38,7 +40,7 @@ def test_each_axis_has_the_group_of_the_ranks_that_differ_only_in_it(four):
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(RLHFError) as error:
-        sizes_of(4, sequence=3)
+        axis_sizes(config(sequence_parallel=3), 4)
     assert str(error.value) == (
         "deepspeed.sequence_parallel is 3, which does not divide the number of ranks, 4; "
         "set it to 1 or 2 or 4"
@@ -47,9 +49,10 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
 
 def test_sequence_and_tensor_axes_are_refused_together():
     with pytest.raises(RLHFError) as error:
-        sizes_of(4, sequence=2, tensor=2)
+        axis_sizes(config(sequence_parallel=2, tensor_parallel=2), 4)
     assert str(error.value) == (
         "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set one "
         "of the two to 1"
     )
-    assert sizes_of(4, sequence=4, tensor=1) == {"data": 1, "sequence": 4, "tensor": 1}
+    sizes = axis_sizes(config(sequence_parallel=4), 4)
+    assert sizes == {"data": 1, "sequence": 4, "tensor": 1}

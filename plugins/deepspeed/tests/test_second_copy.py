@@ -18,7 +18,7 @@ from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.memory import estimate
-from rlhf_plugin_deepspeed.mesh import sizes_of
+from rlhf_plugin_deepspeed.mesh import axis_sizes
 from rlhf_plugin_deepspeed.weights import ZeroSharding, gathered
 
 SETTINGS = {
@@ -130,7 +130,7 @@ def test_it_chooses_stage_3_at_which_layers_are_not_compiled():
 
 def test_its_size_divides_the_ranks():
     with pytest.raises(RLHFError) as error:
-        sizes_of(4, second=3)
+        axis_sizes(half(hpz_partition_size=3), 4)
     assert str(error.value) == (
         "deepspeed.hpz_partition_size is 3, which does not divide the number of ranks, 4; set it "
         "to 1 or 2 or 4"

@@ -148,8 +148,17 @@ class DeepSpeedBackend:
         return True
 
     @hookimpl
-    def generation_context(self, engine: InferenceEngine) -> AbstractContextManager[Any]:
-        return _generation(engine)
+    @contextmanager
+    def generation_context(self, engine: InferenceEngine) -> Iterator[None]:
+        """Switch to evaluation mode without gradient, and back to the mode before. Weights are
+        whole meanwhile, if there is room."""
+        was_training = engine.module.training
+        engine.eval()
+        try:
+            with torch.no_grad(), kept_whole(engine):
+                yield
+        finally:
+            engine.module.train(was_training)
 
     @hookimpl
     def offload_states(self, engine: InferenceEngine, kinds: Collection[StateKind]) -> int:
@@ -173,16 +182,3 @@ class DeepSpeedBackend:
     def diagnose(self) -> Sequence[Finding]:
         with silenced():
             return diagnose()
-
-
-@contextmanager
-def _generation(engine: InferenceEngine) -> Iterator[None]:
-    """Switch to evaluation mode without gradient, and back to the mode before. Weights are whole
-    meanwhile, if there is room."""
-    was_training = engine.module.training
-    engine.eval()
-    try:
-        with torch.no_grad(), kept_whole(engine):
-            yield
-    finally:
-        engine.module.train(was_training)

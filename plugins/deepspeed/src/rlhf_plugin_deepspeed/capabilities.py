@@ -38,7 +38,7 @@ class Capability:
     """Values of `model.dtype` that it can be combined with."""
     excludes: tuple[str, ...] = ()
     """Settings that it cannot be combined with."""
-    optional_stage: bool = False
+    optional_stage: bool = True
     """Whether `stage: auto` chooses among the stages at which it works."""
     alternative: str = ""
     """The remedy at another stage, as the end of an error."""
@@ -48,7 +48,7 @@ class Capability:
     def works_at(self, stage: int | str) -> bool:
         """Return whether it works at a stage, or at the one that `auto` chooses."""
         if stage == "auto":
-            return self.optional_stage or self.stages == STAGES
+            return self.stages == STAGES or (self.optional_stage and not self.kind)
         return stage in self.stages
 
 
@@ -58,14 +58,12 @@ CAPABILITIES = (
         feature="optimizer on the CPU",
         setting="deepspeed.offload_optimizer",
         stages=(1, 2, 3),
-        optional_stage=True,
         alternative="remove it or use the preset zero1_offload",
     ),
     Capability(
         feature="parameters on the CPU",
         setting="deepspeed.offload_param",
         stages=(3,),
-        optional_stage=True,
         excludes=("model.quantize",),
         alternative="remove it or use the preset zero3_offload",
     ),
@@ -78,6 +76,7 @@ CAPABILITIES = (
         feature="small parameters kept whole",
         setting="deepspeed.persistence_threshold",
         stages=(3,),
+        optional_stage=False,
         alternative="remove it or set deepspeed.stage to 3",
     ),
     Capability(
@@ -92,7 +91,6 @@ CAPABILITIES = (
         feature="size of reduced and gathered buckets",
         setting="deepspeed.bucket_size",
         stages=(1, 2, 3),
-        optional_stage=True,
         alternative="remove it or use the preset zero1",
     ),
     # Our own attention; DeepSpeed only adds up over all ranks of both axes.
@@ -107,7 +105,6 @@ CAPABILITIES = (
         stages=(0, 1, 2),
         precisions=("fp32", "bf16"),
         excludes=("deepspeed.offload_param",),
-        optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
     # peft reads the base weight outside of its layer's forward.
@@ -115,7 +112,6 @@ CAPABILITIES = (
         feature="DoRA adapters",
         setting="lora.dora",
         stages=(0, 1, 2),
-        optional_stage=True,
         alternative="use the preset zero2, which shards what the adapter trains",
     ),
     # peft replaces the weights in every forward, and has all experts' factors in one matrix.
@@ -138,7 +134,6 @@ CAPABILITIES = (
         feature="layers compiled by torch.compile",
         setting="model.kernels compile",
         stages=(0, 1, 2),
-        optional_stage=True,
         alternative="use the preset zero2",
     ),
     Capability(
@@ -146,7 +141,6 @@ CAPABILITIES = (
         setting="model.fp8",
         stages=(0, 1, 2),
         precisions=("bf16",),
-        optional_stage=True,
         alternative="use the preset zero2",
     ),
     Capability(
@@ -156,22 +150,16 @@ CAPABILITIES = (
         stages=(0, 1, 2),
         precisions=("fp32", "bf16"),
         excludes=("model.quantize", "lora.dora", "model.kernels compile", "model.fp8"),
-        optional_stage=True,
         alternative="use the preset zero2, or remove it: stage 3 divides all weights itself",
     ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),
     Capability(feature="weights created and loaded in shards", setting="", stages=(3,)),
-    Capability(
-        feature="first loss scale, as a power of 2",
-        setting=f"{RAW}fp16.initial_scale_power",
-        kind=int,
-        precisions=("fp16",),
-    ),
-    Capability(
-        feature="steps after which the loss scale doubles",
-        setting=f"{RAW}fp16.loss_scale_window",
-        kind=int,
-        precisions=("fp16",),
+    *(
+        Capability(feature=text, setting=f"{RAW}fp16.{key}", kind=int, precisions=("fp16",))
+        for key, text in {
+            "initial_scale_power": "first loss scale, as a power of 2",
+            "loss_scale_window": "steps after which the loss scale doubles",
+        }.items()
     ),
     Capability(
         feature="communication during computation",

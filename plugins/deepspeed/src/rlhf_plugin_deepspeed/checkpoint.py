@@ -49,14 +49,13 @@ def engine_state(engine: InferenceEngine) -> EngineState:
     if not isinstance(engine, TrainingEngine):
         return EngineState(fragments=list(of_whole(fragments, engine.module, engine.mesh)))
     names, optimizer = _names(engine), engine.deepspeed.basic_optimizer
-    steps = _steps(optimizer)
     for piece in pieces(engine):
         values = {"weight": piece.of(piece.master)}
         state = optimizer.state.get(piece.master)
         if state:
             values |= {kind: piece.of(state[kind]) for kind in _kinds(optimizer, piece.master)}
-            if piece.offset == 0 and piece.master in steps:
-                values["step"] = torch.tensor([steps[piece.master]])
+            if piece.offset == 0 and "step" in state:
+                values["step"] = torch.tensor([int(state["step"])])
         fragments += [
             Fragment(
                 name=names[piece.parameter],
@@ -239,12 +238,6 @@ def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
                 "optimizer"
             )
     return kinds
-
-
-def _steps(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return the number of updates of each tensor."""
-    states = optimizer.state.items()
-    return {tensor: int(state["step"]) for tensor, state in states if "step" in state}
 
 
 def _step(optimizer: Optimizer, master: Tensor, step: int) -> Tensor | int:

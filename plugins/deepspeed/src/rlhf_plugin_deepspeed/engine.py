@@ -4,41 +4,46 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+from attrs import define, field
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.engine import LaterOutcome, Mesh, Plan, StateKind, StepOutcome
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import GradientOrder
 
 
+@define(kw_only=True, eq=False, slots=False)
 class InferenceEngine:
     """A model that is run and never trained: a reference, a teacher."""
 
-    def __init__(
-        self, module: nn.Module, *, runner: nn.Module, role: str, plan: Plan, mesh: Mesh
-    ) -> None:
-        self.module: Any = module
-        """What was prepared, unwrapped."""
-        self.runner = runner
-        """What is called: DeepSpeed's engine at stage 3, else the module itself."""
-        self.role = role
-        self.stage = plan.stage
-        self.precision = plan.precision
-        self.device = mesh.device
-        self.mesh = mesh
-        self.on_host: dict[StateKind, list[Any]] = {}
-        """States that are on the host for now, as `offload.HostCopy` by kind."""
+    module: Any
+    """What was prepared, unwrapped."""
+    runner: Any
+    """What is called: DeepSpeed's engine, or the module itself if it is not trained below stage
+    3."""
+    role: str
+    plan: Plan
+    mesh: Mesh
+    on_host: dict[StateKind, list[Any]] = field(init=False, factory=dict)
+    """States that are on the host for now, as `offload.HostCopy` by kind."""
+
+    @property
+    def stage(self) -> int:
+        return self.plan.stage
+
+    @property
+    def precision(self) -> str:
+        return self.plan.precision
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward; collective at stage 3."""
         return self.runner(*inputs, **options)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
-
-    def step(self) -> StepOutcome | LaterOutcome:
-        raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
 
     def train(self) -> None:
         """Turn dropout and recomputation on."""
@@ -49,32 +54,21 @@ class InferenceEngine:
         self.module.eval()
 
 
+@define(kw_only=True, eq=False, slots=False)
 class TrainingEngine(InferenceEngine):
-    """A model that is trained. `deepspeed` is DeepSpeed's engine."""
+    """A model that is trained."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        runner: Any,
-        schedule: LRScheduler | None,
-        order: GradientOrder | None,
-        fence: Callable[[], None],
-        take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]",
-        role: str,
-        plan: Plan,
-        mesh: Mesh,
-    ) -> None:
-        super().__init__(module, runner=runner, role=role, plan=plan, mesh=mesh)
-        self.deepspeed = runner
-        self.schedule = schedule
-        self.clip = plan.settings["gradient_clipping"]
-        """Largest norm of the gradient, or 0; for the steps that clip here and not in DeepSpeed."""
-        self.order = order
-        """What reduces gradients at stages 1 and 2; None where DeepSpeed does."""
-        self.fence = fence
-        """Keeps gatherings of stage 3 behind an update that was launched."""
-        self._take_step = take_step
+    schedule: LRScheduler | None
+    order: GradientOrder | None
+    """What reduces gradients at stages 1 and 2; None where DeepSpeed does."""
+    fence: Callable[[], None]
+    """Keeps gatherings of stage 3 behind an update that was launched."""
+    take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]"
+
+    @property
+    def deepspeed(self) -> Any:
+        """Return DeepSpeed's engine."""
+        return self.runner
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
@@ -97,7 +91,7 @@ class TrainingEngine(InferenceEngine):
     def step(self) -> StepOutcome | LaterOutcome:
         """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
         some rank moves no weight."""
-        return self._take_step(self)
+        return self.take_step(self)
 
     def loss_scale(self) -> float:
         """Return the scale of the gradients: above 1 only in fp16."""

@@ -21,16 +21,8 @@ unit of the learning rate."""
 class FirstMomentOptimizer(Optimizer):
     """Moves the weights by `rule`."""
 
-    def __init__(
-        self,
-        params: Iterable[Mapping[str, Any]],
-        *,
-        rule: Rule,
-        lr: float,
-        betas: tuple[float, float],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": 0.0}
-        super().__init__([dict(group) for group in params], defaults)
+    def __init__(self, params: Iterable[Mapping[str, Any]], *, rule: Rule, **settings: Any) -> None:
+        super().__init__([dict(group) for group in params], {"weight_decay": 0.0, **settings})
         self.rule = rule
 
     @torch.no_grad()

@@ -44,10 +44,17 @@ def bytes_per_parameter(config: Config, shape: ModelShape, *, stage: int) -> Byt
 
 
 def states(
-    config: Config, shape: ModelShape, *, stage: int, world: int, offload_optimizer: bool
+    config: Config,
+    shape: ModelShape,
+    *,
+    stage: int,
+    world: int,
+    offload_optimizer: bool,
+    offload_param: bool = False,
+    gathered: int | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each
-    accelerator."""
+    """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each accelerator.
+    Stage 3 keeps `gathered` elements beside the shards, by default two layers."""
     size = bytes_per_parameter(config, shape, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
@@ -56,8 +63,10 @@ def states(
         # With the optimizer on the host, gradients are added up there.
         gradients = 0 if offload_optimizer else gradients // world
     if stage == 3:
-        weights = _in_shards(weights, world, second=config.backend_section.hpz_partition_size)
-        weights += 2 * shape.largest_layer * size.weight
+        second = config.backend_section.hpz_partition_size
+        shards = weights // world + (weights // second if second > 1 else 0)
+        gathered = 2 * shape.largest_layer if gathered is None else gathered
+        weights = (0 if offload_param else shards) + gathered * size.weight
     if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
         weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
@@ -78,16 +87,19 @@ def estimate(
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     size = bytes_per_parameter(config, shape, stage=plan.stage)
     offloaded = "offload_optimizer" in zero
-    parts = states(config, shape, stage=plan.stage, world=world, offload_optimizer=offloaded)
-    if plan.stage == 3:
-        on_host = "offload_param" in zero
-        second = zero.get("zero_hpz_partition_size", 1)
-        whole = shape.parameters * size.weight
-        parts["weights"] = 0 if on_host else _in_shards(whole, world, second=second)
-        # On one rank the shards are the weights.
-        if on_host or world > 1:
-            parts["weights"] += min(shape.parameters, MOST_LIVE) * size.weight
-    host = shape.parameters * size.weight // world if "offload_param" in zero else 0
+    on_host = "offload_param" in zero
+    # On one rank the shards are the weights.
+    gathered = min(shape.parameters, MOST_LIVE) if on_host or world > 1 else 0
+    parts = states(
+        config,
+        shape,
+        stage=plan.stage,
+        world=world,
+        offload_optimizer=offloaded,
+        offload_param=on_host,
+        gathered=gathered,
+    )
+    host = shape.parameters * size.weight // world if on_host else 0
     if not trained:
         return {"weights": parts["weights"], "host": host}
     if offloaded:
@@ -105,12 +117,6 @@ def estimate(
         at_once = min(shape.trainable, AT_ONCE) // (world if plan.stage else 1)
         parts["updating"] += 2 * size.weight * (at_once + shape.mean_layer)
     return parts
-
-
-def _in_shards(weights: int, world: int, *, second: int) -> int:
-    """Return what one of `world` ranks has of the weights, and of their second copy, which `second`
-    ranks share if they are several."""
-    return weights // world + (weights // second if second > 1 else 0)
 
 
 def _buffers(

@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
 
 import deepspeed
 import numpy as np
@@ -72,28 +72,19 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 
 
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
-    """Return the sizes of the axes on this number of ranks. Raises RLHFError if they do not divide
-    them."""
+    """Return the sizes of the axes on this number of ranks. Raises RLHFError if one, or the number
+    of ranks that share a second copy of the weights, does not divide them, or for two axes at
+    once."""
     section = config.backend_section
-    sequence, tensor = section.sequence_parallel, section.tensor_parallel
-    return sizes_of(ranks, sequence=sequence, tensor=tensor, second=section.hpz_partition_size)
-
-
-def sizes_of(ranks: int, *, sequence: int = 1, tensor: int = 1, second: int = 1) -> dict[str, int]:
-    """Return the sizes of the axes. Raises RLHFError if one, or the number of ranks that share a
-    second copy of the weights, does not divide the ranks, or for two axes at once."""
-    configured = {
-        "sequence_parallel": sequence,
-        "tensor_parallel": tensor,
-        "hpz_partition_size": second,
-    }
-    for setting, size in configured.items():
+    for setting in ("sequence_parallel", "tensor_parallel", "hpz_partition_size"):
+        size = getattr(section, setting)
         if ranks % size:
             allowed = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
             raise SameOnAllRanks(
                 f"deepspeed.{setting} is {size}, which does not divide the number of ranks, "
                 f"{ranks}; set it to {' or '.join(allowed)}"
             )
+    sequence, tensor = section.sequence_parallel, section.tensor_parallel
     if sequence > 1 and tensor > 1:
         raise SameOnAllRanks(
             "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set "
@@ -120,29 +111,17 @@ def with_groups(rank: int, sizes: Mapping[str, int], *, timeout: timedelta) -> d
     return own
 
 
-class Groups:
-    """The groups of the axes as DeepSpeed asks for them, by Megatron-LM's names."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._data, self._model = mesh.shards, mesh.tensor
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data.group
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._data.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self._data.rank
-
-    def get_model_parallel_group(self) -> Any:
-        return self._model.group or distributed.group.WORLD
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._model.size
-
-    def get_model_parallel_rank(self) -> int:
-        return self._model.rank
+def groups_of(mesh: Mesh) -> SimpleNamespace:
+    """Return the groups of the axes as DeepSpeed asks for them, by Megatron-LM's names."""
+    data, model = mesh.shards, mesh.tensor
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data.group,
+        get_data_parallel_world_size=lambda: data.size,
+        get_data_parallel_rank=lambda: data.rank,
+        get_model_parallel_group=lambda: model.group or distributed.group.WORLD,
+        get_model_parallel_world_size=lambda: model.size,
+        get_model_parallel_rank=lambda: model.rank,
+    )
 
 
 def close_groups(mesh: Mesh) -> None:

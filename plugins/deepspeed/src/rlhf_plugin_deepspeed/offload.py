@@ -7,13 +7,14 @@ optimizer holds is valid again after `reload`. DeepSpeed's own `offload_states` 
 refuses optimizers other than FusedAdam and frozen parameters at stage 3.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_leaves
 
 from rlhf.engine import StateKind
 from rlhf_plugin_deepspeed.checkpoint import pieces
@@ -132,8 +133,4 @@ def _gradients(engine: TrainingEngine) -> Iterator[Tensor]:
 
 def _leaves(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nest of mappings, lists and tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _leaves(item)
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -17,7 +17,7 @@ from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
-from rlhf_plugin_deepspeed.mesh import Groups
+from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
@@ -62,25 +62,23 @@ def prepare_training(
             model=model,
             optimizer=optimizer,
             config=settings,
-            mpu=Groups(mesh) if mesh.tensor.size > 1 else None,
+            mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
     if plan.stage == 0 and not _is_plain(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None and plan.precision == "fp16":
         replace("scaler-floor", scaler, raise_error_at_min_scale=False)
-    order = _patch_stages_1_and_2(runner.optimizer, model, plan)
-    fence = _patch_stage_3(runner.optimizer, plan)
     engine = TrainingEngine(
-        model,
+        module=model,
         runner=runner,
-        schedule=schedule,
-        order=order,
-        fence=fence,
-        take_step=_choose_step(runner, plan),
         role=role,
         plan=plan,
         mesh=mesh,
+        schedule=schedule,
+        order=_patch_stages_1_and_2(runner.optimizer, model, plan),
+        fence=_patch_stage_3(runner.optimizer, plan),
+        take_step=_choose_step(runner, plan),
     )
     if isinstance(optimizer, Muon):
         optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
@@ -97,7 +95,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
     else:
         model.register_forward_hook(partial(_refuse_gradient, role))
         runner, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(plan.settings))
-    return InferenceEngine(model, runner=runner, role=role, plan=plan, mesh=mesh)
+    return InferenceEngine(module=model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
 def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None:

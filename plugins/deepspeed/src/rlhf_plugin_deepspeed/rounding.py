@@ -28,16 +28,9 @@ class RoundedAdamW(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Mapping[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        seed: int = 0,
+        self, params: Iterable[Mapping[str, Any]], *, seed: int = 0, **settings: Any
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        super().__init__([dict(group) for group in params], defaults)
+        super().__init__([dict(group) for group in params], {"weight_decay": 0.0, **settings})
         self.seed = seed
         self.factor: Tensor | None = None
         """Multiplies all gradients of the next step, a float32 scalar on their device; with NaN the

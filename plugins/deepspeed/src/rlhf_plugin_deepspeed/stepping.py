@@ -24,8 +24,9 @@ def plain_step(engine: TrainingEngine) -> StepOutcome:
     if not math.isfinite(norm):
         engine.deepspeed.zero_grad()
         return StepOutcome(moved=False, grad_norm=norm)
-    if engine.clip and norm > engine.clip:
-        torch._foreach_mul_(gradients(engine.module), engine.clip / (norm + CLIP_EPS))
+    clip = engine.plan.settings["gradient_clipping"]
+    if clip and norm > clip:
+        torch._foreach_mul_(gradients(engine.module), clip / (norm + CLIP_EPS))
     moved, _ = _update(engine)
     return StepOutcome(moved=moved, grad_norm=norm)
 
@@ -69,7 +70,8 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
         norm = whole_norm(engine.module, engine.mesh.tensor)
     else:
         norm = sharded_norm(engine.deepspeed.optimizer)
-    factor = ((engine.clip or math.inf) / (norm + CLIP_EPS)).clamp(max=1.0)
+    clip = engine.plan.settings["gradient_clipping"] or math.inf
+    factor = (clip / (norm + CLIP_EPS)).clamp(max=1.0)
     engine.deepspeed.basic_optimizer.factor = torch.where(norm.isfinite(), factor, torch.nan)
     engine.deepspeed.step()
     engine.fence()
@@ -80,9 +82,8 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
 
 def _factor(engine: TrainingEngine, norm: float) -> float:
     """Return what clips a gradient of this norm; NaN, which skips the step, if it is not finite."""
-    if not math.isfinite(norm):
-        return math.nan
-    return min(1.0, engine.clip / (norm + CLIP_EPS)) if engine.clip else 1.0
+    clip = engine.plan.settings["gradient_clipping"] or math.inf
+    return min(1.0, clip / (norm + CLIP_EPS)) if math.isfinite(norm) else math.nan
 
 
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:

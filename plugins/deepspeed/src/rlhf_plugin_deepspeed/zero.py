@@ -8,7 +8,7 @@ from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
-from rlhf_plugin_deepspeed.memory import bytes_per_parameter, states
+from rlhf_plugin_deepspeed.memory import states
 from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
@@ -127,7 +127,12 @@ def _choose_stage(
     if not mesh.memory:
         return allowed[0], "the device's memory is unknown"
     room = SHARE * mesh.memory - occupied
-    needed = {stage: _needed(config, resolved, shape, mesh, stage) for stage in allowed}
+    world, offloaded = mesh.shards.size, resolved.offload_optimizer
+    parts = {
+        stage: states(config, shape, stage=stage, world=world, offload_optimizer=offloaded)
+        for stage in allowed
+    }
+    needed = {stage: sum(sizes.values()) for stage, sizes in parts.items()}
     budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"
     if occupied:
         budget += f" less {gib(occupied)} GiB of other models"
@@ -139,22 +144,6 @@ def _choose_stage(
         least,
         f"no stage fits: {needed[least] / GIB:.1f} GiB of states, {budget}; offload or add ranks",
     )
-
-
-def _needed(config: Config, resolved: Resolved, shape: ModelShape, mesh: Mesh, stage: int) -> int:
-    """Return the bytes of states on each accelerator."""
-    parts = states(
-        config,
-        shape,
-        stage=stage,
-        world=mesh.shards.size,
-        offload_optimizer=resolved.offload_optimizer,
-    )
-    if resolved.offload_param:
-        # What is gathered at once.
-        size = bytes_per_parameter(config, shape, stage=stage)
-        parts["weights"] = 2 * shape.largest_layer * size.weight
-    return sum(parts.values())
 
 
 def _zero(

@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,33 @@ def test_bytecode_beside_its_sources_is_used(tmp_path: Path) -> None:
     assert start(tmp_path / "site") == []
     assert (tmp_path / "site" / "torch" / "__pycache__").exists()
     assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == []
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+while not list(Path(sys.argv[1]).rglob("torch/*/later.*.pyc")):
+    time.sleep(0.01)
+"""
+
+
+def test_what_no_bytecode_exists_for_is_compiled_before_it_is_imported(tmp_path: Path) -> None:
+    library = tmp_path / "site" / "torch"
+    for folder in ("nn", "testing", "nn/tests"):
+        (library / folder).mkdir(parents=True)
+        (library / folder / "later.py").touch()
+    (library / "__init__.py").touch()
+    paths = {"PYTHONPATH": str(library.parent), "RLHF_CACHE": str(tmp_path / "cache")}
+    environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
+    command = [sys.executable, "-c", IMPORTS + WAITS, str(tmp_path / "cache")]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    compiled = (tmp_path / "cache" / "bytecode").rglob("later.*.pyc")
+    assert [path.parent.name for path in compiled] == ["nn"]
+
+
+def test_compiling_ends_with_the_process_that_imports() -> None:
+    command = [sys.executable, "-m", "rlhf.launch.bytecode", str(os.getppid())]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
 
 
 def kernels_of(**variables: str) -> Path:

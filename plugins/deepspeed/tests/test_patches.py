@@ -171,7 +171,7 @@ def test_a_newer_deepspeed_gets_only_the_patches_for_correctness(monkeypatch):
     for module in (table, zero):
         monkeypatch.setattr(module, "installed_version", lambda: "0.19.9")
     run = configure(DeepSpeedConfig(stage=3))
-    plan = zero.plan(run, Mesh(), shape(), optimizer="AdamW", reason="")
+    plan = zero.plan(run, Mesh(), shape())
     assert plan.patches == needed
     assert plan.summary.endswith(
         ", correctness patches only (deepspeed 0.19.9 is newer than 0.19.8)"

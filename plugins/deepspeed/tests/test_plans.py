@@ -10,7 +10,6 @@ from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
 from rlhf_plugin_deepspeed import capabilities, zero
 from rlhf_plugin_deepspeed.memory import estimate
-from rlhf_plugin_deepspeed.optimizer import TORCH
 
 
 def test_auto_takes_the_first_stage_whose_states_fit():
@@ -25,7 +24,7 @@ def test_auto_takes_the_first_stage_whose_states_fit():
 def test_auto_takes_no_stage_at_which_layers_are_not_compiled(settings):
     run = evolve(config(), model=ModelConfig(dtype="bf16", **settings))
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=32 * GIB)
-    made = zero.plan(run, mesh, SHAPE, optimizer=TORCH, reason="")
+    made = zero.plan(run, mesh, SHAPE)
     assert made.stage == 2
 
 
@@ -164,7 +163,7 @@ def test_every_setting_that_deepspeed_would_choose_is_set():
 def test_models_that_are_loaded_leave_less_room_for_the_next():
     run = evolve(config(), model=ModelConfig(dtype="bf16"))
     mesh = Mesh(world=8, device=torch.device("cpu"), memory=80 * GIB)
-    made = zero.plan(run, mesh, SHAPE, optimizer=TORCH, reason="", occupied=16 * GIB)
+    made = zero.plan(run, mesh, SHAPE, occupied=16 * GIB)
     assert made.summary == (
         "ZeRO 2 (the first whose states fit: 26.25 GiB in 60% of 80.0 GiB less 16.0 GiB of other "
         "models), bf16, 8 ranks, torch AdamW (fused)"
@@ -176,7 +175,7 @@ def test_states_in_bf16_are_deepspeeds_own_settings():
     run = evolve(
         config(stage=1), model=ModelConfig(dtype="bf16"), optim=OptimConfig(states="bf16", clip=0.5)
     )
-    made = zero.plan(run, mesh, SHAPE, optimizer="AdamW", reason="")
+    made = zero.plan(run, mesh, SHAPE)
     assert made.settings["bf16"]["bf16_optimizer_states"] is True
     assert made.settings["zero_allow_untested_optimizer"] is True
 
@@ -191,6 +190,6 @@ def test_a_base_in_four_bits_is_counted_so():
     adapters = evolve(SHAPE, trainable=GIB // 100)
     mesh = Mesh(world=1, device=torch.device("cpu"), memory=24 * GIB)
     run = evolve(config(), model=ModelConfig(dtype="bf16", quantize="nf4"))
-    assert zero.plan(run, mesh, adapters, optimizer=TORCH, reason="").summary.startswith(
+    assert zero.plan(run, mesh, adapters).summary.startswith(
         "ZeRO 0 (the first whose states fit: 4.0"
     )

@@ -19,7 +19,7 @@ from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.memory import estimate
 from rlhf_plugin_deepspeed.mesh import axis_sizes
-from rlhf_plugin_deepspeed.weights import ZeroSharding, gathered
+from rlhf_plugin_deepspeed.weights import BackendSharding, gathered
 
 SETTINGS = {
     "stage": 3,
@@ -54,7 +54,7 @@ def run(case):
         loss = each(batch, losses)["loss"].sum()
     seen.append(copies(engine.module))
     # What leaves the device, and what is released with the model.
-    assert all(len(ZeroSharding().shards(item)) == 2 for item in module.parameters())
+    assert all(len(BackendSharding().shards(item)) == 2 for item in module.parameters())
     move_states(backend, reference)
     with torch.no_grad():
         frozen = float(reference(batch, losses)["loss"].sum()) / 8

@@ -23,13 +23,13 @@ def test_layers_with_the_same_input_share_the_sum_of_its_gradient(
     if recomputed:
         model.gradient_checkpointing_enable()
     sums: list[Any] = []
-    apply = tensor.SumGradient.apply
+    summed = tensor.with_summed_gradient
 
     def counted(*arguments: Any) -> Any:
         sums.append(arguments)
-        return apply(*arguments)
+        return summed(*arguments)
 
-    monkeypatch.setattr(tensor.SumGradient, "apply", counted)
+    monkeypatch.setattr(tensor, "with_summed_gradient", counted)
     model(torch.arange(8)[None]).logits.sum().backward()
     # One for the attention and one for the feed-forward part of each layer.
     assert len(sums) == passes * 2 * 3

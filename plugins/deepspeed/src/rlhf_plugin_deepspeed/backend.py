@@ -29,7 +29,6 @@ from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
 from rlhf_plugin_deepspeed.capabilities import check_sums
-from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.frozen import plan_frozen
@@ -75,11 +74,7 @@ class DeepSpeedBackend:
         model_shape = shape_of_part(model_shape, mesh.tensor.size)
         if not trained:
             return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
-        offloaded = resolve(config.backend_section).offload_optimizer
-        name, reason = optimizers.choose(config.optim, offloaded=offloaded)
-        return zero.plan(
-            config, mesh, model_shape, optimizer=name, reason=reason, occupied=occupied
-        )
+        return zero.plan(config, mesh, model_shape, occupied=occupied)
 
     @hookimpl
     def estimate_memory(

@@ -71,17 +71,15 @@ def _announced_if_long(operator: str) -> Iterator[None]:
 def _local_architecture() -> Iterator[None]:
     """Build for this machine's devices only: DeepSpeed cannot read entries such as "10.0a" in the
     variable."""
-    before = os.environ.get(ARCHITECTURES)
-    if torch.version.cuda and torch.cuda.is_available():
-        devices = range(torch.cuda.device_count())
-        capabilities = {torch.cuda.get_device_capability(device) for device in devices}
-        os.environ[ARCHITECTURES] = ";".join(
-            f"{major}.{minor}" for major, minor in sorted(capabilities)
-        )
+    if not (torch.version.cuda and torch.cuda.is_available()):
+        yield
+        return
+    before = {ARCHITECTURES: os.environ[ARCHITECTURES]} if ARCHITECTURES in os.environ else {}
+    devices = range(torch.cuda.device_count())
+    capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
+    os.environ[ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in capabilities)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(ARCHITECTURES, None)
-        else:
-            os.environ[ARCHITECTURES] = before
+        del os.environ[ARCHITECTURES]
+        os.environ.update(before)

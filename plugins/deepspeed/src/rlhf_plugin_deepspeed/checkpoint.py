@@ -142,7 +142,9 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
                 steps.append(torch.zeros(1))
                 saved.read(name, "step", 0, steps[-1])
         if steps:
-            optimizer.state[master]["step"] = _step(optimizer, master, int(max(steps)))
+            counts_in_tensors = not isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW)
+            step = torch.tensor(float(max(steps)), device=master.device)
+            optimizer.state[master]["step"] = step if counts_in_tensors else int(step)
     replay_steps(optimizer)
     _publish(engine, chain.from_iterable(by_master.values()))
 
@@ -238,10 +240,3 @@ def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
                 "optimizer"
             )
     return kinds
-
-
-def _step(optimizer: Optimizer, master: Tensor, step: int) -> Tensor | int:
-    """Return the number of updates as the optimizer keeps it: torch's as a tensor."""
-    if isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW):
-        return step
-    return torch.tensor(float(step), device=master.device)

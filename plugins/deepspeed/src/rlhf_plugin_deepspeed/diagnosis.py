@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops
 from deepspeed.ops.op_builder import builder as builders
@@ -17,25 +18,17 @@ from torch.utils import cpp_extension
 
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding
-from rlhf_plugin_deepspeed.capabilities import (
-    BEFORE,
-    CAPABILITIES,
-    LEAST,
-    check_version,
-)
+from rlhf_plugin_deepspeed.capabilities import BEFORE, CAPABILITIES, LEAST, check_version
 from rlhf_plugin_deepspeed.mesh import precisions
 from rlhf_plugin_deepspeed.patches.table import NEWEST
 from rlhf_plugin_deepspeed.versions import installed_version, older
-
-OPERATORS = {"CPUAdamBuilder": "deepspeed.offload_optimizer; torch's AdamW takes its place"}
-"""What each operator is for."""
 
 
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions, communication and operators."""
     version = installed_version()
     findings = [_version(version), *_too_new_for(version), _precisions(), _communication()]
-    return findings + [_operator(name) for name in OPERATORS]
+    return [*findings, _cpu_adam()]
 
 
 def _version(version: str) -> Finding:
@@ -70,15 +63,11 @@ def _too_new_for(version: str) -> Iterator[Finding]:
 
 def _precisions() -> Finding:
     here = precisions()
+    finding = Finding(subject="model.dtype", here=", ".join(here))
     if "bf16" in here:
-        return Finding(subject="model.dtype", here=", ".join(here))
-    return Finding(
-        subject="model.dtype",
-        here=", ".join(here),
-        state="optional",
-        feature="model.dtype bf16, the default",
-        remedy=f"set model.dtype to {here[-1]}",
-    )
+        return finding
+    feature, remedy = "model.dtype bf16, the default", f"set model.dtype to {here[-1]}"
+    return evolve(finding, state="optional", feature=feature, remedy=remedy)
 
 
 def _communication() -> Finding:
@@ -94,24 +83,19 @@ def _communication() -> Finding:
     )
 
 
-def _operator(name: str) -> Finding:
-    builder: Any = get_accelerator().create_op_builder(name)
+def _cpu_adam() -> Finding:
+    builder: Any = get_accelerator().create_op_builder("CPUAdamBuilder")
     library = Path(cpp_extension._get_build_directory(builder.name, False), f"{builder.name}.so")
+    here, remedy = "compiled", ""
     if installed_ops.get(builder.name) and accelerator_name == get_accelerator().device_name():
         here = "installed with DeepSpeed"
-    elif library.is_file():
-        here = "compiled"
-    else:
+    elif not library.is_file():
         here, remedy = _obstacle(builder)
-        if remedy:
-            return Finding(
-                subject=builder.name,
-                here=here,
-                state="optional",
-                feature=OPERATORS[name],
-                remedy=remedy,
-            )
-    return Finding(subject=builder.name, here=here)
+    finding = Finding(subject=builder.name, here=here)
+    if not remedy:
+        return finding
+    feature = "deepspeed.offload_optimizer; torch's AdamW takes its place"
+    return evolve(finding, state="optional", feature=feature, remedy=remedy)
 
 
 def _obstacle(builder: Any) -> tuple[str, str]:

@@ -44,29 +44,22 @@ def bytes_per_parameter(config: Config, shape: ModelShape, *, stage: int) -> Byt
 
 
 def states(
-    config: Config,
-    shape: ModelShape,
-    *,
-    stage: int,
-    world: int,
-    offload_optimizer: bool,
-    offload_param: bool = False,
-    gathered: int | None = None,
+    config: Config, shape: ModelShape, zero: Mapping[str, Any], *, world: int, gathered: int
 ) -> dict[str, int]:
-    """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each accelerator.
-    Stage 3 keeps `gathered` elements beside the shards, by default two layers."""
+    """Return the bytes of `weights`, `gradients`, `masters` and `optimizer` on each accelerator
+    with DeepSpeed's settings `zero`. Stage 3 keeps `gathered` elements beside the shards."""
+    stage, offloaded = zero["stage"], "offload_optimizer" in zero
     size = bytes_per_parameter(config, shape, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
-    updated = 0 if offload_optimizer else shape.trainable // (world if stage >= 1 else 1)
+    updated = 0 if offloaded else shape.trainable // (world if stage >= 1 else 1)
     if stage >= 2:
         # With the optimizer on the host, gradients are added up there.
-        gradients = 0 if offload_optimizer else gradients // world
+        gradients = 0 if offloaded else gradients // world
     if stage == 3:
-        second = config.backend_section.hpz_partition_size
-        shards = weights // world + (weights // second if second > 1 else 0)
-        gathered = 2 * shape.largest_layer if gathered is None else gathered
-        weights = (0 if offload_param else shards) + gathered * size.weight
+        second = zero.get("zero_hpz_partition_size")
+        shards = weights // world + (weights // second if second else 0)
+        weights = (0 if "offload_param" in zero else shards) + gathered * size.weight
     if config.model.quantize:
         whole = shape.head + shape.lookup + shape.trainable
         weights = int(size.weight * whole + NF4 * max(shape.parameters - whole, 0))
@@ -90,15 +83,7 @@ def estimate(
     on_host = "offload_param" in zero
     # On one rank the shards are the weights.
     gathered = min(shape.parameters, MOST_LIVE) if on_host or world > 1 else 0
-    parts = states(
-        config,
-        shape,
-        stage=plan.stage,
-        world=world,
-        offload_optimizer=offloaded,
-        offload_param=on_host,
-        gathered=gathered,
-    )
+    parts = states(config, shape, zero, world=world, gathered=gathered)
     host = shape.parameters * size.weight // world if on_host else 0
     if not trained:
         return {"weights": parts["weights"], "host": host}

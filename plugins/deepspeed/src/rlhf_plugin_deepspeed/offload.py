@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf.engine import StateKind
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
-from rlhf_plugin_deepspeed.weights import ZeroSharding
+from rlhf_plugin_deepspeed.weights import BackendSharding
 
 PIECE = 1 << 28
 """Bytes that are copied at once: torch rounds an allocation of pinned memory up to a power of 2."""
@@ -106,7 +106,7 @@ def _tensors(engine: InferenceEngine, kind: StateKind) -> Iterator[Tensor]:
     if kind == "weights":
         for parameter in engine.module.parameters():
             yield parameter
-            yield from ZeroSharding().shards(parameter)
+            yield from BackendSharding().shards(parameter)
         yield from engine.module.buffers()
     elif not isinstance(engine, TrainingEngine):
         return

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome
+from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
@@ -39,7 +39,7 @@ from rlhf_plugin_deepspeed.stepping import (
 )
 from rlhf_plugin_deepspeed.tensor import divide
 from rlhf_plugin_deepspeed.versions import installed_version, older
-from rlhf_plugin_deepspeed.weights import sharded_creation
+from rlhf_plugin_deepspeed.weights import BackendSharding, sharded_creation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -174,6 +174,7 @@ def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
         if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype).contiguous()
     if plan.tensor > 1:
+        register_sharding(BackendSharding())
         divide(model, mesh.tensor)
     if plan.stage < 3:
         return []

@@ -7,6 +7,7 @@ size (Zamirai et al., arXiv 2010.06192, section 4).
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,15 +42,12 @@ class RoundedAdamW(Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         for index, group in enumerate(self.param_groups):
-            by_step: dict[int, list[tuple[Tensor, ...]]] = {}
+            by_step: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self._advanced(parameter)
-                    moments = (state["exp_avg"], state["exp_avg_sq"])
-                    tensors = (parameter, parameter.grad, *moments)
-                    by_step.setdefault(state["step"], []).append(
-                        tuple(tensor.view(-1) for tensor in tensors)
-                    )
+                    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                    by_step[state["step"]].append(tuple(tensor.view(-1) for tensor in tensors))
             for step, tensors_of_step in by_step.items():
                 update(
                     tensors_of_step,

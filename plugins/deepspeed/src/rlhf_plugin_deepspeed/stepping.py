@@ -116,9 +116,7 @@ def whole_norm(module: nn.Module, axis: Axis) -> Tensor:
         # What tensor ranks hold alike counts on the first.
         trained = (item for item in module.parameters() if item.requires_grad)
         counted = [grad for grad, item in zip(counted, trained, strict=True) if part_of(item)]
-        if not counted:
-            device = next(module.parameters()).device
-            return axis.sum(torch.zeros((), device=device)).sqrt()
+        counted = counted or [torch.zeros((), device=next(module.parameters()).device)]
     norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     return norm if axis.size == 1 else axis.sum(norm.square()).sqrt()

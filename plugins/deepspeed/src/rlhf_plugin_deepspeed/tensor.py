@@ -8,7 +8,7 @@ without an engine; its first forward also compares the ranks' inputs and needs t
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from rlhf.engine import Axis, ModelShape, register_sharding
+from rlhf.engine import Axis, ModelShape
 from rlhf.errors import RLHFError
 
 DIMS = {"colwise": 0, "rowwise": 1}
@@ -55,20 +55,6 @@ class Part:
         return torch.cat(parts, self.dim).to(part.device)
 
 
-@frozen
-class TensorSharding:
-    """What core asks of divided parameters (`rlhf.engine.Sharding`)."""
-
-    def whole_shape(self, parameter: Tensor) -> torch.Size | None:
-        """Return the shape of the whole parameter; None for one that is not divided."""
-        part = part_of(parameter)
-        return None if part is None else part.shape
-
-    def shards(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Return nothing: the parameter itself is the part."""
-        return ()
-
-
 def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
     """Raise RLHFError unless the layers of a model can be divided over `size` ranks."""
     if shape.tensor % size == 0:
@@ -100,19 +86,12 @@ def part_of(parameter: Tensor) -> Part | None:
     return getattr(parameter, PART, None)
 
 
-def whole(parameter: Tensor) -> Tensor:
-    """Return the value of a parameter, gathered over the tensor axis. Collective."""
-    part = part_of(parameter)
-    return parameter.detach() if part is None else part.whole(parameter.detach())
-
-
 def divide(model: nn.Module, axis: Axis) -> None:
     """Divide the layers of `model` over the ranks of `axis`, in place."""
-    register_sharding(TensorSharding())
     shared = Shared(axis)
     for module, style in planned(model):
         if style == "colwise":
-            module.register_forward_pre_hook(partial(_share, shared))
+            module.register_forward_pre_hook(shared)
         elif style == "rowwise":
             linear: Any = getattr(module, "base_layer", module)
             if linear.bias is not None:
@@ -159,30 +138,24 @@ class Shared:
         self._axis = axis
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, value: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not value.requires_grad:
-            return value
-        if self._last is None or self._last[0] is not value:
-            self._last = (value, SumGradient.apply(value, self._axis))
-        return self._last[1]
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        value, *others = inputs
+        if torch.is_grad_enabled() and value.requires_grad:
+            if self._last is None or self._last[0] is not value:
+                self._last = (value, with_summed_gradient(value, self._axis))
+            value = self._last[1]
+        return value, *others
 
     def release(self, *_: Any) -> None:
         """Forget the input, after the layer that follows its readers."""
         self._last = None
 
 
-class SumGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over the axis."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return value.view_as(value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(ctx.axis, gradient), None
+def with_summed_gradient(value: Tensor, axis: Axis) -> Tensor:
+    """Return a view of `value` whose gradient is summed over the axis."""
+    shared = value.view_as(value)
+    shared.register_hook(partial(_summed, axis))
+    return shared
 
 
 class Sum(torch.autograd.Function):
@@ -196,10 +169,6 @@ class Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _share(shared: Shared, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return shared(inputs[0]), *inputs[1:]
 
 
 def _product(linear: nn.Linear, value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
-from rlhf_plugin_deepspeed.tensor import whole
+from rlhf_plugin_deepspeed.tensor import part_of
 
 GENERATION = -1
 """Stands for a module among those that use a weight, whose numbers begin at 0."""
@@ -27,15 +27,18 @@ values."""
 
 
 @frozen
-class ZeroSharding:
-    """What core asks of DeepSpeed's sharded parameters (`rlhf.engine.Sharding`)."""
+class BackendSharding:
+    """What core asks of parameters that ZeRO-3 shards or that the tensor axis divides
+    (`rlhf.engine.Sharding`)."""
 
     def whole_shape(self, parameter: Tensor) -> torch.Size | None:
-        """Return the shape before sharding; None for a parameter that DeepSpeed does not shard."""
-        return getattr(parameter, "ds_shape", None)
+        """Return the shape of the whole parameter; None if this rank has all of it."""
+        part = part_of(parameter)
+        return getattr(parameter, "ds_shape", None) if part is None else part.shape
 
     def shards(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Return this rank's shard, and that of the second copy if there is one."""
+        """Return ZeRO-3's shard, and that of the second copy if there is one; the part of a divided
+        parameter is the parameter itself."""
         held = (getattr(parameter, f"ds_{name}", None) for name in ("tensor", "secondary_tensor"))
         return [shard for shard in held if shard is not None]
 
@@ -47,7 +50,7 @@ def sharded_creation(
     `module` are sharded at once."""
     if plan.stage < 3:
         return nullcontext()
-    register_sharding(ZeroSharding())
+    register_sharding(BackendSharding())
     replace_linear(plan.patches)
     zero = plan.settings["zero_optimization"]
     second = "zero_hpz_partition_size" in zero
@@ -93,7 +96,8 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
         if trained_only and not parameter.requires_grad:
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            value = whole(parameter)
+            part, value = part_of(parameter), parameter.detach()
+            value = value if part is None else part.whole(value)
             value = value.to("cpu", copy=True) if first else torch.empty(0)
         for name in aliases:
             yield name, value

@@ -9,6 +9,7 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import states
+from rlhf_plugin_deepspeed.optimizer import choose
 from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
@@ -22,23 +23,15 @@ LEAST_BUCKET = 50_000_000
 to BUCKET. At 1.5B as fast as BUCKET, in less memory."""
 
 
-def plan(
-    config: Config,
-    mesh: Mesh,
-    shape: ModelShape,
-    *,
-    optimizer: str,
-    reason: str,
-    occupied: int = 0,
-) -> Plan:
-    """Return the plan for a trained model of `shape` on the accelerators of `mesh`. `optimizer` is
-    its optimizer's name and `reason` says why it is not DeepSpeed's. Other models take `occupied`
-    bytes of each accelerator."""
+def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> Plan:
+    """Return the plan for a trained model of `shape` on the accelerators of `mesh`, of each of
+    which other models take `occupied` bytes."""
     resolved = resolve(config.backend_section)
     stage, why = resolved.stage, ""
     if stage == "auto":
         stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
+    optimizer, reason = choose(config.optim, offloaded=resolved.offload_optimizer)
     made = plan_at(config, mesh, shape, evolve(resolved, stage=stage), why=why, trained=optimizer)
     skips = resolved.offload_optimizer and config.backend_section.offload_states == "always"
     more = ", so that offload_states is skipped" * skips + f" ({reason})" * bool(reason)
@@ -127,12 +120,12 @@ def _choose_stage(
     if not mesh.memory:
         return allowed[0], "the device's memory is unknown"
     room = SHARE * mesh.memory - occupied
-    world, offloaded = mesh.shards.size, resolved.offload_optimizer
-    parts = {
-        stage: states(config, shape, stage=stage, world=world, offload_optimizer=offloaded)
-        for stage in allowed
-    }
-    needed = {stage: sum(sizes.values()) for stage, sizes in parts.items()}
+    needed = {}
+    for each in allowed:
+        zero = _zero(each, config.backend_section, resolved, shape, mesh)
+        gathered = 2 * shape.largest_layer
+        parts = states(config, shape, zero, world=mesh.shards.size, gathered=gathered)
+        needed[each] = sum(parts.values())
     budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"
     if occupied:
         budget += f" less {gib(occupied)} GiB of other models"

@@ -2,7 +2,7 @@
 what fits, and what a run would choose. Reads no weights and starts no process group."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def plan_command(
         "fits": chosen.fits,
         "faster": chosen.faster(),
         "lighter": chosen.lighter(),
-        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.trained),
+        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.run.trained.values()),
         "layouts": rows,
     }
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, request)))
@@ -89,7 +89,7 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
     }
 
 
-def checkpoint_bytes(config: Config, trained: Sequence[Role]) -> int:
+def checkpoint_bytes(config: Config, trained: Iterable[Role]) -> int:
     """Return the bytes of a checkpoint: of each trained weight the highest precision and
     the optimizer's states, and frozen weights unless they are the base of an adapter."""
     size = 2 if config.optim.states == "bf16" else 4

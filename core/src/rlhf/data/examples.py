@@ -121,10 +121,7 @@ class Examples(Sequence[Example]):
     """All examples of a run. Reading one copies nothing; pickling keeps the paths of its files."""
 
     def __init__(
-        self,
-        parts: Sequence[Part],
-        report: Report,
-        computed: Mapping[str, Any] | None = None,
+        self, parts: Sequence[Part], report: Report, computed: Mapping[str, Any] | None = None
     ) -> None:
         """`computed` holds further values per token by name: for each part something that gives a
         list of one array per answer for the number of an example in the part's file."""

@@ -135,12 +135,6 @@ class RunOrder:
         paths = np.array([span[0] + max(span[1:]) for span in spans])
         positions = layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
         own = [by_rank[self.rank] for by_rank in positions]
-        packed = [
-            pack(
-                examples, places.tolist(), round_to=self.round_to, at_most=self.config.batch.budget
-            )
-            for places in own
-        ]
         per_epoch = self.steps_per_epoch * passes
         totals = {
             "examples": len(examples),
@@ -161,8 +155,8 @@ class RunOrder:
             micro=[rows[places] for places in own],
         )
         return plan, [
-            attrs.evolve(batch, rows=tuple(micro.tolist()))
-            for batch, micro in zip(packed, plan.micro, strict=True)
+            attrs.evolve(self._pack(examples, places), rows=tuple(rows[places].tolist()))
+            for places in own
         ]
 
     def micro_batches(self, numbers: Iterable[int]) -> Iterator[Rows | SurveyRows]:
@@ -174,12 +168,9 @@ class RunOrder:
 
     def __getitem__(self, rows: Rows | SurveyRows) -> PackedBatch:
         """Return one micro-batch of the plan, packed."""
-        examples: Any = self.examples
         if isinstance(rows, SurveyRows):
-            examples, rows = self.surveyed(rows.epoch), rows.rows
-        return pack(
-            examples, rows.tolist(), round_to=self.round_to, at_most=self.config.batch.budget
-        )
+            return self._pack(self.surveyed(rows.epoch), rows.rows)
+        return self._pack(self.examples, rows)
 
     def surveyed(self, epoch: int) -> Packable:
         """Return the examples that the survey sees in this epoch: those of the loss unless the
@@ -193,6 +184,10 @@ class RunOrder:
             self._surveyed.clear()
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
+
+    def _pack(self, examples: Any, rows: Rows) -> PackedBatch:
+        budget = self.config.batch.budget
+        return pack(examples, rows.tolist(), round_to=self.round_to, at_most=budget)
 
     def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
         """Numbers of examples as `[micro][rank]`."""

@@ -6,14 +6,7 @@ from pathlib import Path
 
 from rlhf.config.sections import CheckpointConfig
 from rlhf.errors import RLHFError
-from rlhf.folder.checkpoints import (
-    ASIDE,
-    MANIFEST,
-    REPLACED,
-    all_checkpoints,
-    step_folder,
-    step_of,
-)
+from rlhf.folder.checkpoints import ASIDE, MANIFEST, REPLACED, all_checkpoints, step_folder, step_of
 
 GB = 10**9
 

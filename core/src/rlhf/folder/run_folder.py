@@ -7,7 +7,7 @@ import platform
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -131,17 +131,15 @@ def _check_settings(request: Request, folder: Path) -> None:
 
 def is_running(folder: Path) -> bool:
     """Return whether a run is writing to this folder."""
-    lock = FileLock(folder / ".lock")
+    lock = folder / ".lock"
     try:
         # A lock is not created where no run was.
-        if (folder / ".lock").exists():
-            lock.acquire(blocking=False)
-            lock.release()
+        with FileLock(lock).acquire(blocking=False) if lock.exists() else nullcontext():
+            return False
     except Timeout:
         return True
     except (OSError, NotImplementedError):
         return False  # Of a folder that cannot be written.
-    return False
 
 
 def logged(

@@ -26,15 +26,7 @@ from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
-from rlhf.model.role import (
-    POLICY,
-    ModelSpec,
-    Role,
-    config_with,
-    layouts_of,
-    memory_of,
-    plan_model,
-)
+from rlhf.model.role import POLICY, ModelSpec, Role, config_with, layouts_of, memory_of, plan_model
 from rlhf.model.shape import shape_of
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
@@ -66,11 +58,6 @@ class Rehearsed:
     def policy(self) -> Role:
         """The trained model."""
         return self.run.roles[POLICY]
-
-    @property
-    def trained(self) -> list[Role]:
-        """The trained models."""
-        return list(self.run.trained.values())
 
     @property
     def lighter(self) -> tuple[str, ...]:

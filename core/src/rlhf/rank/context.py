@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 from attrs import define, field
@@ -128,20 +129,11 @@ class RunContext(RunModels):
             free(parameter)
 
     def sample(
-        self,
-        engine: Engine,
-        prompts: Sequence[Sequence[int]],
-        *,
-        seeds: Sequence[int],
-        max_new_tokens: int,
-        temperature: float = 1.0,
+        self, engine: Engine, prompts: Sequence[Sequence[int]], **options: Any
     ) -> list[Sample]:
         """See `rlhf.trainer.Run`."""
         with self.phases("generation", running=engine):
-            return sample(
-                self, engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens,
-                temperature=temperature,
-            )  # fmt: skip
+            return sample(self, engine, prompts, **options)
 
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume

@@ -43,7 +43,7 @@ def sample(
     *,
     seeds: Sequence[int],
     max_new_tokens: int,
-    temperature: float,
+    temperature: float = 1.0,
 ) -> list[Sample]:
     """Return an answer to each prompt, drawn from the engine's own distribution, including the
     token that ends it (EOS, or the last token of a trained turn) if it was reached.

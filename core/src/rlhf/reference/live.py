@@ -100,13 +100,7 @@ class Follower:
 
 
 def choose_mode(
-    config: Config,
-    mode: ReferenceMode,
-    *,
-    num_rows: int,
-    steps: int,
-    every: int | None,
-    live: bool,
+    config: Config, mode: ReferenceMode, *, num_rows: int, steps: int, every: int | None, live: bool
 ) -> tuple[ChosenMode, str]:
     """Return the mode for a run of `steps` over `num_rows` rows, and the reason. Raises RLHFError
     for a mode that the configuration does not allow."""

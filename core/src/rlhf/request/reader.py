@@ -17,13 +17,7 @@ from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
 from rlhf.request.observer_settings import as_sections, observers_class
 from rlhf.request.rules import contradictions, missing_inputs
-from rlhf.request.settings_tree import (
-    load_recorded,
-    load_yaml,
-    merge,
-    nested,
-    without_removed,
-)
+from rlhf.request.settings_tree import load_recorded, load_yaml, merge, nested, without_removed
 from rlhf.request.words import parse_words
 
 

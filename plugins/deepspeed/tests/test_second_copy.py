@@ -13,11 +13,10 @@ from rlhf.plugin import ModelConfig
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch, move_states
 from rlhf.testing.ranks import shared
-from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
-from rlhf_plugin_deepspeed.memory import estimate
+from rlhf_plugin_deepspeed.memory import estimate, states
 from rlhf_plugin_deepspeed.mesh import axis_sizes
 from rlhf_plugin_deepspeed.weights import BackendSharding, gathered
 
@@ -144,8 +143,9 @@ def test_the_plan_and_the_estimate_count_it():
     assert twice.summary == (
         "ZeRO 3, bf16, 16 ranks, a second copy of the weights over 4 ranks, torch AdamW (fused)"
     )
-    needed = zero._needed(half(**settings), Resolved(stage=3), SHAPE, Mesh(world=16), 3)
-    assert needed / GIB == 11.5
+    sharded, two_layers = twice.settings["zero_optimization"], 2 * SHAPE.largest_layer
+    needed = states(half(), SHAPE, sharded, world=16, gathered=two_layers)
+    assert sum(needed.values()) / GIB == 11.5
     parts = [estimate(half(), made, SHAPE, world=16, trained=True) for made in (once, twice)]
     assert parts[1]["weights"] - parts[0]["weights"] == 14 * GIB // 4
     run = evolve(config(frozen=3, **settings), model=ModelConfig(dtype="bf16"))

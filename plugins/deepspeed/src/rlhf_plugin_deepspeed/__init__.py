@@ -1,5 +1,4 @@
-"""The DeepSpeed backend. Its record is light: a typo in a config is an error before torch is
-imported."""
+"""The DeepSpeed backend. Its record imports no torch, so a typo in a config is told at once."""
 
 from rlhf.plugin import BackendPlugin
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check, defaults

@@ -2,6 +2,7 @@
 
 from rlhf_plugin_deepspeed.quiet import silenced  # isort: skip
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -145,8 +146,7 @@ class DeepSpeedBackend:
     @hookimpl
     @contextmanager
     def generation_context(self, engine: InferenceEngine) -> Iterator[None]:
-        """Switch to evaluation mode without gradient, and back to the mode before. Weights are
-        whole meanwhile, if there is room."""
+        """Switch to evaluation mode without gradient and back; weights are whole if they fit."""
         was_training = engine.module.training
         engine.eval()
         try:
@@ -170,7 +170,10 @@ class DeepSpeedBackend:
         run_scope.close()
         # A group that was running before belongs to its owner.
         if self._started_group:
-            meshes.leave()
+            distributed.destroy_process_group()
+            if "RANK" not in os.environ:
+                # Without a launcher `join` set it, and half a rendezvous is refused.
+                os.environ.pop("LOCAL_RANK", None)
         return True
 
     @hookimpl

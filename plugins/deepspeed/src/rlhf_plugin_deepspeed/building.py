@@ -69,8 +69,7 @@ def _announced_if_long(operator: str) -> Iterator[None]:
 
 @contextmanager
 def _local_architecture() -> Iterator[None]:
-    """Build for this machine's devices only: DeepSpeed cannot read entries such as "10.0a" in the
-    variable."""
+    """Build for this machine's devices only: DeepSpeed cannot read all entries, such as "10.0a"."""
     if not (torch.version.cuda and torch.cuda.is_available()):
         yield
         return

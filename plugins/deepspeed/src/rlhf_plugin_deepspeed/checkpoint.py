@@ -1,5 +1,4 @@
-"""An engine's state as the fragments that this rank holds, at any stage; checkpoints are made of
-them."""
+"""An engine's state as the fragments that this rank holds, of which checkpoints are made."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -195,8 +194,7 @@ def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
 
 
 def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
-    """Yield frozen weights and the buffers of the state dict; none where only an adapter is
-    trained."""
+    """Yield frozen weights and the buffers of the state dict; none beside an adapter."""
     if is_adapter(engine.module):
         return
     for name, parameter in engine.module.named_parameters():
@@ -228,8 +226,7 @@ def _scaler(engine: TrainingEngine) -> Any:
 
 
 def _kinds(optimizer: Optimizer, master: Tensor) -> list[str]:
-    """Return the names of an optimizer's states of one tensor. Raises RLHFError for one that cannot
-    be divided as the weights are."""
+    """Return the kinds of a tensor's states. Raises RLHFError for one that cannot be divided."""
     kinds = [kind for kind in optimizer.state[master] if kind != "step"]
     for kind in kinds:
         value = optimizer.state[master][kind]

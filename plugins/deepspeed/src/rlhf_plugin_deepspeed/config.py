@@ -15,8 +15,7 @@ optional = validators.optional
 
 @frozen(kw_only=True)
 class Resolved:
-    """What a preset sets, and the section with its preset filled in; `stage` is "auto" until the
-    model's size is known."""
+    """What a preset sets, and the section with its preset filled in."""
 
     stage: int | str
     offload_optimizer: bool = False
@@ -193,8 +192,7 @@ class DeepSpeedConfig:
 
 
 def resolve(section: DeepSpeedConfig) -> Resolved:
-    """Return the section with the preset's values where it sets none. Raises RLHFError where it
-    contradicts the preset."""
+    """Return the section with its preset filled in. Raises RLHFError where they contradict."""
     preset = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
     if preset is None:
         only_3 = section.offload_param or section.hpz_partition_size > 1
@@ -226,8 +224,7 @@ def defaults(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(config: Any) -> None:
-    """Refuse what cannot run or would have no effect, before anything heavy is imported. Raises
-    RLHFError."""
+    """Raise RLHFError for what cannot run or would have no effect, without heavy imports."""
     section, precision, version = config.backend_section, config.model.dtype, installed_version()
     check_version(version)
     resolved = resolve(section)

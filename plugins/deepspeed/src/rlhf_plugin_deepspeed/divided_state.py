@@ -15,8 +15,7 @@ STEP = "step"
 
 
 def of_whole(fragments: Iterable[Fragment], module: nn.Module, mesh: Mesh) -> Iterator[Fragment]:
-    """Yield what this rank writes of `fragments`, whose places are those in its parts. Collective
-    over the tensor axis."""
+    """Yield what this rank writes of `fragments` of its parts. Collective over the tensor axis."""
     parts = _parts(module)
     for item in fragments:
         part = parts.get(item.name)
@@ -73,9 +72,8 @@ def _share(item: Fragment, axis: Axis) -> Fragment:
 
 
 def _columns(item: Fragment, part: Part) -> Iterator[Fragment]:
-    """Yield fragments of a whole matrix for a fragment of this rank's columns, which is flat, row
-    by row. Its ends may be parts of a row; the ranks of the axis share the whole rows between
-    them."""
+    """Yield fragments of a whole matrix for a flat one of this rank's columns. Its ends may be
+    parts of a row; the ranks of the axis share the whole rows between them."""
     axis, width = part.axis, part.shape[1]
     own = width // axis.size
     head = min(-item.offset % own, item.values.numel())

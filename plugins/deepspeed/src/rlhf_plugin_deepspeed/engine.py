@@ -21,8 +21,7 @@ class InferenceEngine:
     module: Any
     """What was prepared, unwrapped."""
     runner: Any
-    """What is called: DeepSpeed's engine, or the module itself if it is not trained below stage
-    3."""
+    """What is called: DeepSpeed's engine, or below stage 3 a frozen module itself."""
     role: str
     plan: Plan
     mesh: Mesh
@@ -71,8 +70,7 @@ class TrainingEngine(InferenceEngine):
         return self.runner
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss`, to be summed over ranks with the step's `last` micro-batch.
-        Collective."""
+        """Add the gradient of `loss`; the step's `last` completes the sums. Collective."""
         self.deepspeed.set_gradient_accumulation_boundary(last)
         if self.order is not None:
             self.order.begin(last=last)
@@ -89,8 +87,7 @@ class TrainingEngine(InferenceEngine):
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> StepOutcome | LaterOutcome:
-        """Clip, update, clear the gradients, advance the schedule. A gradient that is not finite on
-        some rank moves no weight."""
+        """Clip, update, clear the gradients, advance the schedule; see `rlhf.engine.Engine`."""
         return self.take_step(self)
 
     def loss_scale(self) -> float:

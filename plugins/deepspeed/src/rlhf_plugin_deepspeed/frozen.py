@@ -27,9 +27,9 @@ WAYS: Mapping[Way, Resolved] = {
 def plan_frozen(
     config: Config, mesh: Mesh, shape: ModelShape, *, role: str, occupied: int = 0
 ) -> Plan:
-    """Return the plan for a model that is not trained: whole on every rank if that leaves room,
-    else in shards, else in shards on the CPU. Other models take `occupied` bytes of each
-    accelerator. Raises RLHFError where `deepspeed.frozen` cannot be combined with the model."""
+    """Return the plan of a model that is not trained: whole on every rank if that leaves room, else
+    in shards, else in shards on the CPU. Others take `occupied` bytes of each accelerator. Raises
+    RLHFError where `deepspeed.frozen` cannot be combined with the model."""
     setting = config.backend_section.frozen
     plans = {name: plan_at(config, mesh, shape, WAYS[name]) for name in _frozen_ways(config)}
     sizes = {

@@ -21,11 +21,7 @@ MARK = "ds_z3_leaf_module"
 
 def mark_layers(model: nn.Module, patches: Collection[str]) -> list[nn.Module]:
     """Make the decoder's layers leaves for ZeRO-3 and return them: none where layers share weights,
-    and in a model that is trained none with experts or without the patch `leaf-layers`.
-
-    DeepSpeed then handles one module per layer instead of a dozen, each with collectives and
-    bookkeeping of its own on the host.
-    """
+    and in a model that is trained none with experts or without the patch `leaf-layers`."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if trained and (expert_blocks(model) or "leaf-layers" not in patches):
         return []
@@ -45,8 +41,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def reduced_by_parameter(layers: list[nn.Module]) -> Iterator[None]:
-    """In this context DeepSpeed's initialization reduces the gradients of these leaves one by
-    one."""
+    """Let DeepSpeed's initialization reduce the gradients of these leaves one by one."""
     if not layers:
         yield
         return

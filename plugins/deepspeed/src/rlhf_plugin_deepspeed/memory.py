@@ -1,5 +1,4 @@
-"""What DeepSpeed keeps on each accelerator, after the ZeRO paper (arXiv 1910.02054, section 3) and
-by its own buffers."""
+"""What DeepSpeed keeps on each accelerator (arXiv 1910.02054, section 3), with its buffers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -114,8 +113,7 @@ def _buffers(
         return {"buffers": 0 if offloaded else gradients, "reducing": 2 * bucket}
     buffers = {"buffers": bucket * (2 if zero.get("overlap_comm") else 1)}
     if offloaded:
-        # Sums come back from the host through room for the largest parameter, which is no larger
-        # than a layer or an embedding.
+        # Sums come back from the host through room for the largest parameter, at most a layer.
         buffers["buffers"] += min(shape.largest_layer, shape.trainable) * size.weight
     elif zero["stage"] == 2:
         # The gradients of a micro-batch come beside the sums of earlier ones.

@@ -36,8 +36,7 @@ ACROSS = {
 
 
 def join(config: Config, *, timeout: timedelta) -> Mesh:
-    """Join the launcher's process group or one that has been started; without either, start a group
-    of one process."""
+    """Join the launcher's process group or one that is running, else start one of one process."""
     accelerator = get_accelerator()
     expand_segments(accelerator.device_name())
     _check_precision(config.model.dtype)
@@ -72,9 +71,8 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 
 
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
-    """Return the sizes of the axes on this number of ranks. Raises RLHFError if one, or the number
-    of ranks that share a second copy of the weights, does not divide them, or for two axes at
-    once."""
+    """Return the sizes of the axes. Raises RLHFError if a setting does not divide the ranks, or for
+    a sequence and a tensor axis at once."""
     section = config.backend_section
     for setting in ("sequence_parallel", "tensor_parallel", "hpz_partition_size"):
         size = getattr(section, setting)
@@ -94,9 +92,8 @@ def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
 
 
 def with_groups(rank: int, sizes: Mapping[str, int], *, timeout: timedelta) -> dict[str, Axis]:
-    """Return the axes of these sizes as `rank` sees them, each with its process group. An axis of
-    one rank or of all ranks needs none of its own, except `shards`, whose group DeepSpeed is told.
-    Collective."""
+    """Return the axes as `rank` sees them, with their process groups. Collective. An axis of one
+    rank or of all ranks needs none of its own, except `shards`, whose group DeepSpeed is told."""
     world = distributed.get_world_size()
     places = [axes(other, **sizes) for other in range(world)]
     own = places[rank]
@@ -154,14 +151,6 @@ def seed(value: int, *, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
-
-
-def leave() -> None:
-    """End the process group, so that a later run can start one."""
-    distributed.destroy_process_group()
-    if "RANK" not in os.environ:
-        # Without a launcher `join` set it, and half a rendezvous is refused.
-        os.environ.pop("LOCAL_RANK", None)
 
 
 def precisions() -> list[str]:

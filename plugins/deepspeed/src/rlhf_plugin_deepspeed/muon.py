@@ -138,8 +138,7 @@ class Exchange:
 
 
 def _orthogonalize(parameter: Tensor, fragments: Sequence[Tensor]) -> None:
-    """Replace the values of a matrix that consists of these fragments. Collective over the tensor
-    axis if it is divided."""
+    """Make a matrix of these fragments orthogonal. Collective over an axis that divides it."""
     part, matrix = part_of(parameter), torch.cat(list(fragments))
     if part is None:
         matrix = orthogonal(matrix.view(whole_shape(parameter)))
@@ -150,8 +149,7 @@ def _orthogonalize(parameter: Tensor, fragments: Sequence[Tensor]) -> None:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix, or a stack of them, with singular values of about 1, by Newton-Schulz
-    iterations in its dtype."""
+    """Return matrices with singular values of about 1, by Newton-Schulz iterations."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     stack = (matrix.mT if is_tall else matrix).reshape(-1, *sorted(matrix.shape[-2:]))
     stack = stack / torch.linalg.matrix_norm(stack, keepdim=True).clamp(min=1e-7)

@@ -1,5 +1,4 @@
-"""An engine's states on the host while a phase of the run does not need them, by kind, at any
-stage.
+"""An engine's states on the host while a phase of the run does not need them, by kind.
 
 The memory of a tensor's storage is released and allocated again, as in FSDP (arXiv 2304.11277,
 section 4.1). Tensors keep their identity, so that every view of a flat buffer that DeepSpeed or an
@@ -54,8 +53,7 @@ class HostCopy:
 
 
 def offload(engine: InferenceEngine, kinds: Collection[StateKind]) -> int:
-    """Move these kinds of states to the host; returns the bytes that this releases on the
-    device."""
+    """Move these kinds of states to the host; returns the bytes that this frees on the device."""
     accelerator = get_accelerator()
     # Other streams may still write what is copied.
     accelerator.synchronize()

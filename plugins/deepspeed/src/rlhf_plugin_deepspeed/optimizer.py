@@ -23,8 +23,7 @@ TITLES = {"lion": "Lion", "muon": "Muon with AdamW", "sgd": "SGD with momentum"}
 
 
 def choose(config: OptimConfig, *, offloaded: bool) -> tuple[str, str]:
-    """Return the optimizer's name, and for `offloaded` states why it is not DeepSpeed's; the same
-    on every rank of a host."""
+    """Return the optimizer's name, and for `offloaded` states why it is not DeepSpeed's."""
     if config.name in TITLES:
         return TITLES[config.name], ""
     if config.states == "bf16":
@@ -76,8 +75,7 @@ def forget_first_step(optimizer: Optimizer) -> None:
 
 @contextmanager
 def rate_zero(optimizer: Optimizer) -> Iterator[None]:
-    """Set learning rates to 0 in this context, so that a step that DeepSpeed takes at start-up does
-    not decay a weight."""
+    """Set learning rates to 0, so that a step that DeepSpeed takes at start-up decays nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from rlhf.engine import LaterOutcome, Mesh, Plan, StepOutcome, register_sharding
+from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
@@ -29,14 +29,7 @@ from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
     update_weights_themselves,
 )
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.stepping import (
-    CHECKS_BY_NORM,
-    mastered_step,
-    plain_step,
-    rounded_step,
-    sharded_step,
-    stage_3_step,
-)
+from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_masters
 from rlhf_plugin_deepspeed.tensor import divide
 from rlhf_plugin_deepspeed.versions import installed_version, older
 from rlhf_plugin_deepspeed.weights import BackendSharding, sharded_creation
@@ -64,7 +57,7 @@ def prepare_training(
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
-    if plan.stage == 0 and not _is_plain(plan):
+    if plan.stage == 0 and has_masters(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
     if scaler is not None and plan.precision == "fp16":
@@ -78,7 +71,7 @@ def prepare_training(
         schedule=schedule,
         order=_patch_stages_1_and_2(runner.optimizer, model, plan),
         fence=_patch_stage_3(runner.optimizer, plan),
-        take_step=_choose_step(runner, plan),
+        take_step=choose_step(runner, plan),
     )
     if isinstance(optimizer, Muon):
         optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
@@ -99,8 +92,7 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
 
 
 def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Raise RLHFError if the frozen model's results have a graph: in backward DeepSpeed would fail,
-    with a message about other settings."""
+    """Raise RLHFError if a frozen model's results have a graph; DeepSpeed's error would mislead."""
     if any(isinstance(item, torch.Tensor) and item.requires_grad for item in tree_leaves(outputs)):
         raise RLHFError(
             f"a gradient flows through the {role}, which is frozen and in shards; detach what the "
@@ -113,7 +105,7 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
     DeepSpeed writes into the dictionary."""
     settings = copy.deepcopy(plan.settings)
     zero = settings["zero_optimization"]
-    if rounded or _is_plain(plan) or (plan.stage == 0 and mesh.tensor.size > 1):
+    if rounded or (plan.stage == 0 and (mesh.tensor.size > 1 or not has_masters(plan))):
         # Clipped by the update over bf16 states, or by our step; DeepSpeed's clipping at stage 0
         # takes a loop over all gradients, twice.
         settings["gradient_clipping"] = 0.0
@@ -125,15 +117,9 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
         # Gradients are laid side by side for their reduction, so a buffer for them is one copy too
         # many. But without the buffer DeepSpeed releases the memory of a gradient that has an empty
         # shard while another stream still reads it. (It also divides a gradient that fills a bucket
-        # by itself in place. This affects only embeddings and heads, whose gradients are not read
-        # elsewhere.)
+        # by itself in place: only those of embeddings and heads, which nothing else reads.)
         zero["contiguous_gradients"] = _some_empty(model, mesh.shards.size)
     return settings
-
-
-def _is_plain(plan: Plan) -> bool:
-    """Return whether torch's optimizer itself takes the step: stage 0 without masters."""
-    return plan.stage == 0 and not any(plan.settings[name]["enabled"] for name in ("bf16", "fp16"))
 
 
 def _patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> GradientOrder | None:
@@ -154,16 +140,6 @@ def _patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     MissingGradients(optimizer)
     check_once(optimizer, plan.patches)
     return fence_of(optimizer.parameter_offload)
-
-
-def _choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
-    if isinstance(runner.basic_optimizer, RoundedAdamW):
-        return rounded_step
-    if _is_plain(plan):
-        return plain_step
-    if plan.stage == 0:
-        return mastered_step
-    return sharded_step if plan.stage < 3 else stage_3_step
 
 
 def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:

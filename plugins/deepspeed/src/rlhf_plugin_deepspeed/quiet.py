@@ -1,5 +1,4 @@
-"""DeepSpeed without its log messages. This module is the first that imports it: the import logs
-too."""
+"""DeepSpeed without its log messages. This module imports it first, since the import logs too."""
 
 import logging
 import sys

@@ -11,8 +11,7 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launcher_variables() -> list[str]:
-    """Return the variables of the rendezvous that a launcher set. Raises RLHFError for half of
-    them."""
+    """Return the launcher's variables of the rendezvous. Raises RLHFError for half of them."""
     present = [name for name in RENDEZVOUS if name in os.environ]
     if not distributed.is_initialized() and len(present) not in (0, len(RENDEZVOUS)):
         missing = ", ".join(name for name in RENDEZVOUS if name not in os.environ)

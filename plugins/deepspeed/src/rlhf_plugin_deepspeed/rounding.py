@@ -34,8 +34,7 @@ class RoundedAdamW(Optimizer):
         super().__init__([dict(group) for group in params], {"weight_decay": 0.0, **settings})
         self.seed = seed
         self.factor: Tensor | None = None
-        """Multiplies all gradients of the next step, a float32 scalar on their device; with NaN the
-        step moves nothing."""
+        """Scales the next step's gradients, a float32 scalar on their device; NaN moves nothing."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

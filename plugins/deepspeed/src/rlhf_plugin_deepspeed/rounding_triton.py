@@ -1,5 +1,4 @@
-"""The Triton kernel of `RoundedAdamW`: one launch for all tensors of a group, 14 bytes read and
-written per parameter."""
+"""The Triton kernel of `RoundedAdamW`: one launch per group, 14 bytes of traffic per weight."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -28,8 +27,7 @@ def update(
     seed: int,
     coefficients: Sequence[float],
 ) -> None:
-    """Update `(weight, gradient, mean, square)` in place, each flat, bf16, and of at most PIECE
-    elements; see `rounding.update`."""
+    """Update pieces of at most PIECE elements, as `rounding.update` does."""
     device = pieces[0][0].device
     sizes = [part[0].numel() for part in pieces]
     blocks = [triton.cdiv(size, BLOCK) for size in sizes]

@@ -1,13 +1,16 @@
-"""The ways in which an engine takes an optimizer step; `prepare.py` chooses one for each engine."""
+"""The ways in which an engine takes an optimizer step."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.engine import Axis, Deferred, LaterOutcome, StepOutcome
+from rlhf.engine import Axis, Deferred, LaterOutcome, Plan, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.patches.checks import sharded_norm
+from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.tensor import part_of
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
@@ -16,6 +19,20 @@ CHECKS_BY_NORM = "0.19.8"
 that can leave out the norm."""
 CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
+
+
+def choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
+    """Return how `runner`, DeepSpeed's engine, takes a step."""
+    if isinstance(runner.basic_optimizer, RoundedAdamW):
+        return rounded_step
+    if plan.stage == 0:
+        return mastered_step if has_masters(plan) else plain_step
+    return sharded_step if plan.stage < 3 else stage_3_step
+
+
+def has_masters(plan: Plan) -> bool:
+    """Return whether DeepSpeed keeps masters at stage 0; else torch's optimizer takes the step."""
+    return any(plan.settings[name]["enabled"] for name in ("bf16", "fp16"))
 
 
 def plain_step(engine: TrainingEngine) -> StepOutcome:
@@ -64,8 +81,7 @@ def stage_3_step(engine: TrainingEngine) -> StepOutcome:
 
 
 def rounded_step(engine: TrainingEngine) -> LaterOutcome:
-    """Step with `RoundedAdamW`, which clips and skips on the device: the host does not wait for the
-    norm."""
+    """Step with `RoundedAdamW`, which clips and skips on the device, without a wait of the host."""
     if engine.stage == 0:
         norm = whole_norm(engine.module, engine.mesh.tensor)
     else:
@@ -108,9 +124,8 @@ def _deepspeeds_norm(engine: TrainingEngine, *, moved: bool) -> float:
 
 
 def whole_norm(module: nn.Module, axis: Axis) -> Tensor:
-    """Return the norm of the gradient at stage 0, where every rank holds all of it, or of divided
-    layers its part along the tensor axis. DeepSpeed has none without masters, and with torch's
-    optimizer in fp16 a scaled one. Collective."""
+    """Return the norm of the gradient at stage 0. Collective over the tensor axis. DeepSpeed has
+    none without masters, and with torch's optimizer in fp16 a scaled one."""
     counted = gradients(module)
     if axis.rank > 0:
         # What tensor ranks hold alike counts on the first.

@@ -72,8 +72,7 @@ def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
 
 
 def shape_of_part(shape: ModelShape, size: int) -> ModelShape:
-    """Return what one of `size` ranks has of a model: the whole embedding and head, and a part of
-    the layers if they can be divided."""
+    """Return what one of `size` ranks has: embedding, head, and a part of layers that divide."""
     if shape.tensor % size:
         return shape
     ends = shape.head + shape.lookup
@@ -131,8 +130,7 @@ def _divide(name: str, parameter: nn.Parameter, style: str, axis: Axis) -> None:
 
 
 class Shared:
-    """The input of divided layers. Those that read the same tensor share the sum of its
-    gradient."""
+    """The input of divided layers: readers of one tensor share the sum of its gradient."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis

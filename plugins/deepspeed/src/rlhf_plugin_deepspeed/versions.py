@@ -12,8 +12,7 @@ def installed_version() -> str:
 
 
 def older(version: str, than: str) -> bool:
-    """Return whether a version is older than another one, by number: 0.19.10 is newer than
-    0.19.9."""
+    """Return whether a version is older than another: 0.19.10 is newer than 0.19.9."""
     return _numbers(version) < _numbers(than)
 
 

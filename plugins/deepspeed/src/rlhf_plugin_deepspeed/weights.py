@@ -22,14 +22,12 @@ from rlhf_plugin_deepspeed.tensor import part_of
 GENERATION = -1
 """Stands for a module among those that use a weight, whose numbers begin at 0."""
 SHARE = 0.5
-"""Share of the free memory that whole weights may take in generation; the rest is for keys and
-values."""
+"""Share of the free memory for whole weights in generation, beside keys and values."""
 
 
 @frozen
 class BackendSharding:
-    """What core asks of parameters that ZeRO-3 shards or that the tensor axis divides
-    (`rlhf.engine.Sharding`)."""
+    """What core asks (`rlhf.engine.Sharding`) of parameters under ZeRO-3 or a tensor axis."""
 
     def whole_shape(self, parameter: Tensor) -> torch.Size | None:
         """Return the shape of the whole parameter; None if this rank has all of it."""
@@ -37,8 +35,7 @@ class BackendSharding:
         return getattr(parameter, "ds_shape", None) if part is None else part.shape
 
     def shards(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Return ZeRO-3's shard, and that of the second copy if there is one; the part of a divided
-        parameter is the parameter itself."""
+        """Return ZeRO-3's shard and that of a second copy; a divided parameter is its own part."""
         held = (getattr(parameter, f"ds_{name}", None) for name in ("tensor", "secondary_tensor"))
         return [shard for shard in held if shard is not None]
 
@@ -46,8 +43,7 @@ class BackendSharding:
 def sharded_creation(
     plan: Plan, mesh: Mesh, module: nn.Module | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a context in which parameters are sharded as they are created, at stage 3; those of
-    `module` are sharded at once."""
+    """Return a context that shards new parameters at stage 3; those of `module` at once."""
     if plan.stage < 3:
         return nullcontext()
     register_sharding(BackendSharding())

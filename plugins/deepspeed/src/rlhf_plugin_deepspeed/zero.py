@@ -24,8 +24,7 @@ to BUCKET. At 1.5B as fast as BUCKET, in less memory."""
 
 
 def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> Plan:
-    """Return the plan for a trained model of `shape` on the accelerators of `mesh`, of each of
-    which other models take `occupied` bytes."""
+    """Return the plan of a trained model; others take `occupied` bytes of each accelerator."""
     resolved = resolve(config.backend_section)
     stage, why = resolved.stage, ""
     if stage == "auto":

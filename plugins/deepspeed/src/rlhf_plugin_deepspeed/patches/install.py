@@ -1,5 +1,4 @@
-"""The one way to patch DeepSpeed: every target is checked before it is replaced, and what a module
-had comes back."""
+"""The one way to patch DeepSpeed: targets are checked first, and modules are restored."""
 
 import inspect
 from collections.abc import Callable
@@ -36,8 +35,7 @@ def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
 
 def check_target(name: str, owner: Any, attribute: str) -> str:
     """Return the name of an attribute of `owner`; that of a private one carries its class. Raises
-    RLHFError where the attribute is missing or takes other parameters than the patch `name`
-    expects."""
+    RLHFError if it is missing or takes other parameters than the patch `name` expects."""
     target = next(item for item in PATCHES[name].targets if path_of(item)[-1] == attribute)
     *_, parent, _ = path_of(target)
     actual_name = f"_{parent}{attribute}" if attribute.startswith("__") else attribute

@@ -38,10 +38,8 @@ class MissingGradients:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._reduced: set[Any] = set()
-        """Parameters with a gradient in this pass."""
-        self._known: dict[Any, None] = {}
-        """Parameters that ever had one, in their order, the same on all ranks."""
+        self._reduced: dict[Any, bool] = {}
+        """Whether each that ever had a gradient has one in this pass, in one order on all ranks."""
         self._keep = optimizer.partition_grads
         self._end = optimizer.independent_gradient_partition_epilogue
         replace(
@@ -52,14 +50,13 @@ class MissingGradients:
         )
 
     def _partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> Any:
-        self._reduced.update(params_to_release)
-        self._known.update(dict.fromkeys(params_to_release))
+        self._reduced.update(dict.fromkeys(params_to_release, True))
         return self._keep(params_to_release, grad_partitions)
 
     def _finish(self) -> None:
         self._end()
-        missing = [parameter for parameter in self._known if parameter not in self._reduced]
-        self._reduced.clear()
+        missing = [parameter for parameter, reduced in self._reduced.items() if not reduced]
+        self._reduced = dict.fromkeys(self._reduced, False)
         optimizer = self._optimizer
         # Without offload, the sum of the step's earlier micro-batches is right as it is.
         if missing and (optimizer.micro_step_id == 0 or optimizer.offload_optimizer):

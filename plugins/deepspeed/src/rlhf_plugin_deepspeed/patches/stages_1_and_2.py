@@ -1,5 +1,4 @@
-"""ZeRO 1 and 2: gradients summed over the ranks in place and in one order, and bf16 states over the
-weights themselves."""
+"""ZeRO 1 and 2: gradients summed in place and in one order, and bf16 states without masters."""
 
 from collections.abc import Collection
 from typing import Any
@@ -33,8 +32,7 @@ def order_gradients(
 
 def keep_one_by_one(optimizer: Any) -> None:
     """Keep this rank's gradients one by one, each when it has been reduced. DeepSpeed allocates
-    room for all of them with the first, in addition to the sums of earlier micro-batches and,
-    during backward, the activations."""
+    room for all of them with the first, beside the sums of earlier micro-batches."""
 
     def copy_grads_in_partition(param: nn.Parameter, group_idx: int | None = None) -> None:
         gradient = optimizer.get_gradient_for_reduction(param)
@@ -87,8 +85,7 @@ class GradientOrder:
         self._next = 0
 
     def arrive(self, param: nn.Parameter, i: int) -> None:
-        """Take a parameter whose gradient has arrived. Raises RLHFError where it was reduced
-        before."""
+        """Take a parameter whose gradient has arrived. Raises RLHFError for one reduced before."""
         # DeepSpeed's tiled products run a parameter several times and mark the last one.
         if not self._reducing or not getattr(param, "ds_grad_is_ready", True):
             return
@@ -136,8 +133,7 @@ class GradientOrder:
         optimizer.overlap_comm = beside
 
     def _sum(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        """Sum a bucket's gradients [elements] over the ranks, where DeepSpeed averages them.
-        Collective."""
+        """Sum a bucket's gradients [elements], where DeepSpeed averages them. Collective."""
         optimizer = self._optimizer
         bucket = optimizer.ipg_buckets[communication_data_type]
         if not bucket.params:

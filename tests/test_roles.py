@@ -125,7 +125,7 @@ def test_the_plan_counts_all_trained_models_in_a_checkpoint(
     data = prepare_data(attrs.evolve(request, plugin=plugin))
     fit = step_fit(request.config, data, Mesh(), load_hooks(request.config)[0])
     assert isinstance(fit.rehearsed, Rehearsed)
-    estimated = checkpoint_bytes(request.config, fit.rehearsed.trained)
+    estimated = checkpoint_bytes(request.config, fit.rehearsed.run.trained.values())
     assert sum(file.stat().st_size for file in files) == pytest.approx(estimated, rel=0.1)
 
 

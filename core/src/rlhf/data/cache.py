@@ -1,5 +1,4 @@
-"""The cache of tokenised rows: addressed by content, written once per host, without a
-collective."""
+"""The cache of tokenised rows: addressed by content, written once per host."""
 
 import functools
 import hashlib
@@ -69,8 +68,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a damaged folder, at once for whoever looks for it; a run that reads it keeps its
-    files."""
+    """Remove a damaged folder at once; a run that reads it keeps its files."""
     if folder.exists():
         aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
         folder.rename(aside / "damaged")

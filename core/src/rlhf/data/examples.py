@@ -1,5 +1,4 @@
-"""The tokenised rows of a run as a sequence of examples, with what is known about them before a
-forward pass."""
+"""The tokenised rows of a run as a sequence of examples, with their sizes and counts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -58,8 +58,7 @@ class Source:
         return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
 
     def digest(self) -> str:
-        """Return a digest of the content, from the bytes of the files. Raises RLHFError if they are
-        missing."""
+        """Return a digest of the files' bytes. Raises RLHFError if they are missing."""
         if self.entry.path.startswith(DEMO):
             return _digest(json.dumps(row).encode() for row in self._demo_rows())
         place = self._local()
@@ -192,8 +191,7 @@ def quiet() -> Iterator[None]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without keys that are null: Arrow gives every mapping the keys of all its
-    neighbours."""
+    """Return the value without null keys: Arrow gives mappings the keys of all neighbours."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

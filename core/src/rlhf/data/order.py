@@ -72,8 +72,7 @@ class SurveyRows:
 
 @frozen(kw_only=True)
 class RunOrder:
-    """The steps of a run over its examples. Any step can be planned; only the order of one epoch is
-    kept."""
+    """The steps of a run over its examples. Any can be planned; one epoch's order is kept."""
 
     examples: Examples
     config: Config

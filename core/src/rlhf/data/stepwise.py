@@ -79,8 +79,7 @@ def encode_steps(
 
 
 def label_per_token(row: Row) -> list[float]:
-    """Return the labels of a row of this format, each at the last token of its step, nan
-    elsewhere."""
+    """Return the labels of a row, each at the last token of its step, nan elsewhere."""
     values = [math.nan] * len(row.answers[0].tokens)
     for place, label in zip(row.columns["ends"], row.columns["labels"], strict=True):
         values[place] = label

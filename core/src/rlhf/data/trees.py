@@ -1,5 +1,4 @@
-"""Examples as Arrow columns: flat token ids with offsets, so that reading an example copies
-nothing."""
+"""Examples as Arrow columns: flat token ids with offsets, so that reading copies nothing."""
 
 import hashlib
 import json

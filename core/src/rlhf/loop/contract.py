@@ -29,8 +29,7 @@ from rlhf.model.role import POLICY, Role
 from rlhf.trainer import Loss, Term, Trainer
 
 PLACES = ("examples", "answers")
-"""Names in `batch.step` that core writes: the positions of a batch's own values in those of the
-step."""
+"""Names in `batch.step` that core writes: the positions of a batch's values in the step's."""
 
 
 @define

@@ -57,8 +57,7 @@ def is_due(every: int | None, step: int) -> bool:
 
 
 def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, dict[str, float]]:
-    """Return what the loss adds up over all rows, and the totals that it is divided by.
-    Collective."""
+    """Return the sums of the loss over all rows, and the totals that divide them. Collective."""
     # Packed in this process: a fork while threads of the training's loader run may never return.
     source = batches_from(order)
     sums, totals = Sums(session.mesh), dict[str, float]()

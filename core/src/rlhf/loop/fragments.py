@@ -26,8 +26,7 @@ WEIGHT = "weight"
 STEP = "step"
 """The kind that counts the updates of a weight, one number."""
 LARGEST = 2 * GIB
-"""Bytes after which a rank begins another file: of tensors on a device, so much is on the host at
-once."""
+"""Bytes after which a rank begins another file: so much of a device is on the host at once."""
 
 
 def write_plain(engine: Engine, state: EngineState, folder: Path) -> Path:

@@ -58,8 +58,7 @@ class Stepper:
         return result
 
     def raise_if_not_finite(self) -> None:
-        """Raise the error of the last step if its loss or gradient was not finite. Collective only
-        then."""
+        """Raise the error of a last step that was not finite. Collective only then."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

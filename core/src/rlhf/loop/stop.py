@@ -1,5 +1,4 @@
-"""When a run ends before its schedule: on a signal, after `train.hours` or at `train.stop_at`; all
-ranks agree."""
+"""When a run ends early: on a signal, after `train.hours` or at `train.stop_at`; ranks agree."""
 
 import math
 import os

@@ -101,8 +101,7 @@ class StepFit:
         return None if self.estimate is None else self.estimate.peak
 
     def under(self, tokens: int, recompute: Recompute, layout: str = "") -> "StepFit":
-        """Return the fit of the same run with another `batch.tokens`, `model.recompute` and
-        layout."""
+        """Return the fit of the same run with other tokens, recomputation and layout."""
         layout = layout or self.layout
         if (*self.own, self.layout) == (tokens, recompute, layout):
             return self

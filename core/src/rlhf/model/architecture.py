@@ -37,8 +37,7 @@ def read_architecture(config: Config, task: Task = "causal", labels: int | None 
 
 
 def known_tokens(config: Config) -> int | None:
-    """Return the vocabulary size of `model.path`; None if it cannot be read, which loading
-    reports."""
+    """Return the vocabulary size of `model.path`; None if it cannot be read."""
     try:
         return int(_saved_config(config).get_text_config().vocab_size)
     except Exception:  # A damaged folder may raise anything.

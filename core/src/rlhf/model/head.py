@@ -1,5 +1,4 @@
-"""The step from hidden states to logits: weight, bias, scale and soft cap, as each family has
-them."""
+"""The step from hidden states to logits: weight, bias, scale and soft cap of each family."""
 
 from collections.abc import Mapping
 from typing import Any

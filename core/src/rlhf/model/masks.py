@@ -1,5 +1,4 @@
-"""Which token sees which in a packed row: a tree per example, narrowed by a layer's window or
-chunk."""
+"""Which token sees which in a packed row: a tree per example, within a layer's window or chunk."""
 
 from collections.abc import Callable
 from typing import Any

@@ -33,8 +33,7 @@ time.
 """
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types of transformers configs that are attention; all others carry a state along the
-row."""
+"""Layer types in transformers configs that are attention; others carry a state along the row."""
 
 PREFIX = "model."
 """Prefix of the wrapped model's names in the state dict of a PackedModel."""
@@ -172,8 +171,7 @@ class PackedModel(nn.Module):
         return all_rows(hidden, size, axis)[:num_tokens]
 
     def padded(self, batch: PackedBatch, *, most: int) -> Tensor:
-        """Return the hidden states [T, H] by the model's own attention, in groups of at most `most`
-        tokens."""
+        """Return the hidden states [T, H] by the model's own attention, `most` tokens at a time."""
         groups, back = padded_rows(batch, most=most)
         # At ZeRO-3 every pass gathers weights, which all ranks must do equally often. So the ranks
         # agree on a number of passes before the first one.

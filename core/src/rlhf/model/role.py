@@ -81,8 +81,7 @@ def config_with(config: Config, model: ModelConfig | None, optim: OptimConfig | 
 def layouts_of(
     hooks: BackendGateway, config: Config, mesh: Mesh, shape: ModelShape
 ) -> Sequence[Layout]:
-    """Return the backend's layouts of the trained model; of a backend that knows of none, its
-    plan."""
+    """Return the backend's layouts of the trained model, or its plan if it knows of none."""
     layouts = hooks.layouts(config=config, mesh=mesh, model_shape=shape)
     if layouts:
         return layouts

@@ -136,8 +136,7 @@ def written_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def exported_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor that an export must hold, as the writers rename
-    them."""
+    """Return name and shape of every tensor of an export, as the writers rename them."""
     causal = unwrapped(model)
     state: dict[str, Tensor] = {
         name: torch.empty(tuple(whole_shape(value)), device="meta")

@@ -24,8 +24,7 @@ BYTE_ZERO = ("<0x00>", "\u0100")
 
 
 def load_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of `model.path` or `model.tokenizer`, with `data.chat_template` and its
-    arguments."""
+    """Return the tokenizer of a configuration, with its chat template and arguments."""
     tokenizer = read_tokenizer(config.model)
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_template(config.data.chat_template)

@@ -70,8 +70,7 @@ def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
 
 
 def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> None:
-    """Print how the models run, and write the configuration, the plans and the versions into the
-    run folder."""
+    """Print how the models run, and write configuration, plans and versions into the folder."""
     folder.write_config(to_tree(request.config))
     folder.write_json("plan.json", plans_of(run))
     folder.write_versions(

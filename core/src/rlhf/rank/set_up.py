@@ -110,8 +110,7 @@ def check_samples(name: str, trainer: Trainer, config: Config, policy: Role) -> 
 def choose_fit(
     config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway
 ) -> tuple[StepFit, str]:
-    """Return the fit with the values that were chosen, and the line that explains them.
-    Collective."""
+    """Return the fit with the chosen values, and the line that explains them. Collective."""
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
     # Ranks may see different amounts of device memory: rank 0 decides.

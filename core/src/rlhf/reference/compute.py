@@ -65,8 +65,7 @@ class Fill:
     started: float = field(factory=time.monotonic)
 
     def __call__(self, table: LogprobTable) -> int:
-        """Compute the missing parts, open the table, and return the number of computed examples.
-        Collective."""
+        """Compute the missing parts; return the number of computed examples. Collective."""
         count, mesh = 0, self.mesh
         missing = sorted({part for parts in mesh.gather(table.open()) for part in parts})
         for done, part in enumerate(missing):

@@ -42,8 +42,7 @@ class LogprobTable:
         return np.split(flat, ends[:-1])
 
     def open(self) -> list[int]:
-        """Map the complete parts and return the numbers of the others. Damaged files are
-        deleted."""
+        """Map the complete parts and return the numbers of others. Damaged files are deleted."""
         missing = []
         for part in range(-(-len(self.file) // self.part)):
             if part in self._parts:

@@ -22,8 +22,7 @@ RECORDS: dict[str, Any] = {
 
 
 def load_record(plugin: Installed) -> Any:
-    """Stage 1: return the TrainerPlugin, BackendPlugin or ObserverPlugin that the entry point
-    names."""
+    """Stage 1: return the record of a trainer, backend or observer that the entry point names."""
     record = load_object(plugin.value, plugin)
     expected = RECORDS[plugin.kind]
     if not isinstance(record, expected):

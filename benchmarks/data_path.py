@@ -76,10 +76,11 @@ def tokenising_rates(tokenizer_path: str, path: Path) -> tuple[float, float]:
     lines = (gzip.open if path.suffix == ".gz" else open)(path, "rt").readlines()
     rows = [json.loads(line) for line in lines]
     texts = [
-        row["text"] if "text" in row
+        row["text"]
+        if "text" in row
         else tokenizer.apply_chat_template(row["messages"], tokenize=False)
         for row in rows
-    ]  # fmt: skip
+    ]
     with tempfile.TemporaryDirectory() as folder:
         source = Source(DataEntry(path=str(path)), "train", "demonstration")
         table = source.read(Path(folder)).with_format("arrow")

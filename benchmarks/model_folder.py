@@ -37,9 +37,11 @@ def make(folder: Path, *, shape: str, rows: Path, vocabulary: int = VOCABULARY) 
     """Write config.json and the tokenizer. The vocabulary of the head is `vocabulary` whatever the
     tokenizer's is: the head costs what it costs in the family."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_train(rows), eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        tokenizer_object=_train(rows),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
         model_max_length=32_768,
-    )  # fmt: skip
+    )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
@@ -57,9 +59,11 @@ def _train(rows: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=32_000, special_tokens=list(SPECIAL), show_progress=False,
+        vocab_size=32_000,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(_texts(rows), trainer)
     return tokenizer
 

@@ -289,9 +289,12 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
     log = options.output / f"peer-{workflow}.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [options.peer, str(script), *words], stdout=subprocess.PIPE, stderr=errors, text=True,
+            [options.peer, str(script), *words],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             env=caches_of(options, "peer", workflow),
-        )  # fmt: skip
+        )
     # Its own logs are Python's dictionaries, in single quotes.
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     found = json.loads(lines[-1]) if lines else {}

@@ -9,10 +9,13 @@ from rlhf.testing import write_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide.md"
 RATINGS = [
-    {"prompt": row["messages"][0]["content"], "answer": row["messages"][1]["content"],
-     "rating": 1 + number % 5}
+    {
+        "prompt": row["messages"][0]["content"],
+        "answer": row["messages"][1]["content"],
+        "rating": 1 + number % 5,
+    }
     for number, row in enumerate(demo.rows("arithmetic", "train", "demonstration")[:29])
-]  # fmt: skip
+]
 
 
 def install_guide(site: Path) -> None:

@@ -96,9 +96,12 @@ def test_the_exported_and_the_merged_model_are_the_adapted_one(
     with torch.no_grad():
         adapted, merged, base = (
             exported_model(folder, "causal", dtype=torch.float32).eval()(tokens).logits
-            for folder in (run / "model", tmp_path / "merged", untied if "head" in name else
-                           inputs.model)
-        )  # fmt: skip
+            for folder in (
+                run / "model",
+                tmp_path / "merged",
+                untied if "head" in name else inputs.model,
+            )
+        )
     assert torch.allclose(adapted, merged, atol=1e-4)
     assert (adapted - base).abs().max() > 0.1
     # The merged model begins at the loss at which the run ended.

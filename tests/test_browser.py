@@ -60,8 +60,10 @@ def test_the_values_under_the_pointer_are_shown_and_metrics_are_chosen(page: Pat
     assert value == pytest.approx(4 / 80, abs=0.01), "as exact as the drawing"
     buttons = [part.split("</button>")[0] for part in shown.split("<button ")[1:]]
     assert buttons == [
-        'aria-pressed="true">loss', 'aria-pressed="false">grad_norm', 'aria-pressed="false">epoch',
-    ]  # fmt: skip
+        'aria-pressed="true">loss',
+        'aria-pressed="false">grad_norm',
+        'aria-pressed="false">epoch',
+    ]
 
 
 @pytest.mark.parametrize("width", [500, 1300])

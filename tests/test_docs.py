@@ -90,9 +90,11 @@ def place(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows(folder / f"{name}.jsonl", rows("arithmetic", "train", kind)[:22])
     (folder / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
     recipe = {
-        "model": {"path": "base-model", "dtype": "fp32"}, "data": "chats.jsonl",
-        "batch": 4, "train": {"steps": 4},
-    }  # fmt: skip
+        "model": {"path": "base-model", "dtype": "fp32"},
+        "data": "chats.jsonl",
+        "batch": 4,
+        "train": {"steps": 4},
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "dpo.sh").write_text(
         "trl dpo --model_name_or_path base-model --dataset_name a.jsonl\n"

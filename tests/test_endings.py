@@ -165,8 +165,11 @@ def test_an_observer_that_raises_ends_neither_the_run_nor_its_checkpoints(  # ty
     )
     assert "ConnectionError: webhook is down" in file.read_text()
     assert (tmp_path / "events").read_text().splitlines() == [
-        '["start", "sft", 4]', '["eval", 0]', '["step", 1]', '["step", 2]',
-    ]  # fmt: skip
+        '["start", "sft", 4]',
+        '["eval", 0]',
+        '["step", 1]',
+        '["step", 2]',
+    ]
     assert (tmp_path / "run" / "checkpoints" / "step-000004" / "manifest.json").exists()
     assert (tmp_path / "run" / "model" / "config.json").exists()
 

@@ -123,10 +123,9 @@ def test_an_adapter_of_experts_follows_the_curve_resumes_and_merges(
     assert len(trained) == 4
     assert all(saved[name].any() for name in trained)
     command("merge", str(tmp_path / "apart/model"), str(tmp_path / "merged"))
-    assert {name: item.shape for name, item in load_file(
-        tmp_path / "merged/model.safetensors").items()} == {
-        name: item.shape for name, item in load_file(experts / "model.safetensors").items()
-    }  # fmt: skip
+    assert {
+        name: item.shape for name, item in load_file(tmp_path / "merged/model.safetensors").items()
+    } == {name: item.shape for name, item in load_file(experts / "model.safetensors").items()}
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         adapted, merged, base = (

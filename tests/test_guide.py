@@ -28,8 +28,11 @@ def test_the_trainer_of_the_guide_passes_its_own_tests(site: Path) -> None:
     environment.pop("RLHF_STRICT_REHEARSAL", None)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(site / "tests")],
-        cwd=site, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=site,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 

@@ -25,8 +25,11 @@ def test_a_collective_that_times_out_says_which_rank_is_missing(
     environment = os.environ | {"RLHF_CACHE": str(inputs.cache), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "rlhf", "run", "sft", *words],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or '"step": 2' not in metrics.read_text():
         assert time.monotonic() < deadline

@@ -29,8 +29,11 @@ def on_host(
     environment |= {"PET_MASTER_PORT": str(port), "PET_NPROC_PER_NODE": "1"}
     return subprocess.Popen(
         [*before, sys.executable, "-m", "rlhf", "run", "sft", *words],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:

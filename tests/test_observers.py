@@ -49,10 +49,13 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
         os.environ.clear()
         os.environ.update(before)
     return (
-        metrics, len(runs), runs[0].data.params["optim.lr"],
-        sorted({(it.step, it.value) for it in history}), len(names),
+        metrics,
+        len(runs),
+        runs[0].data.params["optim.lr"],
+        sorted({(it.step, it.value) for it in history}),
+        len(names),
         sorted({(row["step"], row["train/loss"]) for row in rows if "train/loss" in row}),
-    )  # fmt: skip
+    )
 
 
 def test_observers_continue_a_resumed_run_and_change_nothing(

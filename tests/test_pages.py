@@ -24,8 +24,11 @@ def rows(page: str) -> list[list[str]]:
     """Return the cells of each row of the tables of a page, without heads."""
     lines = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line[:1] == "|"]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row, below in zip(cells, [*cells[1:], [""]], strict=True)
-            if "---" not in (row[0], below[0])]  # fmt: skip
+    return [
+        row
+        for row, below in zip(cells, [*cells[1:], [""]], strict=True)
+        if "---" not in (row[0], below[0])
+    ]
 
 
 def papers(path: Path) -> set[str]:

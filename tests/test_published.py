@@ -123,9 +123,11 @@ def test_an_adapter_s_card_says_how_peft_and_vllm_load_it_and_a_merged_one_is_pl
 
 @pytest.mark.parametrize(
     ("task", "kind", "served"),
-    [("sequence", "A reward model", "SequenceClassification"),
-     ("token", "A process reward model", "TokenClassification")],
-)  # fmt: skip
+    [
+        ("sequence", "A reward model", "SequenceClassification"),
+        ("token", "A process reward model", "TokenClassification"),
+    ],
+)
 def test_the_card_of_a_reward_model_names_its_class(
     run: Path, tmp_path: Path, task: str, kind: str, served: str
 ) -> None:

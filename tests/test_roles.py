@@ -94,8 +94,9 @@ def test_a_critic_has_its_own_rate_and_is_exported_beside_the_policy(
     )
     assert [low / high for low, high in rates] == pytest.approx([0.3] * 4)
     assert {path.name for path in (folder / "checkpoints" / "step-000004").iterdir()} >= {
-        "policy", "critic",
-    }  # fmt: skip
+        "policy",
+        "critic",
+    }
     critic = AutoModelForSequenceClassification.from_pretrained(folder / "model-critic")
     assert critic.config.num_labels == 1
     before = files(folder)

@@ -33,8 +33,10 @@ def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProc
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     return subprocess.run(
         [*command, "--rootdir", str(project), str(project / "tests"), *more],
-        env=env, capture_output=True, text=True,
-    )  # fmt: skip
+        env=env,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("kind", GROUPS.values())

@@ -238,9 +238,11 @@ def test_the_check_agrees_with_a_server_of_the_same_model(
     rows = [
         {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
         {"prompt": QUESTION, "answers": ANSWERS, "ranks": [1, 3, 2]},
-        {"chosen": [*QUESTION, {"role": "assistant", "content": "4"}],
-         "rejected": [*QUESTION, {"role": "assistant", "content": "5"}]},
-    ]  # fmt: skip
+        {
+            "chosen": [*QUESTION, {"role": "assistant", "content": "4"}],
+            "rejected": [*QUESTION, {"role": "assistant", "content": "5"}],
+        },
+    ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["serve", "--check", server.url + path, str(rewards), str(file), "--token", TOKEN]

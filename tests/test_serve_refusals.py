@@ -81,9 +81,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_what_cannot_be_served_is_told_before_a_model_loads(
-    rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    rewards: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     words = ["--token", "none", "--port", "0"]
     language_model = rewards.parent / "model"
     assert refused(capsys, str(language_model), *words) == (

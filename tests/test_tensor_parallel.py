@@ -60,10 +60,13 @@ def become(folder: Path, family: str, **more: int) -> None:
     old = json.loads((folder / "config.json").read_text())
     kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
     sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         **{name: old.get(name) for name in kept},
-    }  # fmt: skip
+    }
     known = FAMILIES | MORE_FAMILIES
     config = getattr(transformers, f"{family}Config")(**(sizes | known[family] | more))
     torch.manual_seed(0)

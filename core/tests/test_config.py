@@ -145,7 +145,7 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
         ("data.train", "null", "expected a list, got null"),
         ("output", "[a]", 'expected text, got ["a"]'),
     ],
-)  # fmt: skip
+)
 def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, message: str) -> None:
     assert problems(f"--{name}", value) == [f"{name}: {message}"]
 
@@ -255,11 +255,10 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(toy: Path) 
         (["a.jsonl"], "'a.jsonl' is not a YAML file; pass data with --data, a model with --model"),
         (
             ["--toy", "{a"],
-            "--toy {a: the value is not valid YAML "
-            "(expected ',' or '}', but got '<stream end>')",
+            "--toy {a: the value is not valid YAML (expected ',' or '}', but got '<stream end>')",
         ),
     ],
-)  # fmt: skip
+)
 def test_words_without_a_place_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(RLHFError) as caught:
         parse_words(words)

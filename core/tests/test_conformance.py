@@ -170,9 +170,11 @@ def test_the_kit_names_a_setting_without_a_test(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("bare", "`rlhf config` prints the docstrings of settings; add one to ['power']"),
-     ("mistyped", 'odd_mistyped.power: expected a number, got "high"')],
-)  # fmt: skip
+    [
+        ("bare", "`rlhf config` prints the docstrings of settings; add one to ['power']"),
+        ("mistyped", 'odd_mistyped.power: expected a number, got "high"'),
+    ],
+)
 def test_the_kit_names_a_setting_without_a_docstring_or_with_a_default_of_another_type(
     name: str, message: str, tmp_path: Path
 ) -> None:

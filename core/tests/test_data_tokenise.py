@@ -33,8 +33,11 @@ def test_trees_values_and_counts_are_read_back_unchanged(tmp_path: Path) -> None
     assert tree.inputs == {"pixels": [[2]]}
     assert examples.value_kinds == {"label": "token", "margin": "example", "rank": "answer"}
     assert {name: count.tolist() for name, count in examples.counts.items()} == {
-        "examples": [1, 1, 1], "answers": [2, 2, 2], "tokens": [3, 3, 3], "labels": [2, 2, 2],
-    }  # fmt: skip
+        "examples": [1, 1, 1],
+        "answers": [2, 2, 2],
+        "tokens": [3, 3, 3],
+        "labels": [2, 2, 2],
+    }
     assert examples.lengths.tolist() == [5, 6, 7]
     assert examples.longest_path.tolist() == [4, 5, 6]
     again = pickle.loads(pickle.dumps(examples))

@@ -17,9 +17,12 @@ from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
 
 LIBAIO = Finding(
-    subject="async_io", here="libaio is missing", state="optional", feature="NVMe",
+    subject="async_io",
+    here="libaio is missing",
+    state="optional",
+    feature="NVMe",
     remedy="apt install libaio-dev",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -56,9 +59,12 @@ def test_a_missing_requirement_of_every_run_gives_exit_code_2(only_backends, cap
     *_, optional, last = json.loads(capsys.readouterr().out)
     assert optional["remedy"] == "apt install libaio-dev"
     assert last == {
-        "subject": "backend", "here": "none", "state": "missing", "feature": "",
+        "subject": "backend",
+        "here": "none",
+        "state": "missing",
+        "feature": "",
         "remedy": "pip install it",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

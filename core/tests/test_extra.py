@@ -76,8 +76,9 @@ def test_a_head_of_five_labels_with_parameters_is_exported_and_trained_further(
     assert EXTRA["thresholds"].tolist() == [-1.0, 0.5, 2.0, 3.0], "the first values stay"
     folder = export(module, tmp_path / "model")
     assert {path.name for path in uploaded_files(folder)} >= {
-        "model.safetensors", "parameters.safetensors",
-    }  # fmt: skip
+        "model.safetensors",
+        "parameters.safetensors",
+    }
     saved = exported_extra(folder)
     for name, value in module.extra_parameters.items():
         assert torch.equal(saved[name], value)
@@ -85,8 +86,10 @@ def test_a_head_of_five_labels_with_parameters_is_exported_and_trained_further(
     plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     assert plain.config.id2label == {n: f"LABEL_{n}" for n in range(5)}
     with torch.no_grad():
-        rows = [plain(input_ids=torch.tensor([[3, 20, 6, *rest]])).logits[0]
-                for rest in ([8, 9], [11, 12, 13])]  # fmt: skip
+        rows = [
+            plain(input_ids=torch.tensor([[3, 20, 6, *rest]])).logits[0]
+            for rest in ([8, 9], [11, 12, 13])
+        ]
     torch.testing.assert_close(read["scores"], torch.stack(rows), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(read["odds"], torch.stack(rows)[:, :4] - saved["thresholds"])
     again = load(str(folder))(TREES, read_thresholds)

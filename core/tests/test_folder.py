@@ -165,12 +165,17 @@ def test_overwriting_removes_only_the_files_of_the_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path, fresh=True) as folder:
         folder.once_begun(lambda: folder.write_summary(id="new"))
         assert sorted(path.name for path in tmp_path.iterdir()) == [
-            ".lock", "checkpoints", "metrics.jsonl", "notes.txt",
-        ]  # fmt: skip
+            ".lock",
+            "checkpoints",
+            "metrics.jsonl",
+            "notes.txt",
+        ]
         folder.begin()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".lock", "notes.txt", "summary.json",
-    ]  # fmt: skip
+        ".lock",
+        "notes.txt",
+        "summary.json",
+    ]
 
 
 def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: Path) -> None:

@@ -284,9 +284,12 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
     ],
 )
 def test_impossible_launches_are_refused(
-    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: list[str], message: str,
-) -> None:  # fmt: skip
+    toy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -46,9 +46,10 @@ def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own() -> 
     theirs = attention.split_tree(*row, mask, Scoring(0.0, 0.3, None, None))
     torch.testing.assert_close(ours[:, :, :real], theirs[:, :, :real], rtol=1e-5, atol=1e-5)
     for mine, other in zip(
-        torch.autograd.grad(ours, row, weights), torch.autograd.grad(theirs, row, weights),
+        torch.autograd.grad(ours, row, weights),
+        torch.autograd.grad(theirs, row, weights),
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 

@@ -37,10 +37,13 @@ FAMILIES = {
     "untied": LlamaConfig(**SIZES),
     "experts": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
     "merged experts": GptOssConfig(
-        **SIZES, head_dim=16, num_local_experts=3, num_experts_per_tok=2,
+        **SIZES,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
         rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
-}  # fmt: skip
+}
 
 
 def module_of(family: str, **options: Any) -> PackedModel:

@@ -116,8 +116,9 @@ def test_a_phase_within_a_phase_moves_what_is_left(tmp_path: Path) -> None:
             pass
         moved = [call for call in backend.calls if call[2]]
         assert moved == [
-            ("offload", "teacher", ("weights",)), ("reload", "teacher", ("weights",)),
-        ]  # fmt: skip
+            ("offload", "teacher", ("weights",)),
+            ("reload", "teacher", ("weights",)),
+        ]
         del backend.calls[:]
     back = [("reload", "policy", TRAINING), ("reload", "teacher", TRAINING)]
     assert backend.calls == back

@@ -25,9 +25,11 @@ from rlhf.request.reader import read_config
 GIB = 2**30
 HOSTILE = "</pre><script>alert(1)</script>"
 CONFIG: dict[str, Any] = {
-    "model": {"path": "org/base"}, "optim": {"lr": 1e-3},
-    "data": {"train": [{"path": HOSTILE}], "eval": []}, "output": "runs/a",
-}  # fmt: skip
+    "model": {"path": "org/base"},
+    "optim": {"lr": 1e-3},
+    "data": {"train": [{"path": HOSTILE}], "eval": []},
+    "output": "runs/a",
+}
 SUMMARY: dict[str, Any] = {
     "steps": 4, "ended": "done", "error": None, "seconds": {"set-up": 3.0, "forward": 65.0},
     "startup": {"imports": 12.5, "first step": 4.0},

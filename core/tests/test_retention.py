@@ -28,8 +28,11 @@ def test_rotation_keeps_the_newest_and_never_touches_foreign_folders(tmp_path: P
     (tmp_path / "step-7-notes").mkdir()
     retention.rotate(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best", "step-000020", "step-000030", "step-7-notes",
-    ]  # fmt: skip
+        "best",
+        "step-000020",
+        "step-000030",
+        "step-7-notes",
+    ]
 
 
 def test_rotation_by_size_removes_the_oldest_and_keeps_the_newest_and_the_best(
@@ -40,12 +43,15 @@ def test_rotation_by_size_removes_the_oldest_and_keeps_the_newest_and_the_best(
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     retention.rotate(tmp_path, keep=9, max_gb=3.5 * size / 10**9)
     assert [path.name for path in all_checkpoints(tmp_path)] == [
-        "step-000020", "step-000030", "step-000040",
-    ]  # fmt: skip
+        "step-000020",
+        "step-000030",
+        "step-000040",
+    ]
     retention.rotate(tmp_path, keep=9, spare=20, max_gb=2.5 * size / 10**9)
     assert [path.name for path in all_checkpoints(tmp_path)] == [
-        "step-000020", "step-000040",
-    ]  # fmt: skip
+        "step-000020",
+        "step-000040",
+    ]
     retention.rotate(tmp_path, keep=9, max_gb=0.5 * size / 10**9)
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step-000040"]
 

@@ -111,16 +111,19 @@ def patched(settings):
     """Names of modules' targets that differ from before a run, during the run and after it."""
     run_scope.close()  # An earlier test may have left its run open in this process.
     modules = [
-        path_of(target) for patch in PATCHES.values() for target in patch.targets
+        path_of(target)
+        for patch in PATCHES.values()
+        for target in patch.targets
         if len(path_of(target)) == 2
-    ]  # fmt: skip
+    ]
     before = {(module, name): vars(import_module(module))[name] for module, name in modules}
 
     def changed():
         return {
-            name for (module, name), value in before.items()
+            name
+            for (module, name), value in before.items()
             if vars(sys.modules[module])[name] is not value
-        }  # fmt: skip
+        }
 
     backend = DeepSpeedBackend()
     _, _, mesh = follow(backend, case_of(settings, steps=1))

@@ -45,12 +45,14 @@ def test_zeros_wait_for_the_update_and_are_waited_for(monkeypatch):
     stream = Stream("reduction", accelerator.seen)
     stream.synchronize = lambda: accelerator.seen.append("compute waits for reduction")
     optimizer = SimpleNamespace(
-        micro_step_id=0, offload_optimizer=False, reduce_and_partition_stream=stream,
+        micro_step_id=0,
+        offload_optimizer=False,
+        reduce_and_partition_stream=stream,
         partition_grads=lambda params_to_release, grad_partitions: accelerator.seen.append(
             f"{[part.tolist() for part in grad_partitions]} on {accelerator.current.name}"
         ),
         independent_gradient_partition_epilogue=lambda: accelerator.seen.append("end"),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(stage_3, "get_accelerator", lambda: accelerator)
     MissingGradients(optimizer)
     finish = optimizer.independent_gradient_partition_epilogue
@@ -62,9 +64,11 @@ def test_zeros_wait_for_the_update_and_are_waited_for(monkeypatch):
         finish()
 
     zeros = [
-        "end", "reduction waits for compute", "[[0.0, 0.0, 0.0]] on reduction",
+        "end",
+        "reduction waits for compute",
+        "[[0.0, 0.0, 0.0]] on reduction",
         "compute waits for reduction",
-    ]  # fmt: skip
+    ]
     assert seen_by(accelerator, finish, with_gradient, finish) == [
         ["end"],
         ["[[1.0, 1.0, 1.0]] on compute", "end"],

@@ -137,11 +137,14 @@ def test_metrics_have_trls_names_and_the_deviation() -> None:
     assert found.pop("loss") > 0
     assert found == pytest.approx(
         {
-            "accuracy": 2 / 3, "margin": margins, "mean_reward": rewards.mean().item(),
-            "min_reward": 0.5, "max_reward": 4.0,
+            "accuracy": 2 / 3,
+            "margin": margins,
+            "mean_reward": rewards.mean().item(),
+            "min_reward": 0.5,
+            "max_reward": 4.0,
             "std_reward": rewards.std(correction=0).item(),
         }
-    )  # fmt: skip
+    )
 
 
 def filler(made: RMTrainer) -> PackedBatch:

@@ -47,11 +47,13 @@ def test_the_exported_model_gives_the_rewards_of_the_last_evaluation(
         ]
     )
     found = {
-        "eval/mean_reward": raw.mean(), "eval/min_reward": raw.min(),
-        "eval/max_reward": raw.max(), "eval/std_reward": raw.std(correction=0),
+        "eval/mean_reward": raw.mean(),
+        "eval/min_reward": raw.min(),
+        "eval/max_reward": raw.max(),
+        "eval/std_reward": raw.std(correction=0),
         "eval/accuracy": (raw[::2] > raw[1::2]).float().mean(),
         "eval/margin": (raw[::2] - raw[1::2]).mean(),
-    }  # fmt: skip
+    }
     for metric, value in found.items():
         assert metrics[metric] == pytest.approx(value.item(), abs=1e-5), metric
     row = held_out[0]

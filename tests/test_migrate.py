@@ -186,6 +186,17 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
     assert "- template llama3: the tokenizer's own chat template is used here" in text
 
 
+def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": disk}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["deepspeed"] == {
+        "stage": 3, "offload_optimizer": True, "offload_param": True, "nvme_path": "/nvme",
+    }  # fmt: skip
+    assert "- deepspeed offload_param: the weights are in host memory, not on NVMe" in text
+
+
 def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:
     ours, text = migrated(tmp_path / "sft.sh", OPENRLHF)
     columns = {"prompt": "question", "completion": "answer"}

@@ -141,8 +141,9 @@ class BackendHooks:
 
         The keys are `weights` and, if the model is `trained`, `gradients`, `masters`, `optimizer`,
         `buffers`, `updating` (transient memory of the optimizer's step) and `reducing` (peak of one
-        micro-batch's gradients in backward, until they are reduced or accumulated); `host` is what
-        each rank has in host memory instead. Called before any weight is read. Not collective."""
+        micro-batch's gradients in backward, until they are reduced or accumulated); `host` and
+        `nvme` are what each rank has in host memory and in files instead. Called before any weight
+        is read. Not collective."""
 
     @hookspec(firstresult=True)
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:

@@ -121,10 +121,6 @@ ABSENT = {
     "expert_parallel": (
         "experts are not divided over ranks; set deepspeed.stage to 3, which shards them"
     ),
-    "nvme_path": (
-        "offload to NVMe is not offered; set deepspeed.preset to zero3_offload, which uses the "
-        "host's memory"
-    ),
 }
 
 

@@ -23,7 +23,7 @@ from rlhf.request.reader import Request
 OTHER = ("buffers", "optimizer's step")
 """Parts that the table adds up in one column."""
 FIRST = ("layout", "weights", "gradients", "masters", "optimizer", "other", "activations", "head")
-LAST = ("peak", "host", "fits")
+LAST = ("peak", "host", "nvme", "fits")
 
 
 def plan_command(
@@ -85,6 +85,7 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
         "parts": estimate.parts(),
         "peak": estimate.peak,
         "host": estimate.host,
+        "nvme": estimate.nvme,
         "fits": row.fits,
     }
 
@@ -111,7 +112,8 @@ def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
     )
     cells = [_cells(row) for row in report["layouts"]]
     roles = (name for row in cells for name in row if name not in (*FIRST, *LAST))
-    columns = [*FIRST, *dict.fromkeys(roles), *LAST]
+    last = [name for name in LAST if any(name in row for row in cells)]
+    columns = [*FIRST, *dict.fromkeys(roles), *last]
     first = max(len(row["layout"]) for row in cells)
     widths = {name: max(len(name), 6) for name in columns} | {"layout": first}
     table = [
@@ -138,5 +140,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         column = "other" if name in OTHER else name
         parts[column] = parts.get(column, 0) + size
     sizes = parts | {"peak": row["peak"], "host": row["host"]}
+    sizes |= {"nvme": row["nvme"]} if row["nvme"] else {}
     cells = {name: gib(size) if size else "-" for name, size in sizes.items()}
     return {"layout": row["layout"]} | cells | {"fits": "yes" if row["fits"] else "no"}

@@ -27,6 +27,8 @@ class Estimate:
     """Whether a step has several micro-batches: gradients then exist together with activations."""
     host: int = 0
     """Bytes in host memory, of one rank."""
+    nvme: int = 0
+    """Bytes in files of the optimizer's states, of one rank."""
 
     @property
     def resident(self) -> int:

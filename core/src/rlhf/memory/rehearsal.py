@@ -67,7 +67,9 @@ class Rehearsed:
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""
         states = {name: dict(memory) for name, memory in self.run.memory(layout).items()}
-        host = sum(parts.pop("host", 0) for parts in states.values())
+        host, nvme = (
+            sum(parts.pop(name, 0) for parts in states.values()) for name in ("host", "nvme")
+        )
         # Models are updated, and their gradients reduced, one after the other.
         updating, reducing = (
             max(parts.pop(name, 0) for parts in states.values())
@@ -81,6 +83,7 @@ class Rehearsed:
             tokens=self.tokens,
             accumulates=self.accumulates,
             host=host,
+            nvme=nvme,
         )
 
 

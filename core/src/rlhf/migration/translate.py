@@ -251,8 +251,13 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device") == "cpu":
+        if zero.get(name, {}).get("device") in ("cpu", "nvme"):
             migration.set(f"deepspeed.{name}", True, "deepspeed")
+    optimizer = zero.get("offload_optimizer", {})
+    if optimizer.get("device") == "nvme":
+        migration.set("deepspeed.nvme_path", optimizer.get("nvme_path"), "deepspeed")
+    if zero.get("offload_param", {}).get("device") == "nvme":
+        migration.notes["deepspeed offload_param"] = "the weights are in host memory, not on NVMe"
 
 
 def _data(

@@ -16,7 +16,7 @@ from rlhf.registry.gateway import BackendGateway
 
 POLICY = "policy"
 """The role of the model that every run trains."""
-ELSEWHERE = ("updating", "reducing", "host")
+ELSEWHERE = ("updating", "reducing", "host", "nvme")
 """Parts of a backend's estimate that an accelerator does not hold from step to step."""
 
 

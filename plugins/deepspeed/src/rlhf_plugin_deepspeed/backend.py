@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +35,7 @@ from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.layouts import layouts
+from rlhf_plugin_deepspeed.nvme import Drive, find_drive
 from rlhf_plugin_deepspeed.patches.install import run_scope
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
@@ -46,6 +48,7 @@ class DeepSpeedBackend:
 
     def __init__(self) -> None:
         self._started_group = False
+        self._drive: Drive | None = None
 
     @hookimpl
     def setup_mesh(self, config: Config) -> Mesh:
@@ -54,6 +57,8 @@ class DeepSpeedBackend:
         timeout = timedelta(minutes=config.backend_section.timeout)
         mesh = meshes.join(config, timeout=timeout)
         meshes.seed(config.train.seed, deterministic=config.train.deterministic)
+        folder = config.backend_section.nvme_path
+        self._drive = None if folder is None else find_drive(Path(folder), mesh)
         return mesh
 
     @hookimpl
@@ -75,7 +80,11 @@ class DeepSpeedBackend:
         model_shape = shape_of_part(model_shape, mesh.tensor.size)
         if not trained:
             return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
-        return zero.plan(config, mesh, model_shape, occupied=occupied)
+        plan = zero.plan(config, mesh, model_shape, occupied=occupied)
+        if self._drive is None:
+            return plan
+        parts = memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=True)
+        return evolve(plan, summary=plan.summary + self._drive.check(parts["nvme"]))
 
     @hookimpl
     def estimate_memory(

@@ -38,6 +38,8 @@ class Capability:
     """Values of `model.dtype` that it can be combined with."""
     excludes: tuple[str, ...] = ()
     """Settings that it cannot be combined with."""
+    needs: str = ""
+    """The setting that it needs."""
     optional_stage: bool = True
     """Whether `stage: auto` chooses among the stages at which it works."""
     alternative: str = ""
@@ -58,6 +60,15 @@ CAPABILITIES = (
         feature="optimizer on the CPU",
         setting="deepspeed.offload_optimizer",
         stages=(1, 2, 3),
+        alternative="remove it or use the preset zero1_offload",
+    ),
+    # A checkpoint that is written beside the next steps is copied to the host's memory before.
+    Capability(
+        feature="optimizer's states and masters on NVMe",
+        setting="deepspeed.nvme_path",
+        stages=(1, 2, 3),
+        needs="deepspeed.offload_optimizer",
+        excludes=("checkpoint.async",),
         alternative="remove it or use the preset zero1_offload",
     ),
     Capability(
@@ -216,6 +227,8 @@ def check_capabilities(
             )
         if precision not in row.precisions:
             raise RLHFError(f"{row.setting} needs model.dtype {' or '.join(row.precisions)}")
+        if row.needs and row.needs not in settings:
+            raise RLHFError(f"{row.setting} needs {row.needs}; set both, or remove it")
         for other in row.excludes:
             if other in settings:
                 raise RLHFError(

@@ -135,7 +135,8 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
             for kind in sorted({*saved.kinds(name)} - {"weight", "step"}):
                 state = optimizer.state[master]
                 if kind not in state:
-                    state[kind] = torch.zeros_like(master)
+                    with engine.files:
+                        state[kind] = torch.zeros_like(master)
                 saved.read(name, kind, part.offset, part.of(state[kind]))
             if "step" in saved.kinds(name):
                 steps.append(torch.zeros(1))

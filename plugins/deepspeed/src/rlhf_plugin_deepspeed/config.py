@@ -20,6 +20,7 @@ class Resolved:
     stage: int | str
     offload_optimizer: bool = False
     offload_param: bool = False
+    nvme_path: str | None = None
     dtype: str | None = None
     """The `model.dtype` that the preset stands for."""
     reason: str = ""
@@ -69,6 +70,7 @@ REFUSED = {
         "deepspeed.stage": "zero_optimization.stage",
         "deepspeed.offload_optimizer": "zero_optimization.offload_optimizer",
         "deepspeed.offload_param": "zero_optimization.offload_param",
+        "deepspeed.nvme_path": "zero_optimization.offload_optimizer.nvme_path",
         "deepspeed.bucket_size": "zero_optimization.reduce_bucket_size "
         "zero_optimization.allgather_bucket_size",
         "deepspeed.persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
@@ -77,6 +79,8 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
+    "zero_optimization.offload_param.nvme_path": "parameters cannot be on NVMe; "
+    "deepspeed.offload_param moves them to the host's memory",
     "compile": "DeepCompile is not supported; set model.kernels to compile",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
@@ -103,7 +107,7 @@ def allowed_keys(section: object, attribute: object, value: Mapping[str, Any]) -
     problems = []
     for key, setting in leaves(value):
         if why := [why for name, why in REFUSED.items() if f"{key}.".startswith(f"{name}.")]:
-            problems.append(f"remove {key} ({why[0]})")
+            problems.append(f"remove {key} ({why[-1]})")
         elif key not in kinds:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else f"available: {', '.join(kinds)}"
@@ -134,8 +138,6 @@ class DeepSpeedConfig:
         "model.kernels to compile, at stages 0 to 2",
         "expert_parallel": "experts are not divided over ranks; set deepspeed.stage to 3, which "
         "shards them",
-        "nvme_path": "offload to NVMe is not offered; set deepspeed.preset to zero3_offload, which "
-        "uses the host's memory",
     }
     """Settings that are not offered, with the alternative."""
     preset: str = field(default="auto", validator=known_preset)
@@ -151,6 +153,10 @@ class DeepSpeedConfig:
     default: the preset's."""
     offload_param: bool | None = None
     """Weights on the CPU between uses, stage 3; default: the preset's."""
+    nvme_path: str | None = None
+    """A folder on a local disk of each host for the master weights and the optimizer's states, with
+    the optimizer on the CPU (ZeRO-Infinity, arXiv 2104.07857): they need no host memory beyond what
+    is free."""
     sequence_parallel: int = field(default=1, validator=validators.ge(1))
     """Number of ranks that divide the tokens of each packed row, for rows that are too long for one
     accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of ranks and the
@@ -212,6 +218,7 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
         stage=preset.stage,
         offload_optimizer=preset.offload_optimizer or bool(section.offload_optimizer),
         offload_param=preset.offload_param or bool(section.offload_param),
+        nvme_path=section.nvme_path,
         dtype=preset.dtype,
     )
 
@@ -243,6 +250,8 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
     settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
+        "deepspeed.nvme_path": section.nvme_path is not None,
+        "checkpoint.async": config.checkpoint.async_,
         "deepspeed.offload_states": section.offload_states == "always",
         "deepspeed.persistence_threshold": section.persistence_threshold is not None
         and section.frozen in ("auto", 0),

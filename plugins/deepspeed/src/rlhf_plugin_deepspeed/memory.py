@@ -75,7 +75,8 @@ def estimate(
 ) -> Mapping[str, int]:
     """Return what stays on each accelerator through a step; `updating` is what the optimizer's step
     takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they
-    are reduced or added to the others, `host` what each rank has in host memory."""
+    are reduced or added to the others, `host` what each rank has in host memory and `nvme` what it
+    has in files."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     size = bytes_per_parameter(config, shape, stage=plan.stage)
     offloaded = "offload_optimizer" in zero
@@ -87,8 +88,11 @@ def estimate(
     if not trained:
         return {"weights": parts["weights"], "host": host}
     if offloaded:
+        kept = int(shape.trainable * (size.master + size.optimizer)) // world
+        in_files = zero["offload_optimizer"].get("nvme_path") is not None
+        parts["nvme"] = kept if in_files else 0
         # Gradients are added up in float32 there.
-        host += int(shape.trainable * (size.master + size.optimizer + 4)) // world
+        host += 4 * shape.trainable // world + (0 if in_files else kept)
     parts["host"] = host
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:

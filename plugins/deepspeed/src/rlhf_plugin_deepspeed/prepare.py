@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
+from rlhf_plugin_deepspeed.nvme import StateFiles, in_file
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import replace
@@ -50,7 +52,10 @@ def prepare_training(
     layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
     settings = _settings(model, plan, mesh, rounded=rounded)
-    with rate_zero(optimizer), reduced_by_parameter(layers):
+    offload = settings["zero_optimization"].get("offload_optimizer", {})
+    folder = offload.get("nvme_path")
+    files = nullcontext() if folder is None else StateFiles(folder)
+    with files, rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -71,8 +76,11 @@ def prepare_training(
         schedule=schedule,
         order=_patch_stages_1_and_2(runner.optimizer, model, plan),
         fence=_patch_stage_3(runner.optimizer, plan),
+        files=files,
         take_step=choose_step(runner, plan),
     )
+    if folder is not None:
+        assert all(in_file(piece.master) for piece in pieces(engine) if piece.size)
     if isinstance(optimizer, Muon):
         optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
     return engine

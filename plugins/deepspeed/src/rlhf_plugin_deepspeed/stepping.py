@@ -106,7 +106,8 @@ def _update(engine: TrainingEngine) -> tuple[bool, bool]:
     """Let DeepSpeed update the weights, and advance the schedule. Returns whether they moved, and
     whether the loss scaler skipped the step."""
     scale = engine.loss_scale()
-    engine.deepspeed.step()
+    with engine.files:
+        engine.deepspeed.step()
     engine.fence()
     moved = engine.deepspeed.was_step_applied()
     # A scale that can fall is to blame; at its floor the gradient itself is bad.

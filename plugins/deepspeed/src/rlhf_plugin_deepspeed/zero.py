@@ -98,7 +98,9 @@ def _ranks(mesh: Mesh) -> str:
 
 
 def offloads(resolved: Resolved) -> str:
-    """Return what is on the CPU, for the end of a summary or a name."""
+    """Return what is not on the accelerators, for the end of a summary or a name."""
+    if resolved.offload_optimizer and resolved.nvme_path is not None:
+        return ", optimizer on NVMe" + ", parameters on the CPU" * resolved.offload_param
     names = ["optimizer"] * resolved.offload_optimizer + ["parameters"] * resolved.offload_param
     return f", {' and '.join(names)} on the CPU" if names else ""
 
@@ -163,6 +165,9 @@ def _zero(
         zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)
+        if resolved.nvme_path is not None:
+            # DeepSpeed reads it for the device nvme only.
+            zero["offload_optimizer"]["nvme_path"] = resolved.nvme_path
     if resolved.offload_param:
         zero["offload_param"] = dict(host)
     return zero

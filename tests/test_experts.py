@@ -90,6 +90,40 @@ def test_the_curve_with_the_router_loss_does_not_depend_on_the_layout(
         AutoModelForCausalLM.from_pretrained(tmp_path / "apart/model")
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_muon_trains_follow_the_same_curve_and_resume(
+    family: str, tmp_path: Path, one: Ranks, two: Ranks
+) -> None:
+    words = short_run(tmp_path, "demonstration")
+    model = Path(words[words.index("--model") + 1])
+    experts = str(write_experts(model, tmp_path / "experts", family))
+    words += ["--model.path", experts, "--train.steps", "4", "--optim.name", "muon"]
+
+    def lines(ranks: Ranks, output: str, *more: str) -> list[dict[str, Any]]:
+        arguments = [*words, "--output", str(tmp_path / output), *more]
+        return ranks.run(run, "sft", arguments, str(tmp_path / "cache"))[0]
+
+    alone = lines(one, "alone", "--deepspeed.stage", "0", "--batch.tokens", "2048")
+    layouts = {
+        "apart": (*STAGE_3, "--batch.tokens", "256"),
+        "offloaded": ("--deepspeed", "zero2_offload", "--batch.tokens", "256"),
+        "divided": ("--deepspeed.stage", "1", "--deepspeed.sequence_parallel", "2"),
+    }
+    for name, layout in layouts.items():
+        curve = lines(two, name, *layout)
+        for key in ("loss", "router_loss", "grad_norm"):
+            assert column(curve, key) == pytest.approx(column(alone, key), rel=1e-4), name
+    lines(two, "halves", *layouts["apart"], "--train.stop_at", "2")
+    resumed = lines(two, "halves", *layouts["apart"], "--resume")
+    assert column(resumed, "loss") == column(lines(two, "again", *layouts["apart"]), "loss")
+    first, last = (
+        load_file(f"{at}/model.safetensors") for at in (experts, tmp_path / "apart/model")
+    )
+    stacked = [name for name in first if "experts" in name]
+    assert stacked
+    assert not any(torch.equal(first[name], last[name]) for name in stacked)
+
+
 STACKED = "[experts.gate_up_proj, experts.down_proj]"
 
 

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from peft import LoraConfig, get_peft_model
 from plans import SHAPE, half, plan
-from test_optimizers import run
+from test_optimizers import LAYOUTS, run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, Packed, configure
+from rlhf.testing.problem import Case, Packed, configure, follow
 from rlhf.testing.ranks import shared
 from rlhf_plugin_deepspeed import muon
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.capabilities import check_capabilities
 from rlhf_plugin_deepspeed.checkpoint import Piece
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
@@ -98,6 +100,53 @@ def test_matrices_that_ranks_cut_follow_the_same_curve(curve, stage, ranks):
     for outcome, _ in shared(ranks).run(run, Case(config=config, frozen=CUT, micro_batches=micro)):
         assert outcome.losses == pytest.approx(curve.losses, rel=1e-5)
         assert outcome.norms == pytest.approx(curve.norms, rel=1e-4)
+
+
+def follow_states(case):
+    """The outcome, the states at the end and the bytes of moments that can leave the device, with
+    the CPU taken for an accelerator that has fp16."""
+    backend = DeepSpeedBackend()
+    get_accelerator().is_fp16_supported = lambda: True
+    try:
+        outcome, engine, mesh = follow(backend, case)
+    finally:
+        del get_accelerator().is_fp16_supported
+    state = backend.save_checkpoint(engine).fragments
+    states = {f"{item.name}/{item.kind}": item.values.clone() for item in state}
+    released = backend.offload_states(engine, ["optimizer"])
+    backend.reload_states(engine, ["optimizer"])
+    backend.close_mesh(mesh)
+    return outcome, states, released
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_fp16_follows_the_same_curve_and_skipped_steps_leave_no_moments(pair, curve, settings):
+    def final(steps, **options):
+        config = configure(DeepSpeedConfig(**settings, **options), optimizer="muon", dtype="fp16")
+        return pair.run(follow_states, Case(config=config, frozen=CUT, steps=steps))[0]
+
+    outcome, states, _ = final(4, config={"fp16": {"initial_scale_power": 8}})
+    assert outcome.moved == [True] * 4
+    assert outcome.losses == pytest.approx(curve.losses, rel=1e-2)
+    assert any("/exp_avg" in name and value.any() for name, value in states.items())
+    outcome, states, _ = final(2)
+    assert outcome.skipped == [True, True]
+    assert not any("/exp_avg" in name and value.any() for name, value in states.items())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_that_leave_the_device_between_steps_change_no_bit(pair, stage, dtype):
+    small = {"persistence_threshold": 40} if stage == 3 else {}
+    config = configure(DeepSpeedConfig(stage=stage, **small), optimizer="muon", dtype=dtype)
+    stays, moves = (
+        pair.run(follow_states, Case(config=config, frozen=CUT, micro_batches=2, moves=moves))
+        for moves in (False, True)
+    )
+    for (straight, states, _), (outcome, others, released) in zip(stays, moves, strict=True):
+        assert outcome == straight
+        assert all(torch.equal(value, others[name]) for name, value in states.items())
+        assert released > 0
 
 
 def run_in_small_groups(case):

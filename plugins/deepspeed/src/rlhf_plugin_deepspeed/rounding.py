@@ -99,33 +99,24 @@ def update(
     if math.isnan(by):
         return
     generator = torch.Generator(device).manual_seed(seed)
+    one_minus_beta1, one_minus_beta2, eps, kept, rate, scale = coefficients
+
+    def move(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+        gradient = gradient.float() * by
+        first = mean.float().lerp_(gradient, one_minus_beta1)
+        second = square.float().lerp_(gradient.square_(), one_minus_beta2)
+        divisor = (second * scale).sqrt_().add_(eps)
+        new = weight.float().mul_(kept).addcdiv_(first, divisor, value=-rate)
+        for target, value in ((mean, first), (square, second), (weight, new)):
+            target.copy_(rounded_(value, generator))
+
     for piece in _pieces(tensors, CHUNK):
-        _update_piece(*piece, factor=by, generator=generator, coefficients=coefficients)
+        move(*piece)
 
 
 def _pieces(tensors: Iterable[tuple[Tensor, ...]], size: int) -> Iterator[tuple[Tensor, ...]]:
     for parts in tensors:
         yield from zip(*(tensor.split(size) for tensor in parts), strict=True)
-
-
-def _update_piece(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    *,
-    factor: float,
-    generator: torch.Generator,
-    coefficients: Sequence[float],
-) -> None:
-    one_minus_beta1, one_minus_beta2, eps, kept, rate, scale = coefficients
-    gradient = gradient.float() * factor
-    first = mean.float().lerp_(gradient, one_minus_beta1)
-    second = square.float().lerp_(gradient.square_(), one_minus_beta2)
-    divisor = (second * scale).sqrt_().add_(eps)
-    new = weight.float().mul_(kept).addcdiv_(first, divisor, value=-rate)
-    for target, value in ((mean, first), (square, second), (weight, new)):
-        target.copy_(rounded_(value, generator))
 
 
 def rounded_(values: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -8,7 +8,6 @@ from streams import Stream
 
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import Case, configure, losses, start
-from rlhf_plugin_deepspeed import prepare
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.patches import stage_3
@@ -38,7 +37,7 @@ def fences_of_steps(precision):
     backend = DeepSpeedBackend()
     config = configure(DeepSpeedConfig(stage=3), dtype=precision, states=precision)
     calls, undo = [], pytest.MonkeyPatch()
-    undo.setattr(prepare, "fence_of", lambda offload: lambda: calls.append("fence"))
+    undo.setattr(stage_3, "fence_of", lambda offload: lambda: calls.append("fence"))
     mesh, engine, _ = start(backend, Case(config=config))
     undo.undo()
     tokens = torch.arange(12).view(2, 6)

@@ -15,16 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import (
-    EngineState,
-    Layout,
-    Mesh,
-    ModelShape,
-    Plan,
-    SavedState,
-    StateKind,
-    save_weights,
-)
+from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState, StateKind
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
@@ -40,7 +31,7 @@ from rlhf_plugin_deepspeed.patches.install import run_scope
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
 from rlhf_plugin_deepspeed.versions import installed_version
-from rlhf_plugin_deepspeed.weights import gathered, kept_whole, load, mix, sharded_creation
+from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation
 
 
 class DeepSpeedBackend:
@@ -140,11 +131,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def export_weights(self, engine: InferenceEngine, directory: Path) -> bool:
-        trained_only = checkpoint.is_adapter(engine.module)
-        values = dict(gathered(engine, trained_only=trained_only))
-        if engine.mesh.rank == 0:
-            save_weights(engine.module, values, directory)
-        engine.mesh.barrier()
+        checkpoint.export(engine, directory)
         return True
 
     @hookimpl

@@ -215,8 +215,7 @@ def check_version(version: str) -> None:
 def check_capabilities(
     settings: Collection[str], *, stage: int | str, precision: str, version: str
 ) -> None:
-    """Raise RLHFError for the first of `settings` that does not work at `stage`, in `precision` or
-    with `version` of DeepSpeed."""
+    """Raise RLHFError for the first of `settings` that cannot be combined with the rest."""
     for row in CAPABILITIES:
         if row.setting not in settings:
             continue

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from rlhf.engine import EngineState, Fragment, SavedState
+from rlhf.engine import EngineState, Fragment, SavedState, save_weights
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.optimizer import replay_steps
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.weights import buffers, synchronize
+from rlhf_plugin_deepspeed.weights import buffers, gathered, synchronize
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
@@ -116,6 +117,14 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
         yield from _whole(engine, optimizer)
 
 
+def export(engine: InferenceEngine, directory: Path) -> None:
+    """Write the whole weights, or those of an adapter, into a model folder. Collective."""
+    values = dict(gathered(engine, trained_only=is_adapter(engine.module)))
+    if engine.mesh.rank == 0:
+        save_weights(engine.module, values, directory)
+    engine.mesh.barrier()
+
+
 def is_adapter(module: nn.Module) -> bool:
     """Return whether only an adapter of peft's is trained, so that the base is not written."""
     return any(hasattr(part, "peft_config") for part in module.modules())
@@ -186,10 +195,8 @@ def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
             masters |= {item: (copy, 0) for item, copy in zip(group, copies, strict=True)}
     elif hasattr(optimizer, "fp32_groups_flat"):
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            start = 0
-            for item in group:
-                masters[item] = (flat, start)
-                start += item.numel()
+            starts = accumulate((item.numel() for item in group), initial=0)
+            masters |= {item: (flat, start) for item, start in zip(group, starts, strict=False)}
     for item, (master, start) in masters.items():
         yield Piece(parameter=item, offset=0, master=master, start=start, size=item.numel())
 

@@ -1,7 +1,6 @@
 """From a model and its plan to an engine."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,14 +21,9 @@ from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.nvme import StateFiles, in_file
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
-from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import replace
-from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, fence_of, reduce_beside_host
-from rlhf_plugin_deepspeed.patches.stages_1_and_2 import (
-    GradientOrder,
-    order_gradients,
-    update_weights_themselves,
-)
+from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
+from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_masters
 from rlhf_plugin_deepspeed.tensor import divide
@@ -74,8 +68,8 @@ def prepare_training(
         plan=plan,
         mesh=mesh,
         schedule=schedule,
-        order=_patch_stages_1_and_2(runner.optimizer, model, plan),
-        fence=_patch_stage_3(runner.optimizer, plan),
+        order=patch_stages_1_and_2(runner.optimizer, model, plan),
+        fence=patch_stage_3(runner.optimizer, plan),
         files=files,
         take_step=choose_step(runner, plan),
     )
@@ -109,8 +103,7 @@ def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None
 
 
 def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:
-    """Return DeepSpeed's settings for training. A copy: the plan stays as it was recorded, and
-    DeepSpeed writes into the dictionary."""
+    """Return a copy of the plan's settings for training, since DeepSpeed writes into it."""
     settings = copy.deepcopy(plan.settings)
     zero = settings["zero_optimization"]
     if rounded or (plan.stage == 0 and (mesh.tensor.size > 1 or not has_masters(plan))):
@@ -128,26 +121,6 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
         # by itself in place: only those of embeddings and heads, which nothing else reads.)
         zero["contiguous_gradients"] = _some_empty(model, mesh.shards.size)
     return settings
-
-
-def _patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> GradientOrder | None:
-    if plan.stage not in (1, 2):
-        return None
-    if "no-master-copy" in plan.patches:
-        update_weights_themselves(optimizer)
-    check_once(optimizer, plan.patches)
-    return order_gradients(optimizer, model, plan.patches)
-
-
-def _patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
-    """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
-    if plan.stage != 3:
-        return lambda: None
-    if "no-wait" in plan.patches:
-        reduce_beside_host(optimizer)
-    MissingGradients(optimizer)
-    check_once(optimizer, plan.patches)
-    return fence_of(optimizer.parameter_offload)
 
 
 def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:

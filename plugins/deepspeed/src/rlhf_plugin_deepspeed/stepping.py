@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 from rlhf.engine import Axis, Deferred, LaterOutcome, Plan, StepOutcome
@@ -15,8 +16,7 @@ from rlhf_plugin_deepspeed.tensor import part_of
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 CHECKS_BY_NORM = "0.19.8"
-"""The first DeepSpeed that checks the gradient's norm before a sharded step in every precision, and
-that can leave out the norm."""
+"""The first DeepSpeed that checks the norm in every precision, and that can leave it out."""
 CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
 
@@ -61,9 +61,11 @@ def mastered_step(engine: TrainingEngine) -> StepOutcome:
 def sharded_step(engine: TrainingEngine) -> StepOutcome:
     """Step over shards of the optimizer's states, stages 1 and 2."""
     moved, skipped = _update(engine)
-    return StepOutcome(
-        moved=moved, grad_norm=_deepspeeds_norm(engine, moved=moved), skipped_by_scaler=skipped
-    )
+    norm = float(engine.deepspeed.get_global_grad_norm())
+    if not moved and math.isfinite(norm):
+        # Before 0.19.8 a skipped step keeps the norm of the step before it.
+        norm = math.inf
+    return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
 
 
 def stage_3_step(engine: TrainingEngine) -> StepOutcome:
@@ -72,12 +74,10 @@ def stage_3_step(engine: TrainingEngine) -> StepOutcome:
     if engine.precision != "fp16" and older(installed_version(), CHECKS_BY_NORM):
         # DeepSpeed skips the step if this finds a gradient that is not finite.
         engine.deepspeed.optimizer.check_overflow()
-    moved, skipped = _update(engine)
-    norm = _deepspeeds_norm(engine, moved=moved)
-    if moved:
-        # DeepSpeed divides by the scale after it has grown for the next step.
-        norm *= engine.loss_scale() / scale
-    return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
+    outcome = sharded_step(engine)
+    # DeepSpeed divides by the scale after it has grown for the next step.
+    growth = engine.loss_scale() / scale if outcome.moved else 1.0
+    return evolve(outcome, grad_norm=outcome.grad_norm * growth)
 
 
 def rounded_step(engine: TrainingEngine) -> LaterOutcome:
@@ -103,8 +103,7 @@ def _factor(engine: TrainingEngine, norm: float) -> float:
 
 
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:
-    """Let DeepSpeed update the weights, and advance the schedule. Returns whether they moved, and
-    whether the loss scaler skipped the step."""
+    """Let DeepSpeed update; returns whether weights moved, and whether the loss scaler skipped."""
     scale = engine.loss_scale()
     with engine.files:
         engine.deepspeed.step()
@@ -116,12 +115,6 @@ def _update(engine: TrainingEngine) -> tuple[bool, bool]:
         # Step k of N has the rate f(k / N), whether or not step k - 1 moved.
         engine.schedule.step()
     return moved, skipped
-
-
-def _deepspeeds_norm(engine: TrainingEngine, *, moved: bool) -> float:
-    norm = float(engine.deepspeed.get_global_grad_norm())
-    # Before 0.19.8 a skipped step keeps the norm of the step before it.
-    return norm if moved or not math.isfinite(norm) else math.inf
 
 
 def whole_norm(module: nn.Module, axis: Axis) -> Tensor:

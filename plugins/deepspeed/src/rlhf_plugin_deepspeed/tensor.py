@@ -2,9 +2,8 @@
 (arXiv 1909.08053, section 3).
 
 Which layers, and how, is transformers' own plan of a family (`base_model_tp_plan` of its config).
-Weights stay plain tensors, each rank's part of a whole one, so that ZeRO, peft and the kernels need
-not know. DeepSpeed's AutoTP replaces modules, so it does not reach peft's adapters and models
-without an engine; its first forward also compares the ranks' inputs and needs them to be tensors.
+Weights stay plain tensors, so that ZeRO, peft and the kernels need not know. DeepSpeed's AutoTP
+replaces modules, so it does not reach peft's adapters and models without an engine.
 """
 
 import re

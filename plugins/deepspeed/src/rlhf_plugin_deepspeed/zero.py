@@ -14,8 +14,7 @@ from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 SHARE = 0.6
-"""The share of the accelerator's memory for the states, where a step could not be rehearsed; the
-rest is for activations and buffers."""
+"""Share of the accelerator's memory for the states, where a step could not be rehearsed."""
 BUCKET = 200_000_000
 """Elements that are reduced or gathered at once."""
 LEAST_BUCKET = 50_000_000

@@ -1,2 +1,1 @@
-"""Everything that the backend replaces in DeepSpeed: `table` lists it, `install` does it; only the
-backend imports this package."""
+"""Everything that the backend replaces in DeepSpeed: `table` lists it, `install` does it."""

@@ -1,5 +1,4 @@
-"""ZeRO-3: gradients reduced without a wait of the host, zeros for those that are missing, and
-weights gathered after their update."""
+"""ZeRO-3: no wait of the host for gradients, zeros for missing ones, gatherings after updates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from rlhf.engine import Plan
+from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
+
+
+def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
+    """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
+    if plan.stage != 3:
+        return lambda: None
+    if "no-wait" in plan.patches:
+        reduce_beside_host(optimizer)
+    MissingGradients(optimizer)
+    check_once(optimizer, plan.patches)
+    return fence_of(optimizer.parameter_offload)
 
 
 def reduce_beside_host(optimizer: Any) -> None:

@@ -1,26 +1,30 @@
 """ZeRO 1 and 2: gradients summed in place and in one order, and bf16 states without masters."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
+from rlhf.engine import Plan
 from rlhf.errors import RLHFError
+from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
 
 
-def order_gradients(
-    optimizer: Any, model: nn.Module, patches: Collection[str]
-) -> "GradientOrder | None":
-    """Patch how `optimizer`, DeepSpeed's at stage 1 or 2, reduces and keeps gradients; None where
-    DeepSpeed still reduces them, in line with backward."""
+def patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> "GradientOrder | None":
+    """Patch DeepSpeed's optimizer; returns what reduces gradients, None where DeepSpeed still does,
+    in line with backward."""
+    if plan.stage not in (1, 2):
+        return None
+    if "no-master-copy" in plan.patches:
+        update_weights_themselves(optimizer)
+    check_once(optimizer, plan.patches)
     fits = _side_by_side(optimizer)
     if optimizer.cpu_offload:
         # Copies to the host would start on another stream.
         replace("gradient-order", optimizer, overlap_comm=False)
-    elif fits and "gradients-one-by-one" in patches:
+    elif fits and "gradients-one-by-one" in plan.patches:
         keep_one_by_one(optimizer)
     if fits and (optimizer.overlap_comm or optimizer.cpu_offload):
         return GradientOrder(optimizer, model)
@@ -48,9 +52,8 @@ class GradientOrder:
 
     DeepSpeed reduces gradients as they arrive. Ranks whose rows leave out a parameter then reduce
     different ones together, and stage 1 only reduces those of the step's last micro-batch. Here
-    the order is that of a backward pass, as in DistributedDataParallel (arXiv 2006.15704, section
-    3.2.3): a gradient waits for those before it, and missing ones count as zeros at the end.
-    DeepSpeed also divides by the ranks and copies each bucket, which is summed in place here.
+    a gradient waits for those before it in a backward pass, as in DistributedDataParallel (arXiv
+    2006.15704, section 3.2.3), and missing ones count as zeros at the end.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module) -> None:
@@ -166,8 +169,7 @@ def backward_order(optimizer: Any, model: nn.Module) -> list[tuple[nn.Parameter,
 
 
 def _side_by_side(optimizer: Any) -> bool:
-    """Return whether `optimizer` lays gradients side by side in buckets of their own dtype and adds
-    them up in it, as this module expects."""
+    """Return whether gradients lie side by side in buckets of their dtype and add up in it."""
     dtype = optimizer.dtype
     own = optimizer.gradient_accumulation_dtype == dtype and [*optimizer.ipg_buckets] == [dtype]
     return optimizer.contiguous_gradients and own and not getattr(optimizer, "zenflow", False)

@@ -22,7 +22,7 @@ from rlhf.errors import RLHFError
 from rlhf.testing.problem import configure, follow, shape, start
 from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
-from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved
 from rlhf_plugin_deepspeed.patches import table
 from rlhf_plugin_deepspeed.patches.install import fits, parameters, path_of, replace, run_scope
 from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, names_for
@@ -160,11 +160,11 @@ def test_an_import_patches_nothing():
     assert shown.stdout.splitlines()[-1] == "True"
 
 
-def names(stage=3, *, version=NEWEST, **changes):
-    defaults = {"states": "fp32", "offload": False, "setting": "all"}
+def names(stage=3, *, version=NEWEST, states="fp32", offload=False, setting="all"):
+    config = configure(DeepSpeedConfig(patches=setting), states=states)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "installed_version", lambda: version)
-        return names_for(stage, **defaults | changes)
+        return names_for(config, Resolved(stage=stage, offload_optimizer=offload))
 
 
 def test_a_newer_deepspeed_gets_only_the_patches_for_correctness(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.optimizer import replay_steps
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.weights import buffers, gathered, synchronize
+from rlhf_plugin_deepspeed.weights import buffers, gathered
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
@@ -93,7 +94,7 @@ def restore(engine: InferenceEngine, saved: SavedState) -> None:
     if offload is not None and offload.persistent_parameters:
         offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
     # The next gathering reads shards on another stream.
-    synchronize()
+    get_accelerator().synchronize()
 
 
 def pieces(engine: TrainingEngine) -> Iterator[Piece]:

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import Factory, define
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,20 +25,11 @@ class InferenceEngine:
     role: str
     plan: Plan
     mesh: Mesh
-    on_host: dict[StateKind, list[Any]] = field(init=False, factory=dict)
+    stage: int = Factory(lambda it: it.plan.stage, takes_self=True)
+    precision: str = Factory(lambda it: it.plan.precision, takes_self=True)
+    device: torch.device = Factory(lambda it: it.mesh.device, takes_self=True)
+    on_host: dict[StateKind, list[Any]] = Factory(dict)
     """States that are on the host for now, as `offload.HostCopy` by kind."""
-
-    @property
-    def stage(self) -> int:
-        return self.plan.stage
-
-    @property
-    def precision(self) -> str:
-        return self.plan.precision
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward; collective at stage 3."""
@@ -65,11 +56,8 @@ class TrainingEngine(InferenceEngine):
     files: AbstractContextManager[Any]
     """The context in which new states of the optimizer are files, if they are at all."""
     take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]"
-
-    @property
-    def deepspeed(self) -> Any:
-        """Return DeepSpeed's engine."""
-        return self.runner
+    deepspeed: Any = Factory(lambda it: it.runner, takes_self=True)
+    """DeepSpeed's engine."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`; the step's `last` completes the sums. Collective."""

@@ -74,7 +74,8 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if weights is not None and mesh.rank == 0:
                 parameter.copy_(weights[source])
-    synchronize()
+    # The next gathering reads the last shard on another stream.
+    get_accelerator().synchronize()
     _load_buffers(module, weights, mesh)
     return tuple(
         aliases[0] for aliases, source in zip(names.values(), sources, strict=True) if not source
@@ -147,11 +148,7 @@ def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> No
             # Rank 0's value of a sharded one goes to all ranks; each rank moves a whole one itself.
             if first or not sharded:
                 parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
-    synchronize()
-
-
-def synchronize() -> None:
-    """Wait for the last shard that was written: the next gathering reads it on another stream."""
+    # As in `load`.
     get_accelerator().synchronize()
 
 

@@ -51,12 +51,7 @@ def plan_at(
     stage, precision = resolved.stage, config.model.dtype
     assert isinstance(stage, int)
     rounded = bool(trained) and config.optim.states == "bf16"
-    patches = names_for(
-        stage,
-        states=config.optim.states,
-        offload=resolved.offload_optimizer,
-        setting=section.patches,
-    )
+    patches = names_for(config, resolved)
     settings = {
         # The loop owns micro-batches and accumulation; DeepSpeed only multiplies these.
         "train_micro_batch_size_per_gpu": 1,

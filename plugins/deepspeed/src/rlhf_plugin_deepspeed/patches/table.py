@@ -4,6 +4,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from rlhf.plugin import Config
+from rlhf_plugin_deepspeed.config import Resolved
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 OLDEST, NEWEST = "0.19.0", "0.19.8"
@@ -164,15 +166,15 @@ READ = ("deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",)
 """Private names of DeepSpeed that are read and not replaced, as a patch's targets."""
 
 
-def names_for(stage: int, *, states: str, offload: bool, setting: str) -> tuple[str, ...]:
+def names_for(config: Config, resolved: Resolved) -> tuple[str, ...]:
     """Return the patches of a plan."""
     return tuple(
         name
         for name, patch in PATCHES.items()
-        if stage in patch.stages
-        and patch.states in ("any", states)
-        and (patch.offload or not offload)
-        and in_force(name, setting=setting)
+        if resolved.stage in patch.stages
+        and patch.states in ("any", config.optim.states)
+        and (patch.offload or not resolved.offload_optimizer)
+        and in_force(name, setting=config.backend_section.patches)
     )
 
 

@@ -36,11 +36,8 @@ def compiled(builder: str) -> str:
 
 @contextmanager
 def _one_build(folder: Path) -> Iterator[None]:
-    """Run one build at a time in `folder`, without waiting for one that was killed.
-
-    torch's own lock is the file `lock`, which a killed build leaves behind for ever. Ours ends with
-    the process; `rlhf.building` says that torch's lock belongs to a build under ours.
-    """
+    """Run one build at a time in `folder`. A killed build leaves torch's own lock, the file `lock`,
+    behind for ever. Ours ends with the process; under it, `rlhf.building` says whose torch's is."""
     lock, building = FileLock(folder / "rlhf.lock"), folder / "rlhf.building"
     with ExitStack() as stack:
         # On a file system without locks, torch's is all there is.

@@ -1,7 +1,7 @@
 """Optimizers that keep one tensor per parameter: Lion, and gradient descent with momentum.
 
 Every element is updated by itself, so that the result does not depend on how the weights are
-sharded, and on every device by torch's own kernels. Weight decay is decoupled, as AdamW's.
+sharded. Weight decay is decoupled, as AdamW's.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,5 +1,4 @@
-"""The modules that ZeRO-3 gathers as one: decoder layers, and blocks of experts, since ranks send
-their tokens to different experts.
+"""The modules that ZeRO-3 gathers as one: decoder layers, and blocks of experts.
 
 DeepSpeed reduces the gradients of such a leaf with every run of it, and fails where one runs twice
 before backward. Experts need that, for one that no token reaches has no gradient. Losses with two
@@ -69,11 +68,8 @@ def _size(module: nn.Module) -> int:
 
 
 def mark_experts(model: nn.Module) -> list[str]:
-    """Make every block of experts a leaf for ZeRO-3 and return their names.
-
-    With hooks on each expert, a rank whose tokens skip an expert would not join its gathering and
-    all would hang.
-    """
+    """Make every block of experts a leaf for ZeRO-3 and return their names. With hooks on each
+    expert, a rank whose tokens skip one would not join its gathering and all would hang."""
     blocks = expert_blocks(model)
     for name in blocks:
         set_z3_leaf_module(model.get_submodule(name), True)
@@ -81,11 +77,8 @@ def mark_experts(model: nn.Module) -> list[str]:
 
 
 def expert_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the modules that hold experts, by structure and never by class name.
-
-    A block holds a list of experts, or one 3-D weight [experts, ...]. A decoder layer that holds
-    its experts itself is not a block: as a leaf it would gather attention and norms with them.
-    """
+    """Return the names of modules that hold a list of experts, or one 3-D weight [experts, ...]. A
+    decoder layer that holds its experts itself does not count: its attention is no part of them."""
     return [name for name, module in model.named_modules() if name and _is_block(module)]
 
 

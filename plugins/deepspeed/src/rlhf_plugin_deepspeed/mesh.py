@@ -130,11 +130,8 @@ def close_groups(mesh: Mesh) -> None:
 
 
 def expand_segments(device: str) -> None:
-    """Let torch's allocator grow its blocks on `device`, unless the user configured it.
-
-    No two batches have the same length, and blocks of fixed sizes for one do not fit the next: they
-    fill the device until torch frees all unused ones at once and allocates them again.
-    """
+    """Let torch's allocator grow its blocks on `device`, unless the user configured it: blocks of
+    fixed sizes for one batch do not fit the next, which has another length."""
     if device == "cuda" and not any(name in os.environ for name in ALLOCATOR):
         # torch has read the environment before this.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -39,8 +39,7 @@ class Drive:
     """Bytes per second that a rank writes while the others of its host write too."""
 
     def check(self, size: int) -> str:
-        """Return what a step costs with `size` bytes of each rank. Raises RLHFError if they have no
-        room."""
+        """Return what `size` bytes of each rank cost. Raises RLHFError if they have no room."""
         if size > self.free:
             raise SameOnAllRanks(
                 f"deepspeed.nvme_path {self.folder} has {gib(self.free)} GiB free for each rank, "

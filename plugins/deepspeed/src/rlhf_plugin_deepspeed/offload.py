@@ -1,9 +1,8 @@
 """An engine's states on the host while a phase of the run does not need them, by kind.
 
 The memory of a tensor's storage is released and allocated again, as in FSDP (arXiv 2304.11277,
-section 4.1). Tensors keep their identity, so that every view of a flat buffer that DeepSpeed or an
-optimizer holds is valid again after `reload`. DeepSpeed's own `offload_states` replaces tensors; it
-refuses optimizers other than FusedAdam and frozen parameters at stage 3.
+section 4.1), so that every view of a flat buffer is valid again after `reload`. DeepSpeed's own
+`offload_states` refuses optimizers other than FusedAdam, and frozen parameters at stage 3.
 """
 
 from collections.abc import Collection, Iterator

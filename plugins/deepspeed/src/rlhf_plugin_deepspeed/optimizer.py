@@ -63,11 +63,8 @@ def build(
 
 
 def forget_first_step(optimizer: Optimizer) -> None:
-    """Undo the step with zero gradients that DeepSpeed takes at start-up, at stage 0 in bf16 and
-    fp16.
-
-    It would count in Adam's bias correction: the loss at step 4 was 1.477 instead of 1.293.
-    """
+    """Undo DeepSpeed's step at start-up, at stage 0 in bf16 and fp16. It would count in Adam's bias
+    correction: the loss at step 4 was 1.477 instead of 1.293."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)
@@ -85,11 +82,8 @@ def rate_zero(optimizer: Optimizer) -> Iterator[None]:
 
 
 def replay_steps(optimizer: Optimizer) -> None:
-    """Advance DeepSpeedCPUAdam's hidden counter to the step of its loaded state.
-
-    It keeps beta^t as a running float product, which a loaded state does not hold and pow(beta, t)
-    does not equal.
-    """
+    """Advance DeepSpeedCPUAdam's hidden counter to the step of its loaded state. It keeps beta^t as
+    a running float product, which a loaded state does not hold and pow(beta, t) does not equal."""
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
     steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)

@@ -28,10 +28,8 @@ def launcher_variables() -> list[str]:
 
 
 def meet(timeout: timedelta) -> distributed.Store:
-    """Return the store of the launcher's rendezvous, once every rank has connected to it.
-
-    Raises RLHFError that names the ranks that did not come.
-    """
+    """Return the store of the launcher's rendezvous, once every rank has connected to it. Raises
+    RLHFError that names the ranks that did not come."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun keeps the store itself.

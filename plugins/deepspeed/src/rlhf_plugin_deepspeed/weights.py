@@ -62,10 +62,7 @@ def sharded_creation(
 
 def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> tuple[str, ...]:
     """Fill a sharded `module` from rank 0's `weights`; returns the names that are missing there.
-    Collective.
-
-    Raises RLHFError, the same on every rank, for a weight of another shape.
-    """
+    Raises RLHFError, the same on every rank, for a weight of another shape. Collective."""
     names = _names(module)
     sources = mesh.on_rank_zero(lambda: _sources(names, weights))
     for parameter, source in zip(names, sources, strict=True):
@@ -84,10 +81,7 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
 
 def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole value of each weight and buffer, on the host; values are empty except on
-    rank 0. Collective.
-
-    A tied weight is yielded under each of its names, as one tensor.
-    """
+    rank 0. A tied weight is yielded under each of its names, as one tensor. Collective."""
     first = engine.mesh.rank == 0
     for parameter, aliases in _names(engine.module).items():
         if trained_only and not parameter.requires_grad:

@@ -115,10 +115,9 @@ def _choose_stage(
     if not mesh.memory:
         return allowed[0], "the device's memory is unknown"
     room = SHARE * mesh.memory - occupied
-    needed = {}
+    needed, gathered = dict[int, int](), 2 * shape.largest_layer
     for each in allowed:
         zero = _zero(each, config.backend_section, resolved, shape, mesh)
-        gathered = 2 * shape.largest_layer
         parts = states(config, shape, zero, world=mesh.shards.size, gathered=gathered)
         needed[each] = sum(parts.values())
     budget = f"{SHARE:.0%} of {mesh.memory / GIB:.1f} GiB"

@@ -44,9 +44,7 @@ def _host_norm(optimizer: Any) -> Tensor:
 
 def sharded_norm(optimizer: Any) -> Tensor:
     """Return the norm of the gradient over the shards of all ranks, stages 1 to 3. Collective.
-
-    DeepSpeed's own copies each parameter's gradient to float64, in three launches.
-    """
+    DeepSpeed's own copies each parameter's gradient to float64, in three launches."""
     every = chain.from_iterable(optimizer.averaged_gradients.values())
     shards = [item for item in every if not getattr(item, "_zero_padding", False)]
     if optimizer.model_parallel_rank > 0:

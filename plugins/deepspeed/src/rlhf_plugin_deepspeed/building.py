@@ -36,8 +36,8 @@ def compiled(builder: str) -> str:
 
 @contextmanager
 def _one_build(folder: Path) -> Iterator[None]:
-    """Run one build at a time in `folder`. A killed build leaves torch's own lock, the file `lock`,
-    behind for ever. Ours ends with the process; under it, `rlhf.building` says whose torch's is."""
+    """Run one build at a time in `folder`. torch's own lock, the file `lock`, outlives a killed
+    build. Ours ends with the process; `rlhf.building` says that torch's was made under ours."""
     lock, building = FileLock(folder / "rlhf.lock"), folder / "rlhf.building"
     with ExitStack() as stack:
         # On a file system without locks, torch's is all there is.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 STATE = "exp_avg"
 """The name of the state, as Adam's first moment: after one step the gradient up to a factor."""
 Rule = Callable[[list[Tensor], list[Tensor], tuple[float, float]], list[Tensor]]
-"""`rule(gradients, states, betas)` updates the states and returns moves at a rate of -1."""
+"""`rule(gradients, states, betas)` updates the states and returns what weights move against."""
 
 
 class FirstMomentOptimizer(Optimizer):
@@ -58,7 +58,7 @@ def lion(gradients: list[Tensor], states: list[Tensor], betas: tuple[float, floa
 def momentum(
     gradients: list[Tensor], states: list[Tensor], betas: tuple[float, float]
 ) -> list[Tensor]:
-    """Gradient descent with momentum, as torch.optim.SGD: gradient plus beta times last move."""
+    """Momentum as in torch.optim.SGD: the gradient plus beta times the last move."""
     torch._foreach_mul_(states, betas[0])
     torch._foreach_add_(states, gradients)
     return states

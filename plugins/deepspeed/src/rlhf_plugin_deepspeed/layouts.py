@@ -15,7 +15,7 @@ from rlhf_plugin_deepspeed.versions import installed_version
 from rlhf_plugin_deepspeed.zero import offloads, plan_at
 
 STAGE_COSTS = {0: 0.0, 1: 0.03, 2: 0.035, 3: 0.1}
-"""Share of a step that a stage adds: on H200, 1 and 2 took up to 7 % more and 3 6 to 14 %."""
+"""Share of a step that a stage adds: on H200, 1 and 2 took up to 7 % more, 3 took 6 to 14 %."""
 OPTIMIZER_COST = 1.5
 """The same of an optimizer on the CPU: two H200 made 21,000 tokens/s instead of 50,000 at 0.5B."""
 WEIGHTS_COST = 1.0

@@ -78,7 +78,7 @@ def mark_experts(model: nn.Module) -> list[str]:
 
 def expert_blocks(model: nn.Module) -> list[str]:
     """Return the names of modules that hold a list of experts, or one 3-D weight [experts, ...]. A
-    decoder layer that holds its experts itself does not count: its attention is no part of them."""
+    decoder layer that holds its experts itself does not count: it would be gathered as a whole."""
     return [name for name, module in model.named_modules() if name and _is_block(module)]
 
 

@@ -71,7 +71,7 @@ def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
 
 
 def shape_of_part(shape: ModelShape, size: int) -> ModelShape:
-    """Return what one of `size` ranks has: embedding, head, and a part of layers that divide."""
+    """Return what one of `size` ranks has: embedding, head, and its part of divisible layers."""
     if shape.tensor % size:
         return shape
     ends = shape.head + shape.lookup

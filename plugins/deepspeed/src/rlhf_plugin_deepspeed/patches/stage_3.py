@@ -51,7 +51,8 @@ class MissingGradients:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._reduced: dict[Any, bool] = {}
-        """Whether each that ever had a gradient has one in this pass, in one order on all ranks."""
+        """Whether a parameter that ever had a gradient has one in this pass; in the same order on
+        all ranks."""
         self._keep = optimizer.partition_grads
         self._end = optimizer.independent_gradient_partition_epilogue
         replace(

@@ -9,8 +9,6 @@ import mmap
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +106,14 @@ class StateFiles(TorchDispatchMode):
         return function(*args, **options)
 
     def _zeros(self, size: int) -> Tensor:
-        with _room_in(self.folder), tempfile.TemporaryFile(dir=self.folder) as file:
-            # A page that had no room on the disk would end the process when it is written.
-            os.posix_fallocate(file.fileno(), 0, 4 * size)
-            return torch.frombuffer(mmap.mmap(file.fileno(), 4 * size), dtype=torch.float32)
-
-
-@contextmanager
-def _room_in(folder: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RLHFError(f"cannot write to {folder}: {error.strerror}; free some space") from error
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                # A page without room on the disk would end the process when it is written.
+                os.posix_fallocate(file.fileno(), 0, 4 * size)
+                return torch.frombuffer(mmap.mmap(file.fileno(), 4 * size), dtype=torch.float32)
+        except OSError as error:
+            message = f"cannot write to {self.folder}: {error.strerror}; free some space"
+            raise RLHFError(message) from error
 
 
 def in_file(tensor: Tensor) -> bool:

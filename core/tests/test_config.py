@@ -144,6 +144,17 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
         ("lora.targets", "{a: b}", 'expected text or a list, got {"a": "b"}'),
         ("data.train", "null", "expected a list, got null"),
         ("output", "[a]", 'expected text, got ["a"]'),
+        (
+            "optim.name",
+            "adamx",
+            'expected one of adamw, lion, muon, sgd, got "adamx"; did you mean adamw?',
+        ),
+        (
+            "optim.name",
+            "adamw_8bit",
+            "moments of 8 bits are not offered; set optim.states to bf16, "
+            "which takes no more memory",
+        ),
     ],
 )
 def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, message: str) -> None:

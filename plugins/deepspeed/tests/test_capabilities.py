@@ -121,6 +121,12 @@ ABSENT = {
     "expert_parallel": (
         "experts are not divided over ranks; set deepspeed.stage to 3, which shards them"
     ),
+    "zero_quantized_gradients": (
+        "it rounds what ranks exchange to 8 or 4 bits, which changes the curve; "
+        "deepspeed.hpz_partition_size does not"
+    ),
+    "zero_hpz_partition_size": "deepspeed.hpz_partition_size decides it",
+    "gradient_clipping": "optim.clip decides it",
 }
 
 
@@ -128,6 +134,24 @@ ABSENT = {
 def test_what_is_not_offered_is_refused_with_the_alternative(name, reason):
     with pytest.raises(RLHFError) as error:
         read_config("sft", overrides=[f"--deepspeed.{name}", "2"], inputs=False)
+    assert str(error.value) == f"deepspeed.{name}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("offload_optimizer", "nvme", "set it to true and deepspeed.nvme_path to a folder"),
+        (
+            "offload_param",
+            "nvme",
+            "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host's memory",
+        ),
+        ("offload_param", "disk", 'expected true or false, got "disk"'),
+    ],
+)
+def test_a_value_that_is_not_offered_is_refused_with_the_alternative(name, value, reason):
+    with pytest.raises(RLHFError) as error:
+        read_config("sft", overrides=[f"--deepspeed.{name}", value], inputs=False)
     assert str(error.value) == f"deepspeed.{name}: {reason}"
 
 

@@ -12,6 +12,10 @@ from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
 
+WITH_8_BITS = dict.fromkeys(
+    ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "AdamW8bit"),
+    "moments of 8 bits are not offered; set optim.states to bf16, which takes no more memory",
+)
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -158,7 +162,9 @@ class OptimConfig:
 
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
-    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
+    name: Literal["adamw", "lion", "muon", "sgd"] = field(
+        default="adamw", metadata={"instead": WITH_8_BITS}
+    )
     """adamw: AdamW (arXiv 1711.05101). lion: Lion (arXiv 2302.06675), which keeps one state per
     parameter instead of two; its paper takes betas 0.9 and 0.99, and a third to a tenth of AdamW's
     rate with 3 to 10 times its weight decay. muon: Muon (arXiv 2502.16982) for the matrices of

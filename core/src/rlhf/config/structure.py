@@ -162,7 +162,8 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
 
 
 def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Read each (key, value, type or attrs field). Raises ProblemsError with all problems."""
+    """Read each (key, value, type or attrs field, whose metadata may say what to do `instead` of a
+    value that is not offered). Raises ProblemsError with all problems."""
     values: dict[str, Any] = {}
     problems: list[tuple[Path, str]] = []
     for key, value, kind in items:
@@ -173,7 +174,8 @@ def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
         except ProblemsError as error:
             problems += [((key, *path), text) for path, text in error.problems]
         except (TypeError, ValueError) as error:
-            problems.append(((key,), str(error.args[0]).removeprefix(f"'{key}' ")))
+            instead = getattr(kind, "metadata", {}).get("instead", {}).get(str(value))
+            problems.append(((key,), instead or str(error.args[0]).removeprefix(f"'{key}' ")))
     if problems:
         raise ProblemsError(problems)
     return values

@@ -57,6 +57,10 @@ OTHER_NAMES = {
     "zero2-fp16": "zero2_fp16",
 }
 """Names that ROLL and trlX use."""
+ON_NVME = "set it to true and deepspeed.nvme_path to a folder"
+NOT_ON_NVME = (
+    "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host's memory"
+)
 REFUSED = {
     name: f"{ours} decides it"
     for ours, names in {
@@ -79,8 +83,7 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
-    "zero_optimization.offload_param.nvme_path": "parameters cannot be on NVMe; "
-    "deepspeed.offload_param moves them to the host's memory",
+    "zero_optimization.offload_param.nvme_path": NOT_ON_NVME,
     "compile": "DeepCompile is not supported; set model.kernels to compile",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
@@ -133,13 +136,14 @@ class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
     not_offered: ClassVar[Mapping[str, str]] = {
+        **{key.rpartition(".")[2]: reason for key, reason in REFUSED.items()},
         "compile": "DeepCompile is not offered: its graphs reduce and gather in the place of the "
         "patches that make the curve exact, and it never compiles frozen models; set "
         "model.kernels to compile, at stages 0 to 2",
         "expert_parallel": "experts are not divided over ranks; set deepspeed.stage to 3, which "
         "shards them",
     }
-    """Settings that are not offered, with the alternative."""
+    """Settings that are not offered, and keys of DeepSpeed's JSON, with the alternative."""
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set
     model.dtype); zero1_offload, zero2_offload (optimizer on the CPU), zero3_offload (optimizer and
@@ -148,10 +152,10 @@ class DeepSpeedConfig:
     """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
     weights. auto: the preset's stage, else the fastest in which a step fits the accelerator; if
     that is not known, the lowest whose states fit 60 % of its memory."""
-    offload_optimizer: bool | None = None
+    offload_optimizer: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""
-    offload_param: bool | None = None
+    offload_param: bool | None = field(default=None, metadata={"instead": {"nvme": NOT_ON_NVME}})
     """Weights on the CPU between uses, stage 3; default: the preset's."""
     nvme_path: str | None = None
     """A folder on a local disk of each host for the master weights and the optimizer's states, with

@@ -102,7 +102,8 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         "it); remove optimizer.params.lr (optim decides it); remove bf16.enabled (model.dtype "
         "decides it); remove zero_optimization.stage (deepspeed.stage decides it); remove "
         "zero_optimization.offload_optimizer.device (deepspeed.offload_optimizer decides it); "
-        "remove compile.deepcompile (DeepCompile is not supported; set model.kernels to compile); "
+        "remove compile.deepcompile (DeepCompile is not offered: its graphs take the place of the "
+        "patches that make the curve exact; set model.kernels to compile, at stages 0 to 2); "
         "zero_optimisation.overlap_comm cannot be set here; did you mean "
         "zero_optimization.overlap_comm?"
     )
@@ -114,13 +115,10 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
 
 ABSENT = {
     "compile": (
-        "DeepCompile is not offered: its graphs reduce and gather in the place of the patches that "
-        "make the curve exact, and it never compiles frozen models; set model.kernels to compile, "
-        "at stages 0 to 2"
+        "DeepCompile is not offered: its graphs take the place of the patches that make the curve "
+        "exact; set model.kernels to compile, at stages 0 to 2"
     ),
-    "expert_parallel": (
-        "experts are not divided over ranks; set deepspeed.stage to 3, which shards them"
-    ),
+    "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
     "zero_quantized_gradients": (
         "it rounds what ranks exchange to 8 or 4 bits, which changes the curve; "
         "deepspeed.hpz_partition_size does not"
@@ -144,7 +142,7 @@ def test_what_is_not_offered_is_refused_with_the_alternative(name, reason):
         (
             "offload_param",
             "nvme",
-            "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host's memory",
+            "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host",
         ),
         ("offload_param", "disk", 'expected true or false, got "disk"'),
     ],

@@ -1,5 +1,6 @@
 """Masters and moments in files: the same bits as in memory, nothing left behind, and refusals."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from rlhf_plugin_deepspeed import nvme
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.layouts import layouts
-from rlhf_plugin_deepspeed.memory import estimate
-from rlhf_plugin_deepspeed.nvme import Drive, StateFiles, file_system, find_drive, in_file
+from rlhf_plugin_deepspeed.memory import estimate, states
+from rlhf_plugin_deepspeed.nvme import Drive, StateFiles, file_system, find_drive
 from rlhf_plugin_deepspeed.weights import gathered
 
 STAGES = (
@@ -159,7 +160,7 @@ def test_what_is_in_a_file_is_not_pinned_and_begins_with_zeros(tmp_path):
         copy, zeros, half = source.clone(), torch.zeros_like(source), source.half()
         matrix = source.view(50, 100).clone()
         pinned = torch.ops.aten._pin_memory(copy)
-    assert [in_file(item) for item in (copy, zeros, half, matrix, source)] == [
+    assert [files.holds(item) for item in (copy, zeros, half, matrix, source)] == [
         True, True, False, False, False,
     ]  # fmt: skip
     assert pinned.data_ptr() == copy.data_ptr()
@@ -201,7 +202,7 @@ def test_deepspeeds_own_keys_name_the_setting():
     assert str(error.value) == (
         "remove zero_optimization.offload_param.device (deepspeed.offload_param decides it); "
         "remove zero_optimization.offload_param.nvme_path (parameters cannot be on NVMe; "
-        "deepspeed.offload_param moves them to the host's memory)"
+        "deepspeed.offload_param moves them to the host)"
     )
 
 
@@ -212,6 +213,23 @@ def test_a_folder_in_memory_is_refused(monkeypatch, tmp_path):
     assert str(error.value) == (
         f"deepspeed.nvme_path {tmp_path} is not on a local disk (tmpfs); choose a folder on one"
     )
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "9p"])
+def test_a_folder_behind_a_network_is_refused(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(nvme, "file_system", lambda folder: kind)
+    with pytest.raises(RLHFError, match=f"is not on a local disk \\({kind}\\)"):
+        find_drive(tmp_path, Mesh())
+
+
+def test_trained_models_share_the_disk():
+    backend, model = DeepSpeedBackend(), half(preset="zero2_offload", nvme_path="/nvme")
+    backend._drive = Drive(folder=Path("/nvme"), free=30 * GIB, speed=2e9)
+    mesh = Mesh(world=4, device=torch.device("cpu"), memory=80 * GIB)
+    common = {"config": model, "mesh": mesh, "model_shape": SHAPE, "trained": True, "occupied": 0}
+    assert "21.0 GiB of each rank" in backend.configure_zero(role="policy", **common).summary
+    with pytest.raises(RLHFError, match=r"masters and moments take 42\.0 GiB"):
+        backend.configure_zero(role="critic", **common)
 
 
 def test_the_file_system_is_that_of_the_nearest_mount():
@@ -236,31 +254,48 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkeypatc
     with pytest.raises(RLHFError) as error:
         find_drive(tmp_path, Mesh())
     assert str(error.value) == (
-        f"deepspeed.nvme_path {tmp_path} cannot be used: cannot write to {tmp_path} (Read-only "
-        "file system); choose another location"
+        f"deepspeed.nvme_path: cannot write to {tmp_path} (Read-only file system); choose another "
+        "location"
     )
 
 
 def test_states_without_room_are_refused():
     drive = Drive(folder=Path("/nvme"), free=3 * GIB, speed=2e9)
-    assert drive.check(2 * GIB) == (
+    assert drive.check("policy", 2 * GIB) == (
         " (2.0 GiB of each rank in /nvme, which a rank writes at 2.00 GB/s: at least 1.1 s of a "
         "step, and about as long to read them, unless they stay in memory)"
     )
     with pytest.raises(RLHFError) as error:
-        drive.check(4 * GIB)
+        drive.check("policy", 4 * GIB)
     assert str(error.value) == (
         "deepspeed.nvme_path /nvme has 3.0 GiB free for each rank, but its masters and moments "
         "take 4.0 GiB; choose another folder, or add ranks"
     )
 
 
-def test_a_disk_that_fills_up_is_told(tmp_path):
+def test_a_disk_that_fills_up_is_told(tmp_path, monkeypatch):
     with StateFiles(str(tmp_path / "gone")), pytest.raises(RLHFError) as error:
         torch.zeros(4).clone()
     assert str(error.value) == (
-        f"cannot write to {tmp_path / 'gone'}: No such file or directory; free some space"
+        f"cannot write to {tmp_path / 'gone'}: No such file or directory; free some space or "
+        "choose another folder"
     )
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with StateFiles(str(tmp_path)), pytest.raises(RLHFError) as error:
+        torch.zeros(4).clone()
+    assert str(error.value) == (
+        f"cannot write to {tmp_path}: No space left on device; free some space or choose another "
+        "folder"
+    )
+
+
+def test_parameters_on_the_host_are_not_states_of_the_accelerator():
+    zero = plan(4, 80 * GIB, preset="zero3_offload").settings["zero_optimization"]
+    assert states(half(), SHAPE, zero, world=4, gathered=0)["weights"] == 0
 
 
 def test_the_estimate_moves_masters_and_moments_from_the_host_to_files():

@@ -34,7 +34,8 @@ def keep_compiled() -> None:
     if not os.access(kernels, os.W_OK):
         return  # The cache of rows reports it. torch could not be imported with such a folder.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-    bytecode = Path(cache_from_source(getattr(find_spec("torch"), "origin", "torch/__init__.py")))
+    torch = getattr(find_spec("torch"), "origin", "torch/__init__.py")
+    bytecode = Path(cache_from_source(torch))
     writable = os.access(bytecode.parents[1], os.W_OK) and not sys.dont_write_bytecode
     if bytecode.exists():
         return
@@ -42,6 +43,8 @@ def keep_compiled() -> None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(cache_root() / "bytecode"), False
         # For processes that compile kernels.
         os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
+        if Path(cache_from_source(torch)).exists():
+            return
     if PARENT not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
         compile_beside()
 

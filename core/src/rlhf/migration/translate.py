@@ -254,8 +254,10 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
         if zero.get(name, {}).get("device") in ("cpu", "nvme"):
             migration.set(f"deepspeed.{name}", True, "deepspeed")
     optimizer = zero.get("offload_optimizer", {})
-    if optimizer.get("device") == "nvme":
-        migration.set("deepspeed.nvme_path", optimizer.get("nvme_path"), "deepspeed")
+    if optimizer.get("device") == "nvme" and "nvme_path" in optimizer:
+        migration.set("deepspeed.nvme_path", optimizer["nvme_path"], "deepspeed")
+    elif optimizer.get("device") == "nvme":
+        migration.notes["deepspeed offload_optimizer"] = "set deepspeed.nvme_path to a folder"
     if zero.get("offload_param", {}).get("device") == "nvme":
         migration.notes["deepspeed offload_param"] = "the weights are in host memory, not on NVMe"
 

@@ -58,25 +58,33 @@ class RunModels(ABC):
         role: str,
         *,
         model: ModelConfig | None = None,
+        trained: bool = True,
         task: Task = "causal",
+        labels: int | None = None,
         extra: Mapping[str, Tensor] | None = None,
+        dropout: bool = True,
         optim: OptimConfig | None = None,
-        **options: Any,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
         spec = ModelSpec(
-            role=role, config=config, model=model, task=task, optim=optim,
-            extra=first_values(config, extra or {}), **options,
+            role=role, config=config, trained=trained, model=model, optim=optim, task=task,
+            labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
         )  # fmt: skip
         return self._load(spec, empty_model(spec, self.mesh))
 
     def prepare(
-        self, module: nn.Module, role: str, *, optim: OptimConfig | None = None, **options: Any
+        self,
+        module: nn.Module,
+        role: str,
+        *,
+        trained: bool = True,
+        optim: OptimConfig | None = None,
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, None, optim)
-        return self._prepare(ModelSpec(role=role, config=config, optim=optim, **options), module)
+        spec = ModelSpec(role=role, config=config, trained=trained, optim=optim)
+        return self._prepare(spec, module)
 
     def reference(
         self,

@@ -42,7 +42,7 @@ from rlhf.testing.problem import (
 from rlhf.testing.promises import promise
 from rlhf.testing.ranks import shared
 
-TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing"}
+TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing", "nvme"}
 """Parts of `estimate_memory` that only a trained model has."""
 PARTS = {"weights", "host"} | TRAINED
 SHARE = 0.25

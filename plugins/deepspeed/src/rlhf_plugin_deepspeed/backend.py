@@ -75,7 +75,7 @@ class DeepSpeedBackend:
         if self._drive is None:
             return plan
         parts = memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=True)
-        return evolve(plan, summary=plan.summary + self._drive.check(parts["nvme"]))
+        return evolve(plan, summary=plan.summary + self._drive.check(role, parts["nvme"]))
 
     @hookimpl
     def estimate_memory(

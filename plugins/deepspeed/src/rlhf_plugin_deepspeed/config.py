@@ -58,9 +58,7 @@ OTHER_NAMES = {
 }
 """Names that ROLL and trlX use."""
 ON_NVME = "set it to true and deepspeed.nvme_path to a folder"
-NOT_ON_NVME = (
-    "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host's memory"
-)
+NOT_ON_NVME = "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host"
 REFUSED = {
     name: f"{ours} decides it"
     for ours, names in {
@@ -84,7 +82,8 @@ REFUSED = {
     for name in names.split()
 } | {
     "zero_optimization.offload_param.nvme_path": NOT_ON_NVME,
-    "compile": "DeepCompile is not supported; set model.kernels to compile",
+    "compile": "DeepCompile is not offered: its graphs take the place of the patches that make the "
+    "curve exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
 } | {
@@ -136,12 +135,7 @@ class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
 
     not_offered: ClassVar[Mapping[str, str]] = {
-        **{key.rpartition(".")[2]: reason for key, reason in REFUSED.items()},
-        "compile": "DeepCompile is not offered: its graphs reduce and gather in the place of the "
-        "patches that make the curve exact, and it never compiles frozen models; set "
-        "model.kernels to compile, at stages 0 to 2",
-        "expert_parallel": "experts are not divided over ranks; set deepspeed.stage to 3, which "
-        "shards them",
+        key.rpartition(".")[2]: reason for key, reason in REFUSED.items()
     }
     """Settings that are not offered, and keys of DeepSpeed's JSON, with the alternative."""
     preset: str = field(default="auto", validator=known_preset)

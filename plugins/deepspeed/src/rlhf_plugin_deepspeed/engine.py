@@ -35,6 +35,12 @@ class InferenceEngine:
         """Run the module's forward; collective at stage 3."""
         return self.runner(*inputs, **options)
 
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
+
+    def step(self) -> StepOutcome | LaterOutcome:
+        raise AssertionError(f"the engine of {self.role} was prepared without an optimizer")
+
     def train(self) -> None:
         """Turn dropout and recomputation on."""
         self.module.train()

@@ -8,19 +8,20 @@ know. The kernel keeps in memory what fits there, writes it to the disk and read
 import mmap
 import os
 import platform
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf.engine import Mesh, free_space, gib, write_speed
 from rlhf.errors import RLHFError, SameOnAllRanks
 
-ELSEWHERE = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs")
+ELSEWHERE = r"tmpfs|ramfs|nfs4?|cifs|smb3|smbfs|lustre|ceph|gpfs|beegfs|wekafs|panfs|9p|fuse\..*"
 """File systems in memory or behind a network."""
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 ZEROS = torch.ops.aten.zeros_like.default
@@ -35,9 +36,12 @@ class Drive:
     """Free bytes, divided by the ranks of the host."""
     speed: float
     """Bytes per second that a rank writes while the others of its host write too."""
+    _models: dict[str, int] = Factory(dict)
 
-    def check(self, size: int) -> str:
-        """Return what `size` bytes of each rank cost. Raises RLHFError if they have no room."""
+    def check(self, role: str, size: int) -> str:
+        """Return what a model's `size` bytes of each rank cost. Raises RLHFError without room."""
+        self._models[role] = size
+        size = sum(self._models.values())
         if size > self.free:
             raise SameOnAllRanks(
                 f"deepspeed.nvme_path {self.folder} has {gib(self.free)} GiB free for each rank, "
@@ -59,16 +63,16 @@ def find_drive(folder: Path, mesh: Mesh) -> Drive:
         folder.mkdir(parents=True, exist_ok=True)
         # All at once, as in a step.
         speed, free, kind = write_speed(folder), free_space(folder), file_system(folder)
-        if kind in ELSEWHERE:
-            problem = f"is not on a local disk ({kind}); choose a folder on one"
+        if re.fullmatch(ELSEWHERE, kind):
+            problem = f" {folder} is not on a local disk ({kind}); choose a folder on one"
     except OSError as error:
-        problem = f"cannot be used ({error.strerror}); choose another folder"
+        problem = f" {folder} cannot be used ({error.strerror}); choose another folder"
     except RLHFError as error:
-        problem = f"cannot be used: {error}"
+        problem = f": {error}"
     found = mesh.gather((speed, free, platform.node(), problem))
     for *_, problem in found:
         if problem:
-            raise SameOnAllRanks(f"deepspeed.nvme_path {folder} {problem}")
+            raise SameOnAllRanks(f"deepspeed.nvme_path{problem}")
     hosts = [host for _, _, host, _ in found]
     shares = [free // hosts.count(host) for _, free, host, _ in found]
     return Drive(folder=folder, free=min(shares), speed=min(speed for speed, *_ in found))
@@ -90,12 +94,13 @@ class StateFiles(TorchDispatchMode):
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
+        self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        if function is torch.ops.aten._pin_memory.default and in_file(args[0]):
+        if function is torch.ops.aten._pin_memory.default and self.holds(args[0]):
             return args[0]
         if function in (*COPIES, ZEROS) and args[0].dim() == 1 and args[0].numel():
             device = options.get("device") or args[0].device
@@ -110,12 +115,13 @@ class StateFiles(TorchDispatchMode):
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 # A page without room on the disk would end the process when it is written.
                 os.posix_fallocate(file.fileno(), 0, 4 * size)
-                return torch.frombuffer(mmap.mmap(file.fileno(), 4 * size), dtype=torch.float32)
+                made = torch.frombuffer(mmap.mmap(file.fileno(), 4 * size), dtype=torch.float32)
         except OSError as error:
-            message = f"cannot write to {self.folder}: {error.strerror}; free some space"
-            raise RLHFError(message) from error
+            message = f"cannot write to {self.folder}: {error.strerror}; free some space or choose"
+            raise RLHFError(f"{message} another folder") from error
+        self._made.add(made.data_ptr())
+        return made
 
-
-def in_file(tensor: Tensor) -> bool:
-    """Return whether a tensor on the CPU is in memory that is not torch's own."""
-    return not tensor.untyped_storage().resizable()
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in one of the files."""
+        return tensor.untyped_storage().data_ptr() in self._made

@@ -19,7 +19,7 @@ from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
-from rlhf_plugin_deepspeed.nvme import StateFiles, in_file
+from rlhf_plugin_deepspeed.nvme import StateFiles
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.install import replace
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
@@ -46,8 +46,7 @@ def prepare_training(
     layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
     settings = _settings(model, plan, mesh, rounded=rounded)
-    offload = settings["zero_optimization"].get("offload_optimizer", {})
-    folder = offload.get("nvme_path")
+    folder = settings["zero_optimization"].get("offload_optimizer", {}).get("nvme_path")
     files = nullcontext() if folder is None else StateFiles(folder)
     with files, rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(
@@ -73,8 +72,8 @@ def prepare_training(
         files=files,
         take_step=choose_step(runner, plan),
     )
-    if folder is not None:
-        assert all(in_file(piece.master) for piece in pieces(engine) if piece.size)
+    if isinstance(files, StateFiles):
+        assert all(files.holds(piece.master) for piece in pieces(engine) if piece.size)
     if isinstance(optimizer, Muon):
         optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
     return engine

@@ -146,8 +146,8 @@ def test_a_deepspeed_out_of_range_is_refused_by_number_not_by_text():
     with pytest.raises(RLHFError) as error:
         capabilities.check_version("0.18.9")
     assert str(error.value) == (
-        "deepspeed 0.18.9 is too old: before 0.19.0 it loses gradients at stage 2 with the "
-        "optimizer on the CPU; run pip install 'deepspeed>=0.19,<0.20'"
+        "deepspeed 0.18.9 is too old: it loses gradients at stage 2 with the optimizer on the CPU; "
+        "run pip install 'deepspeed>=0.19,<0.20'"
     )
     with pytest.raises(RLHFError) as error:
         capabilities.check_version("0.20.0")
@@ -155,20 +155,6 @@ def test_a_deepspeed_out_of_range_is_refused_by_number_not_by_text():
         "deepspeed 0.20.0 is too new: this backend patches internals of deepspeed 0.19; run pip "
         "install 'deepspeed>=0.19,<0.20'"
     )
-    with pytest.raises(RLHFError) as error:
-        capabilities.check_version("0.17.5")
-    assert str(error.value) == (
-        "deepspeed 0.17.5 is too old: before 0.17.6 it offloads an engine's states only at stage "
-        "3, before 0.19.0 it loses gradients at stage 2 with the optimizer on the CPU; run pip "
-        "install 'deepspeed>=0.19,<0.20'"
-    )
-    with pytest.raises(
-        RLHFError,
-        match=re.escape(
-            "deepspeed 0.16.3 is too old: before 0.16.4 it cannot train with tensor parallelism, "
-        ),
-    ):
-        capabilities.check_version("0.16.3")
     for version in ("0.19.0", "0.19.10", "0.19.1+cu130"):
         capabilities.check_version(version)
     for version in ("0.9.99", "0.100.0", "1.0", "0.20.0rc1"):

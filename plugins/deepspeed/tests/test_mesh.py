@@ -1,6 +1,9 @@
 """The axes of a mesh and their process groups."""
 
+import gc
+import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,10 @@ from torch import distributed
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch
 from rlhf.testing.ranks import ranks_fixture
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.mesh import axis_sizes, close_groups, with_groups
 
 four = ranks_fixture(4)
@@ -56,3 +62,33 @@ def test_sequence_and_tensor_axes_are_refused_together():
     )
     sizes = axis_sizes(config(sequence_parallel=4), 4)
     assert sizes == {"data": 1, "sequence": 4, "tensor": 1}
+
+
+def left_by_a_run(stage):
+    """The threads of process groups that a run leaves, and whether its weights stay."""
+    gc.collect()  # What an earlier test left.
+    before = threads_of_groups()
+    backend, case = DeepSpeedBackend(), Case(config=configure(DeepSpeedConfig(stage=stage)))
+    _, engine, mesh = follow(backend, case)
+    plan, frozen = load(backend, case, mesh, "teacher", trained=False)
+    teacher = backend.prepare(
+        model=frozen, optimizer=None, schedule=None, role="teacher", plan=plan, mesh=mesh
+    )
+    with torch.no_grad():
+        teacher(make_batch(0, range(4), mesh.device), losses)
+    weights = [weakref.ref(each.module) for each in (engine, teacher)]
+    backend.close_mesh(mesh)
+    del engine, teacher, frozen
+    gc.collect()
+    return threads_of_groups() - before, [each() is not None for each in weights]
+
+
+def threads_of_groups():
+    """How many threads of this process wait for collectives."""
+    threads = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (thread / "comm").read_text() for thread in threads)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_and_groups_of_a_run_end_with_it(pair, stage):
+    assert pair.run(left_by_a_run, stage) == [(0, [False, False])] * 2

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ FROZEN = ("model.layers.0.up.weight", "model.layers.1.norm.bias")
 @pytest.fixture
 def disk(tmp_path):
     folder = tmp_path / "disk"
-    if file_system(tmp_path) in nvme.ELSEWHERE:
+    if re.fullmatch(nvme.ELSEWHERE, file_system(tmp_path)):
         pytest.skip("temporary files are not on a local disk")
     return folder
 
@@ -305,8 +306,9 @@ def test_the_estimate_moves_masters_and_moments_from_the_host_to_files():
     before, after = (
         estimate(half(**settings), each, SHAPE, world=4, trained=True) for each in (plain, files)
     )
-    assert (before["host"], before["nvme"]) == (28 * GIB, 0)
-    assert (after["host"], after["nvme"]) == (7 * GIB, 21 * GIB)
+    # 7 Gi weights over 4 ranks: gradients and room for copies in 6 bytes, states in 12.
+    assert (before["host"], before["nvme"]) == (31.5 * GIB, 0)
+    assert (after["host"], after["nvme"]) == (10.5 * GIB, 21 * GIB)
     assert files.settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 

@@ -132,7 +132,7 @@ def patched(settings):
     return during, changed()
 
 
-ALWAYS = {"cdb", "_WORLD_GROUP", "linear"}
+ALWAYS = {"cdb", "_WORLD_GROUP", "FWD_MODULE_STACK", "linear"}
 
 
 def test_patches_of_modules_end_with_their_run(single):

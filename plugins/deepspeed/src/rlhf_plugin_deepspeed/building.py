@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from threading import Timer
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 from torch.utils.cpp_extension import _get_build_directory
@@ -55,7 +54,6 @@ def _announced_if_long(operator: str) -> Iterator[None]:
     """Print one line on each host if this takes as long as a compiler does."""
     line = f"compiling DeepSpeed's {operator}: a minute or two, once per machine"
     timer = Timer(SILENT_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     if os.environ.get("LOCAL_RANK", "0") == "0":
         timer.start()
     try:
@@ -67,15 +65,9 @@ def _announced_if_long(operator: str) -> Iterator[None]:
 @contextmanager
 def _local_architecture() -> Iterator[None]:
     """Build for this machine's devices only: DeepSpeed cannot read all entries, such as "10.0a"."""
-    if not (torch.version.cuda and torch.cuda.is_available()):
-        yield
-        return
-    before = {ARCHITECTURES: os.environ[ARCHITECTURES]} if ARCHITECTURES in os.environ else {}
-    devices = range(torch.cuda.device_count())
-    capabilities = sorted({torch.cuda.get_device_capability(device) for device in devices})
-    os.environ[ARCHITECTURES] = ";".join(f"{major}.{minor}" for major, minor in capabilities)
+    named = os.environ.pop(ARCHITECTURES, None)
     try:
         yield
     finally:
-        del os.environ[ARCHITECTURES]
-        os.environ.update(before)
+        if named is not None:
+            os.environ[ARCHITECTURES] = named

@@ -12,12 +12,6 @@ from rlhf_plugin_deepspeed.versions import older
 LEAST = "0.19.0"
 BEFORE = "0.20"
 """The first DeepSpeed that may be too different for the patches."""
-FAULTS = {
-    "0.16.4": "it cannot train with tensor parallelism",
-    "0.17.6": "it offloads an engine's states only at stage 3",
-    LEAST: "it loses gradients at stage 2 with the optimizer on the CPU",
-}
-"""What is wrong with every DeepSpeed before a version."""
 RAW = "deepspeed.config."
 """The prefix of settings that are keys of DeepSpeed's own JSON."""
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -199,17 +193,14 @@ CAPABILITIES = (
 
 def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
-    wanted = f"run pip install 'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
     if older(version, LEAST):
-        faults = [
-            f"before {last} {fault}" for last, fault in FAULTS.items() if older(version, last)
-        ]
-        raise RLHFError(f"deepspeed {version} is too old: {', '.join(faults)}; {wanted}")
-    if not older(version, BEFORE):
-        raise RLHFError(
-            f"deepspeed {version} is too new: this backend patches internals of deepspeed "
-            f"{LEAST.removesuffix('.0')}; {wanted}"
-        )
+        problem = "old: it loses gradients at stage 2 with the optimizer on the CPU"
+    elif not older(version, BEFORE):
+        problem = f"new: this backend patches internals of deepspeed {LEAST.removesuffix('.0')}"
+    else:
+        return
+    wanted = f"'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
+    raise RLHFError(f"deepspeed {version} is too {problem}; run pip install {wanted}")
 
 
 def check_capabilities(

@@ -27,8 +27,7 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions, communication and operators."""
     version = installed_version()
-    findings = [_version(version), *_too_new_for(version), _precisions(), _communication()]
-    return [*findings, _cpu_adam()]
+    return [_version(version), *_too_new_for(version), _precisions(), _communication(), _cpu_adam()]
 
 
 def _version(version: str) -> Finding:

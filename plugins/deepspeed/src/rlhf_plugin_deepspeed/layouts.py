@@ -32,8 +32,7 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
     for target in _targets(config, resolved):
         open_stage = resolved.stage == "auto"
         configured = target == (evolve(resolved, stage=target.stage) if open_stage else resolved)
-        fixed = configured and not open_stage
-        run = config if fixed else _with(config, target)
+        run = config if configured and not open_stage else _with(config, target)
         trained = TITLES.get(config.optim.name, "AdamW")
         ways.append(
             Layout(

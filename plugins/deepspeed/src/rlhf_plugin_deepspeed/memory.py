@@ -91,8 +91,9 @@ def estimate(
         kept = int(shape.trainable * (size.master + size.optimizer)) // world
         in_files = zero["offload_optimizer"].get("nvme_path") is not None
         parts["nvme"] = kept if in_files else 0
-        # Gradients are added up in float32 there.
-        host += 4 * shape.trainable // world + (0 if in_files else kept)
+        # Gradients are added up in float32 there; stages 1 and 2 copy updated weights through it.
+        through = size.weight if plan.stage < 3 else 0
+        host += (4 + through) * shape.trainable // world + (0 if in_files else kept)
     parts["host"] = host
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:

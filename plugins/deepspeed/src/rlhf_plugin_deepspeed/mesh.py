@@ -20,6 +20,7 @@ from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
 from rlhf_plugin_deepspeed.patches.install import path_of, replace
+from rlhf_plugin_deepspeed.patches.stage_3 import forget_modules
 from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
 from rlhf_plugin_deepspeed.rendezvous import RENDEZVOUS, launcher_variables, meet
 
@@ -58,6 +59,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     for target in PATCHES["fresh-groups"].targets:
         path, name = path_of(target)
         replace("fresh-groups", import_module(path), **{name: None})
+    forget_modules()
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
     sizes = axis_sizes(config, distributed.get_world_size())
     # DeepSpeed's own copy of the world's group and its group for hpZ would have torch's timeout.
@@ -158,12 +160,11 @@ def precisions() -> list[str]:
 
 
 def _check_precision(precision: str) -> None:
-    fp32, *others = precisions()
-    if precision not in (fp32, *others):
+    if precision not in (here := precisions()):
         raise RLHFError(
             f"model.dtype is {precision}, which the accelerator here "
             f"({get_accelerator().device_name()}) does not support; set model.dtype to "
-            f"{' or '.join([*others, fp32])}"
+            f"{' or '.join(reversed(here))}"
         )
 
 
@@ -181,14 +182,13 @@ def _local_rank() -> int:
 def _mesh(local_rank: int, places: Mapping[str, Axis]) -> Mesh:
     accelerator = get_accelerator()
     world = distributed.get_world_size()
-    name = accelerator.device_name()
-    device = torch.device("cpu") if name == "cpu" else torch.device(name, local_rank)
+    device = torch.device(accelerator.device_name(local_rank))
     total = int(accelerator.total_memory(local_rank))
     return Mesh(
         rank=distributed.get_rank(),
         world=world,
         local_rank=local_rank,
         device=device,
-        memory=total if name != "cpu" else total // world,
+        memory=total // world if device.type == "cpu" else total,
         **places,
     )

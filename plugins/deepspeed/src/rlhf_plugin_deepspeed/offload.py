@@ -39,14 +39,9 @@ class HostCopy:
             part.copy_(source, non_blocking=True)
         return cls(storage, parts)
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of the contents."""
-        return sum(part.numel() for part in self.parts)
-
     def restore(self) -> None:
         """Allocate the memory on the device and start the copy to it."""
-        self.storage.resize_(self.size)
+        self.storage.resize_(sum(part.numel() for part in self.parts))
         for part, target in zip(self.parts, _split(self.storage), strict=True):
             target.copy_(part, non_blocking=True)
 
@@ -63,10 +58,11 @@ def offload(engine: InferenceEngine, kinds: Collection[StateKind]) -> int:
     }
     accelerator.synchronize()
     copies = [copy for of_kind in new.values() for copy in of_kind]
+    freed = sum(copy.storage.nbytes() for copy in copies)
     for copy in copies:
         copy.storage.resize_(0)
     engine.on_host |= new
-    return sum(copy.size for copy in copies)
+    return freed
 
 
 def reload(engine: InferenceEngine, kinds: Collection[StateKind]) -> None:

@@ -21,7 +21,7 @@ from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.nvme import StateFiles
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
-from rlhf_plugin_deepspeed.patches.install import replace
+from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
@@ -55,6 +55,8 @@ def prepare_training(
             config=settings,
             mpu=groups_of(mesh) if mesh.tensor.size > 1 else None,
         )
+    # Its hooks would keep the weights and the process groups in memory after the run.
+    run_scope.callback(runner.destroy)
     if plan.stage == 0 and has_masters(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)

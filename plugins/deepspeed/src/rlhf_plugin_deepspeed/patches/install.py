@@ -15,7 +15,7 @@ run_scope = ExitStack()
 
 def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
     """Set attributes of `owner` as the patch `name` says; returns what undoes it, which `run_scope`
-    does for a module. Raises RLHFError as `check_target` does."""
+    does for a module or a class. Raises RLHFError as `check_target` does."""
     new = {check_target(name, owner, attribute): it for attribute, it in replacements.items()}
     before = {attribute: vars(owner)[attribute] for attribute in new if attribute in vars(owner)}
 
@@ -28,7 +28,7 @@ def replace(name: str, owner: Any, **replacements: Any) -> Callable[[], None]:
 
     for attribute, replacement in new.items():
         setattr(owner, attribute, replacement)
-    if inspect.ismodule(owner):
+    if inspect.ismodule(owner) or inspect.isclass(owner):
         run_scope.callback(restore)
     return restore
 
@@ -43,7 +43,7 @@ def check_target(name: str, owner: Any, attribute: str) -> str:
         raise RLHFError(_refusal(name, target, "is missing"))
     expected, function = parameters(target), getattr(owner, actual_name)
     if expected is not None:
-        actual = [item for item in inspect.signature(_plain(function)).parameters if item != "self"]
+        actual = [item for item in inspect.signature(plain(function)).parameters if item != "self"]
         if not fits(expected, actual):
             raise RLHFError(_refusal(name, target, f"takes ({', '.join(actual)})"))
     return actual_name
@@ -67,13 +67,13 @@ def fits(expected: list[str], actual: list[str]) -> bool:
     return actual in (required, [item.rstrip("=") for item in expected])
 
 
-def _plain(function: Any) -> Any:
+def plain(function: Any) -> Any:
     """Return the function under DeepSpeed's own decorators, which do not set `__wrapped__`."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if "func" not in names:
         return function
-    return _plain(function.__closure__[names.index("func")].cell_contents)
+    return plain(function.__closure__[names.index("func")].cell_contents)
 
 
 def _refusal(name: str, target: str, problem: str) -> str:

@@ -1,15 +1,18 @@
 """ZeRO-3: no wait of the host for gradients, zeros for missing ones, gatherings after updates."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.parameter_offload import PartitionedParameterCoordinator as Coordinator
 from torch import Tensor
 
 from rlhf.engine import Plan
 from rlhf_plugin_deepspeed.patches.checks import check_once
-from rlhf_plugin_deepspeed.patches.install import check_target, replace
+from rlhf_plugin_deepspeed.patches.install import check_target, plain, replace
 
 
 def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
@@ -21,6 +24,13 @@ def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     MissingGradients(optimizer)
     check_once(optimizer, plan.patches)
     return fence_of(optimizer.parameter_offload)
+
+
+def forget_modules() -> None:
+    """Let what DeepSpeed notes of modules end with the run, and with it their weights."""
+    replace("fresh-modules", parameter_offload, FWD_MODULE_STACK=[])
+    name = check_target("fresh-modules", Coordinator, "__params_to_release")
+    replace("fresh-modules", Coordinator, __params_to_release=cache(plain(vars(Coordinator)[name])))
 
 
 def reduce_beside_host(optimizer: Any) -> None:

@@ -18,8 +18,8 @@ class Patch:
 
     targets: tuple[str, ...]
     """What is replaced, set or read, `module:Class.attribute(parameters)`; a parameter with `=` may
-    be missing. A private name is written as in DeepSpeed's source. A patch of a module is undone by
-    `close_mesh`; one of an engine's object ends with it."""
+    be missing. A private name is written as in DeepSpeed's source. A patch of a module or a class
+    is undone by `close_mesh`; one of an engine's object ends with it."""
     stages: tuple[int, ...]
     kind: Literal["correctness", "speed"]
     states: Literal["any", "fp32", "bf16"] = "any"
@@ -53,6 +53,16 @@ PATCHES = {
         ),
         stages=(0, 1, 2, 3), kind="correctness",
         reason="each run in a process has process groups and axes of its own, with its timeout",
+    ),
+    "fresh-modules": Patch(
+        targets=(
+            f"{ZERO}.parameter_offload:FWD_MODULE_STACK",
+            f"{ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator."
+            "__params_to_release(submodule_to_release, step_id)",
+        ),
+        stages=(0, 1, 2, 3), kind="correctness",
+        reason="weights and process groups of a run that has ended can be freed; DeepSpeed notes "
+        "modules for the process",
     ),
     "no-shm-build": Patch(
         targets=("deepspeed.comm.torch:build_shm_op()",),

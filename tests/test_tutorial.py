@@ -61,7 +61,8 @@ def run(
         case ["rlhf", *words]:
             if short and words[0] == "run":
                 words += ["--train.steps", "4", "--checkpoint.every", "2"]
-            assert one.run(in_place, words, str(Path.cwd()), str(inputs.cache)) == [(0, "")], words
+            place, cache = str(Path.cwd()), str(inputs.cache)
+            assert one.run(in_place, words, place, cache, timeout=600) == [(0, "")], words
         case _:
             pytest.fail(f"add a case that tests {command}")
     return server

@@ -237,6 +237,12 @@ def test_the_file_system_is_that_of_the_nearest_mount():
     assert file_system(Path("/proc/self/nowhere")) == "proc"
 
 
+def test_the_name_of_a_mount_may_have_a_space(tmp_path):
+    table, disk = tmp_path / "mounts", tmp_path / "a disk"
+    table.write_text(f"one / ext4 rw 0 0\ntwo {tmp_path}/a\\040disk nfs4 rw 0 0\n")
+    assert [file_system(it, table) for it in (disk / "states", tmp_path)] == ["nfs4", "ext4"]
+
+
 def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(RLHFError) as error:

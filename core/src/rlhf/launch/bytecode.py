@@ -1,4 +1,4 @@
-"""Compiles the libraries of a run on all cores; the process that imports them would do it alone."""
+"""Compiles the libraries of a run to bytecode, on all cores; an import compiles on one."""
 
 import compileall
 import os

@@ -61,13 +61,13 @@ def flex_compiled(
     """Call a compiled `flex_blocks` as in training, also without gradient: a form for each would
     take several seconds more to compile."""
     trains = torch.is_grad_enabled() and any(item.requires_grad for item in inputs)
-    alone = not (trains or torch.is_inference_mode_enabled())
-    inputs = [item.detach().requires_grad_() for item in inputs] if alone else inputs
+    detached = not (trains or torch.is_inference_mode_enabled())
+    inputs = [item.detach().requires_grad_() for item in inputs] if detached else inputs
     for item in inputs:
         mark_any_size(item, 2)
-    with torch.enable_grad() if alone else nullcontext():
+    with torch.enable_grad() if detached else nullcontext():
         output, lse = attend(*inputs, mask.blocks)
-    return (output.detach(), lse.detach()) if alone else (output, lse)
+    return (output.detach(), lse.detach()) if detached else (output, lse)
 
 
 def in_blocks(tensor: Tensor, dim: int) -> Tensor:

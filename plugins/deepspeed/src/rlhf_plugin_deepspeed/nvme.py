@@ -78,11 +78,11 @@ def find_drive(folder: Path, mesh: Mesh) -> Drive:
     return Drive(folder=folder, free=min(shares), speed=min(speed for speed, *_ in found))
 
 
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that a folder is on."""
-    table, path = Path("/proc/mounts"), folder.resolve()
+def file_system(folder: Path, table: Path = Path("/proc/mounts")) -> str:
+    """Return the type of the file system that a folder is on, "" if the table lacks it."""
+    path = folder.resolve()
     mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    kinds = {place: kind for _, place, kind, *_ in mounts}
+    kinds = {place.replace(r"\040", " "): kind for _, place, kind, *_ in mounts}
     return next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
 
 

@@ -38,10 +38,12 @@ def hooks_page() -> str:
     hooks = {"Backend": hookspecs.BackendHooks, "Observer": hookspecs.ObserverHooks}
     for title, specs in hooks.items():
         parts += [f"## {title} hooks", _text(specs.__doc__)]
-        for name, function in vars(specs).items():
-            if not name.startswith("_"):
-                names = [p for p in inspect.signature(function).parameters if p != "self"]
-                parts += [f"### `{name}({', '.join(names)})`", _text(function.__doc__)]
+        node = _definition(specs)
+        assert node is not None
+        for hook in (item for item in node.body if isinstance(item, Function)):
+            del hook.args.args[0]  # self
+            names = [parameter.arg for parameter in hook.args.args]
+            parts += [f"### `{hook.name}({', '.join(names)})`", *_function(hook, "")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,13 +8,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core/src/rlhf"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
-PATHS = sorted(set(re.findall(r"`([\w./-]+(?:/|\.py|\.md))`", PAGE)))
+PATHS = sorted(set(re.findall(r"`([\w./-]+(?:/|\.(?:py|md|html|jinja|yml)))`", PAGE)))
+NAMES = sorted(set(re.findall(r"`((?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*)`", PAGE)) - {*PATHS, "PS"})
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_on_the_page_exists(path: str) -> None:
     path = path.replace("PS/", "plugins/deepspeed/src/rlhf_plugin_deepspeed/")
     assert any((folder / path).exists() for folder in (ROOT, CORE)), path
+
+
+def test_every_name_on_the_page_exists() -> None:
+    places = (CORE, *ROOT.glob("plugins/*/src"))
+    text = "".join(path.read_text() for place in places for path in place.rglob("*.py"))
+    words = set(re.findall(r"\w+", text))
+    assert [name for name in NAMES if name.split(".")[-1] not in words] == []
+    assert {"TENSOR_FAMILIES", "patch_stage_3"} <= {*NAMES}
 
 
 def test_every_room_of_the_core_is_on_the_page() -> None:

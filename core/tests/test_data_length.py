@@ -81,13 +81,13 @@ def test_a_warning_says_what_to_do_if_many_rows_are_lost(tmp_path: Path) -> None
     dropped = examples_of(path, data={"max_tokens": 10}).report
     assert dropped.warning("train") == (
         "data.train: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
-        "are too long, or set data.too_long to cut; check 1 rows with nothing to train on with "
+        "are too long, or set data.too_long to cut; check the row with nothing to train on with "
         "`rlhf inspect`"
     )
     cut = examples_of(path, data={"max_tokens": 10, "too_long": "cut"}).report
     assert cut.warning("eval") == (
         "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
-        "are too long; check 1 rows with nothing to train on with `rlhf inspect`"
+        "are too long; check the row with nothing to train on with `rlhf inspect`"
     )
 
 

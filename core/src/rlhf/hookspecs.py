@@ -1,4 +1,4 @@
-"""Specifications of the hooks, in the order in which a run calls them.
+"""Specifications of the hooks, grouped by the phase of a run in which they are called.
 
 Backend hooks are `firstresult`: the backend implements each of them once, extensions may wrap them.
 They run on every rank and never return None. A collective hook must be called on all ranks.

@@ -1,14 +1,17 @@
 """The table of capabilities enforced: precision, version, keys of DeepSpeed's JSON, and what a
 preset sets outside of its section."""
 
+import json
+
 import pytest
 from attrs import evolve
 
 from rlhf.errors import RLHFError
-from rlhf.plugin import ModelConfig, OptimConfig
+from rlhf.plugin import ModelConfig
 from rlhf.testing import read_config
 from rlhf.testing.problem import configure
 from rlhf_plugin_deepspeed import config as section_of
+from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS, DeepSpeedConfig, check, resolve
 
 
@@ -16,24 +19,99 @@ def config(**settings):
     return configure(DeepSpeedConfig(**settings))
 
 
-@pytest.mark.parametrize(
-    ("model", "states", "text"),
-    [
-        (
-            {"quantize": "nf4", "dtype": "fp16"},
-            "fp32",
-            "model.quantize needs model.dtype fp32 or bf16",
-        ),
-        ({"fp8": "tensorwise", "dtype": "fp32"}, "fp32", "model.fp8 needs model.dtype bf16"),
-        ({"dtype": "fp32"}, "bf16", "optim.states bf16 needs model.dtype bf16"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_another_precision_is_refused(model, states, text):
-    run = evolve(config(), model=ModelConfig(**model), optim=OptimConfig(states=states))
+VALUES = {
+    "deepspeed.offload_optimizer": "true",
+    "deepspeed.nvme_path": "/nvme",
+    "checkpoint.async": "true",
+    "deepspeed.offload_param": "true",
+    "deepspeed.persistence_threshold": "0",
+    "deepspeed.hpz_partition_size": "2",
+    "deepspeed.bucket_size": "1000",
+    "deepspeed.sequence_parallel": "2",
+    "deepspeed.tensor_parallel": "2",
+    "model.quantize": "nf4",
+    "model.fp8": "tensorwise",
+    "lora.dora": "true",
+    "lora.parameters": "[experts]",
+}
+"""What turns a setting of the table on, unless its name says it or it is a key of JSON."""
+ROWS = [row for row in CAPABILITIES if row.setting in VALUES or " " in row.setting or row.kind]
+
+
+def words_for(setting):
+    """The words that turn a setting on."""
+    key, _, value = setting.partition(" ")
+    if key.startswith(RAW):
+        value = next(row.kind for row in ROWS if row.setting == key)(1)
+        for name in reversed(key.removeprefix(RAW).split(".")):
+            value = {name: value}
+        return ["--deepspeed.config", json.dumps(value)]
+    return [f"--{key}", value or VALUES[key], *(["--lora.rank", "4"] * (key == "model.quantize"))]
+
+
+def read(*settings, stage, dtype):
+    words = ["--deepspeed.stage", str(stage), "--model.dtype", dtype]
+    words += [word for setting in settings for word in words_for(setting)]
+    read_config("sft", overrides=words, inputs=False)
+
+
+def refusal(*settings, stage, dtype):
     with pytest.raises(RLHFError) as error:
-        check(run)
-    assert str(error.value) == text
+        read(*settings, stage=stage, dtype=dtype)
+    return str(error.value)
+
+
+def test_every_row_of_the_table_is_tried():
+    always = {"", "deepspeed.stage", "deepspeed.offload_states"}
+    assert {row.setting for row in CAPABILITIES} - {row.setting for row in ROWS} == always
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
+def test_a_setting_is_taken_where_the_table_says(row):
+    needed = [row.needs] if row.needs else []
+    for stage in row.stages:
+        for dtype in row.precisions:
+            read(row.setting, *needed, stage=stage, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("row", "stage"),
+    [(row, stage) for row in ROWS for stage in range(4) if stage not in row.stages],
+    ids=lambda value: getattr(value, "setting", value),
+)
+def test_another_stage_is_refused(row, stage):
+    first, last = row.stages[0], row.stages[-1]
+    where = f"stage {first}" if first == last else f"stages {first} to {last}"
+    # What it needs is refused first.
+    needed = [row.needs] if row.needs else []
+    text = refusal(row.setting, *needed, stage=stage, dtype=row.precisions[0])
+    begin = f"{row.needs or row.setting} works only at ZeRO {where}, not at stage {stage}; "
+    assert text.startswith(begin)
+    assert text.removeprefix(begin).startswith(("remove it", "use the preset zero"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
+def test_another_precision_is_refused(row):
+    for dtype in {"fp32", "bf16", "fp16"} - {*row.precisions}:
+        text = refusal(row.setting, stage=row.stages[-1], dtype=dtype)
+        assert text == f"{row.setting} needs model.dtype {' or '.join(row.precisions)}"
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [(row, other) for row in ROWS for other in row.excludes],
+    ids=lambda value: getattr(value, "setting", value),
+)
+def test_settings_that_exclude_each_other_are_refused(row, other):
+    rows = [row, *(each for each in ROWS if each.setting == other)]
+    stages = [stage for stage in range(4) if all(stage in each.stages for each in rows)]
+    dtype = next(it for it in row.precisions if all(it in each.precisions for each in rows))
+    needed = [row.needs] if row.needs else []
+    text = refusal(row.setting, *needed, other, stage=(stages or row.stages)[-1], dtype=dtype)
+    assert text in {
+        f"{first} cannot be combined with {second}; remove one of the two"
+        for first, second in ((row.setting, other), (other, row.setting))
+    }
 
 
 def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch):
@@ -48,17 +126,7 @@ def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch
     )
 
 
-def test_a_divided_row_and_compiled_layers_are_refused_together():
-    compiled = ModelConfig(path="model", kernels="compile")
-    with pytest.raises(RLHFError) as error:
-        check(evolve(config(stage=2, sequence_parallel=2), model=compiled))
-    assert str(error.value) == (
-        "deepspeed.sequence_parallel cannot be combined with model.kernels compile; remove one of "
-        "the two"
-    )
-
-
-RAW = [
+WITHOUT_EFFECT = [
     (
         {"stage": 2, "config": {"fp16": {"initial_scale_power": 8}}},
         "deepspeed.config.fp16.initial_scale_power needs model.dtype fp16",
@@ -79,7 +147,7 @@ RAW = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "text"), RAW, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("settings", "text"), WITHOUT_EFFECT, ids=lambda value: str(value)[:60])
 def test_a_key_of_deepspeeds_that_has_no_effect_is_refused(settings, text):
     with pytest.raises(RLHFError) as error:
         check(config(**settings))
@@ -118,7 +186,13 @@ ABSENT = {
         "DeepCompile is not offered: its graphs take the place of the patches that make the curve "
         "exact; set model.kernels to compile, at stages 0 to 2"
     ),
-    "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
+    "expert_parallel": (
+        "AutoEP is not offered: its groups are not those of the run's axes; stage 3 shards experts"
+    ),
+    "ratio": (
+        "states are not divided between the device and the CPU; deepspeed.offload_optimizer moves "
+        "all of them"
+    ),
     "zero_quantized_gradients": (
         "it rounds what ranks exchange to 8 or 4 bits, which changes the curve; "
         "deepspeed.hpz_partition_size does not"

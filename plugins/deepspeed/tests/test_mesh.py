@@ -53,13 +53,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
     )
 
 
-def test_sequence_and_tensor_axes_are_refused_together():
-    with pytest.raises(RLHFError) as error:
-        axis_sizes(config(sequence_parallel=2, tensor_parallel=2), 4)
-    assert str(error.value) == (
-        "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set one "
-        "of the two to 1"
-    )
+def test_an_axis_of_all_ranks_leaves_one_data_rank():
     sizes = axis_sizes(config(sequence_parallel=4), 4)
     assert sizes == {"data": 1, "sequence": 4, "tensor": 1}
 

@@ -58,7 +58,8 @@ class Report:
             cut = "" if self.cut else ", or set data.too_long to cut"
             advice.append(f"raise data.max_tokens for {long:,} rows that are too long{cut}")
         if self.empty:
-            advice.append(f"check {self.empty:,} rows with nothing to train on with `rlhf inspect`")
+            rows = "the row" if self.empty == 1 else f"the {self.empty:,} rows"
+            advice.append(f"check {rows} with nothing to train on with `rlhf inspect`")
         return f"data.{which}: {share} of the rows are dropped or cut; {'; '.join(advice)}"
 
     def __str__(self) -> str:

@@ -102,7 +102,7 @@ CAPABILITIES = (
     Capability(
         feature="tokens of a row divided over ranks",
         setting="deepspeed.sequence_parallel",
-        excludes=("model.kernels compile", "model.fp8"),
+        excludes=("deepspeed.tensor_parallel", "model.kernels compile", "model.fp8"),
     ),
     Capability(
         feature="4-bit base under LoRA",

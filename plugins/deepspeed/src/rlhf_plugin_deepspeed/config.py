@@ -85,7 +85,10 @@ REFUSED = {
     "compile": "DeepCompile is not offered: its graphs take the place of the patches that make the "
     "curve exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
-    "expert_parallel": "experts are not divided over ranks; stage 3 shards them",
+    "expert_parallel": "AutoEP is not offered: its groups are not those of the run's axes; stage 3 "
+    "shards experts",
+    "zero_optimization.offload_optimizer.ratio": "states are not divided between the device and "
+    "the CPU; deepspeed.offload_optimizer moves all of them",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"

@@ -73,8 +73,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
 
 
 def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
-    """Return the sizes of the axes. Raises RLHFError if a setting does not divide the ranks, or for
-    a sequence and a tensor axis at once."""
+    """Return the sizes of the axes. Raises RLHFError if a setting does not divide the ranks."""
     section = config.backend_section
     for setting in ("sequence_parallel", "tensor_parallel", "hpz_partition_size"):
         size = getattr(section, setting)
@@ -85,11 +84,6 @@ def axis_sizes(config: Config, ranks: int) -> dict[str, int]:
                 f"{ranks}; set it to {' or '.join(allowed)}"
             )
     sequence, tensor = section.sequence_parallel, section.tensor_parallel
-    if sequence > 1 and tensor > 1:
-        raise SameOnAllRanks(
-            "deepspeed.sequence_parallel cannot be combined with deepspeed.tensor_parallel; set "
-            "one of the two to 1"
-        )
     return {"data": ranks // (sequence * tensor), "sequence": sequence, "tensor": tensor}
 
 

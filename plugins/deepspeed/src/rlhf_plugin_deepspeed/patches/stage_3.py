@@ -27,7 +27,7 @@ def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
 
 
 def forget_modules() -> None:
-    """Let what DeepSpeed notes of modules end with the run, and with it their weights."""
+    """Let DeepSpeed keep modules, and with them their weights, no longer than the run."""
     replace("fresh-modules", parameter_offload, FWD_MODULE_STACK=[])
     name = check_target("fresh-modules", Coordinator, "__params_to_release")
     replace("fresh-modules", Coordinator, __params_to_release=cache(plain(vars(Coordinator)[name])))

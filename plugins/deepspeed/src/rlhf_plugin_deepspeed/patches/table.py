@@ -61,8 +61,8 @@ PATCHES = {
             "__params_to_release(submodule_to_release, step_id)",
         ),
         stages=(0, 1, 2, 3), kind="correctness",
-        reason="weights and process groups of a run that has ended can be freed; DeepSpeed notes "
-        "modules for the process",
+        reason="weights and process groups of a run that has ended are freed; DeepSpeed keeps "
+        "modules in variables of the process",
     ),
     "no-shm-build": Patch(
         targets=("deepspeed.comm.torch:build_shm_op()",),

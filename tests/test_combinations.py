@@ -11,7 +11,7 @@ from rlhf.testing import short_run
 from rlhf.testing.curves import Metrics, same_curve, weights, without_timings
 from rlhf.testing.ranks import shared
 from rlhf.testing.tiny import make_model, run
-from test_experts import FORMATS, write_experts
+from test_experts import FORMATS, STACKED, write_experts
 
 LAYOUTS = {
     "ddp": ("--deepspeed", "ddp"),
@@ -20,14 +20,19 @@ LAYOUTS = {
     "zero3": ("--deepspeed", "zero3", "--deepspeed.persistence_threshold", "0"),
     "zero2_offload": ("--deepspeed", "zero2_offload"),
     "zero3_offload": ("--deepspeed", "zero3_offload"),
-    "sequence, zero1": ("--deepspeed", "zero1", "--deepspeed.sequence_parallel", "2"),
-    "sequence, zero3": ("--deepspeed", "zero3", "--deepspeed.sequence_parallel", "2"),
-    "tensor, zero2": ("--deepspeed", "zero2", "--deepspeed.tensor_parallel", "2"),
+} | {
+    f"{axis}, {preset}": ("--deepspeed", preset, f"--deepspeed.{axis}_parallel", "2")
+    for axis, presets in {
+        "sequence": ("ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
+        "tensor": ("ddp", "zero1", "zero2", "zero2_offload"),
+    }.items()
+    for preset in presets
 }
 TRAINED = {
     "all": ("--model.router_loss", "null"),
     "lora": ("--lora", "2"),
     "experts": ("--model.router_loss", "0.5"),
+    "lora of experts": ("--lora", "2", "--lora.targets", "q_proj", "--lora.parameters", STACKED),
     "lion": ("--optim.name", "lion", "--optim.lr", "3e-4"),
     "muon": ("--optim.name", "muon"),
 }
@@ -45,7 +50,7 @@ def cases() -> list[Case]:
     def possible() -> Iterator[Case]:
         for case in itertools.product(FORMATS, LAYOUTS, TRAINED, DTYPES):
             # Refused: only the layers of dense models can be divided.
-            if not ("tensor" in case[1] and case[2] == "experts"):
+            if not ("tensor" in case[1] and "experts" in case[2]):
                 yield case
 
     chosen: list[Case] = []
@@ -65,8 +70,9 @@ def test_a_run_saves_resumes_and_exports(
     words += ["--model.dtype", dtype, "--train.steps", "2", "--checkpoint.every", "1"]
     words += ["--train.eval_every", "1", "--optim.clip", "0.05", *TRAINED[trained]]
     model = Path(words[words.index("--model") + 1])
-    if trained == "experts":
-        words += ["--model.path", str(write_experts(model, tmp_path / "experts"))]
+    if "experts" in trained:
+        family = "mixtral" if trained == "experts" else "qwen3_moe"
+        words += ["--model.path", str(write_experts(model, tmp_path / "experts", family))]
     if name == "kd":
         words += ["--kd.teacher", str(make_model(tmp_path / "teacher", seed=1))]
 

@@ -100,14 +100,29 @@ def forward_logprobs(folder: str, rows: list[tuple[list[int], Sample]]) -> list[
     return logprobs
 
 
-@pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
+PLACES = {
+    **{name: layouts()[name] for name in ("stage 0", "stage 3")},
+    "sequence axis": ("--deepspeed", "zero3", "--deepspeed.sequence_parallel", "2"),
+    "tensor axis": ("--deepspeed", "zero2", "--deepspeed.tensor_parallel", "2"),
+    **{preset: ("--deepspeed", preset) for preset in ("zero1", "zero2_offload", "zero3_offload")},
+    "second copy": ("--deepspeed", "zero3", "--deepspeed.hpz_partition_size", "2"),
+}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] if name in list(PLACES)[4:] else [])
+        for name in PLACES
+    ],
+)
 def test_ranks_sample_together_though_answers_end_at_different_lengths(
-    stage: str, inputs: Inputs, chained: list[str], two: Ranks
+    place: str, inputs: Inputs, chained: list[str], two: Ranks
 ) -> None:
     # Two prompts fit into 26 tokens, so rank 0 has two groups and rank 1 has one.
     prompts = [[9, 9, 9, 20], [9, 9, 22], [9, 24], [25], [40]]
     expected = [[21, 22, 23, 24, 25, END], [23, 24, 25, END], [25, END], [END], [BEGIN] * 9]
-    words = [*chained, *layouts()[stage]]
+    words = [*chained, *PLACES[place]]
     assert two.run(answers, words, str(inputs.cache), prompts, 26) == [expected] * 2
 
 

@@ -3,6 +3,7 @@ answers."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.journal.progress import sample_line
 from rlhf.rank.dataset import prepare_data
+from rlhf.rank.set_up import check_samples
 from rlhf.request.reader import read_config
 from rlhf.testing import layouts, run, short_run
 from rlhf.testing.ranks import Ranks
@@ -36,13 +38,24 @@ def taken(
     return samples_of(folder / "run")
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        layouts()["stage 3"],
+        *(
+            pytest.param((f"--deepspeed.{axis}_parallel", "2"), marks=pytest.mark.matrix)
+            for axis in ("sequence", "tensor")
+        ),
+    ],
+    ids=["stage 3", "sequence axis", "tensor axis"],
+)
 def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
-    two: Ranks, one: Ranks, tmp_path: Path
+    layout: tuple[str, ...], two: Ranks, one: Ranks, tmp_path: Path
 ) -> None:
     model = ("--model", "demo:base")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    found = taken("sft", "demonstration", two, tmp_path / "two", *layouts()["stage 3"], *model)
+    found = taken("sft", "demonstration", two, tmp_path / "two", *layout, *model)
     for sample in taken("sft", "demonstration", one, tmp_path / "one", *model):
         sample["row"] = sample["row"].replace("/one/", "/two/")
         assert sample in found
@@ -125,6 +138,24 @@ def test_samples_need_held_out_rows_with_a_prompt(
         "train.samples 2 needs prompts to answer, but no row of data.eval has one; remove "
         "train.samples"
     )
+
+
+def test_a_policy_without_text_and_scores_has_no_samples(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.samples", "2")
+    request = read_config("sft", overrides=words)
+    trainer = prepare_data(request).trainer
+    policy: Any = SimpleNamespace(spec=SimpleNamespace(task="classifier"))
+    with pytest.raises(RLHFError) as error:
+        check_samples("silent", trainer, request.config, policy)
+    assert str(error.value) == (
+        "train.samples: the policy of trainer 'silent' writes no text and its answers have no "
+        "scores; remove train.samples, or define score() in the trainer"
+    )
+    policy.spec.task = "causal"
+    check_samples("silent", trainer, request.config, policy)
 
 
 def test_a_sample_is_shown_in_one_line() -> None:

@@ -210,12 +210,14 @@ four = ranks_fixture(4)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("trainer", "stage"), [(name, number % 3) for number, name in enumerate(WORKFLOWS)]
+)
 def test_two_by_two_ranks_follow_the_curve_of_one(
-    stage: int, one: Ranks, four: Ranks, tmp_path: Path
+    trainer: str, stage: int, one: Ranks, four: Ranks, tmp_path: Path
 ) -> None:
-    words = words_of(tmp_path, "dpo")
-    compare(one, four, tmp_path, "dpo", words, "--deepspeed.stage", str(stage))
+    words = words_of(tmp_path, trainer)
+    compare(one, four, tmp_path, trainer, words, "--deepspeed.stage", str(stage))
 
 
 MOVES = {

@@ -101,18 +101,23 @@ def test_a_coefficient_without_effect_is_refused(tmp_path):
     assert load(adapted).router_loss == 0
 
 
-def test_where_it_cannot_be_computed_a_line_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "kernels", "problem"),
+    [
+        ("padded", "auto", "the model runs on the path 'padded'"),
+        ("tree", "compile", "the layers are compiled"),
+    ],
+)
+def test_where_it_cannot_be_computed_a_line_says_so(tmp_path, path, kernels, problem):
     module = load(config_of(write_model(tmp_path, CONFIGS["mixtral"])))
     assert router_note(module, ModelConfig()) == (
         "router     load-balancing loss times 0.25, over each example"
     )
-    module.path = "padded"
+    module.path = path
     with pytest.raises(RLHFError) as error:
-        router_note(module, ModelConfig(router_loss=0.25))
-    assert str(error.value) == (
-        "model.router_loss cannot be computed: the model runs on the path 'padded'; set it to 0"
-    )
-    assert router_note(module, ModelConfig()) == (
-        "router     no load-balancing loss: the model runs on the path 'padded'"
+        router_note(module, ModelConfig(router_loss=0.25, kernels=kernels))
+    assert str(error.value) == f"model.router_loss cannot be computed: {problem}; set it to 0"
+    assert router_note(module, ModelConfig(kernels=kernels)) == (
+        f"router     no load-balancing loss: {problem}"
     )
     assert module.router_loss == 0

@@ -1,13 +1,19 @@
-"""The clock of a run's start."""
+"""The clock of a run's start, and what is collected there."""
 
 import gc
 import sys
 import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import transformers  # noqa: F401
 
+from rlhf.engine import Mesh
 from rlhf.launch.startup import Startup, importing
+from rlhf.rank.run import process_group
 
 
 def test_the_time_of_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +41,26 @@ def test_only_the_first_import_of_transformers_excludes_objects_from_collections
     assert gc.isenabled()
     assert gc.get_freeze_count()
     gc.unfreeze()
+
+
+class Model:
+    """What an earlier run has left."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_models_of_an_earlier_run_leave_the_device_before_the_next_ones_are_loaded() -> None:
+    hooks: Any = SimpleNamespace(
+        setup_mesh=lambda config: Mesh(device=torch.device("cuda")),
+        close_mesh=lambda mesh: True,
+    )
+    config: Any = None
+    gc.disable()
+    try:
+        left = weakref.ref(Model())
+        assert left() is not None
+        with process_group(config, hooks):
+            assert left() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 """One rank's run from the configuration to the exported model."""
 
+import gc
 import re
 import shutil
 import time
@@ -82,6 +83,9 @@ def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
     """Start the process group of a run, and end it. If the run failed, other ranks may still wait
     for this one, so only a group of one rank is ended before the process. Collective."""
     mesh = hooks.setup_mesh(config=config)
+    if mesh.device.type != "cpu":
+        # An earlier run in this process may have left its models there, in cycles.
+        gc.collect()
     try:
         yield mesh
     except BaseException:

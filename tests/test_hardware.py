@@ -18,7 +18,6 @@ CUDA_ONLY = {
     f"{CORE}/model/trainable.py": "bitsandbytes",
     f"{CORE}/model/kernels/fp8.py": "products in FP8",
     f"{CORE}/model/kernels/fused.py": "a kernel in Triton",
-    f"{PLUGIN}/building.py": "the compiler's list of architectures",
     f"{PLUGIN}/diagnosis.py": "the versions of NCCL and of the CUDA toolkit",
     f"{PLUGIN}/mesh.py": "the allocator's setting, before torch knows the device",
 }

@@ -194,13 +194,15 @@ CAPABILITIES = (
 def check_version(version: str) -> None:
     """Raise RLHFError for a DeepSpeed that this backend does not work with."""
     if older(version, LEAST):
-        problem = "old: it loses gradients at stage 2 with the optimizer on the CPU"
+        fault = "it loses gradients at stage 2 with the optimizer on the CPU"
+        problem = f"deepspeed {version} is too old: {fault}"
     elif not older(version, BEFORE):
-        problem = f"new: this backend patches internals of deepspeed {LEAST.removesuffix('.0')}"
+        fault = f"this backend patches internals of deepspeed {LEAST.removesuffix('.0')}"
+        problem = f"deepspeed {version} is too new: {fault}"
     else:
         return
     wanted = f"'deepspeed>={LEAST.removesuffix('.0')},<{BEFORE}'"
-    raise RLHFError(f"deepspeed {version} is too {problem}; run pip install {wanted}")
+    raise RLHFError(f"{problem}; run pip install {wanted}")
 
 
 def check_capabilities(

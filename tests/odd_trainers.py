@@ -1,9 +1,8 @@
 """Trainers for tests of the loop: one with a survey, one whose loss is not finite for one row."""
 
-import gc
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -56,24 +55,6 @@ class SurveyTrainer(Trainer):
 
     def load_state(self, state: Any) -> None:
         self.num_surveys = state["num_surveys"]
-
-
-class HoardingTrainer(SurveyTrainer):
-    """Holds many objects from its first step on, as a compiler does."""
-
-    frozen: ClassVar[list[int]] = []
-    """Objects that Python's collector skips at each loss."""
-    held = 50_000
-
-    def setup(self, run: Any) -> None:
-        super().setup(run)
-        self.frozen.clear()
-        self.hoard: list[list[int]] = []
-
-    def loss(self, batch: PackedBatch) -> Loss:
-        self.frozen.append(gc.get_freeze_count())
-        self.hoard = self.hoard or [[number] for number in range(self.held)]
-        return super().loss(batch)
 
 
 class PoisonedTrainer(Trainer):

@@ -37,6 +37,7 @@ def test_every_workflow_is_measured_through_the_command(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.matrix
 def test_curves_are_those_of_the_slow_path(tmp_path: Path) -> None:
     words = ["--steps", "3", "--size", "4", "--vocabulary", "512", "--output", str(tmp_path)]
     line = run("curves.py", "rm", *words, "--", "--optim.lr", "1e-3").splitlines()[-1]
@@ -85,6 +86,7 @@ def test_one_bit_that_differs_is_named(tmp_path: Path) -> None:
         assert done.stdout.endswith(f" | {difference} |\n")
 
 
+@pytest.mark.matrix
 def test_a_server_under_load_answers_every_request_once(tmp_path: Path) -> None:
     words = [*short_run(tmp_path, "preference"), "--output", str(tmp_path / "run")]
     tiny.run("rm", words, str(tmp_path / "cache"), True)

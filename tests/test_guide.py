@@ -23,6 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_the_trainer_of_the_guide_passes_its_own_tests(site: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     environment.pop("RLHF_STRICT_REHEARSAL", None)

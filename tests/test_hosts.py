@@ -47,6 +47,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.matrix
 def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
     inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -33,9 +33,13 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
         from mlflow import MlflowClient
         from trackio import SQLiteStorage
 
+        def written() -> set[int]:
+            names = SQLiteStorage.get_runs("rlhf")
+            return {row["step"] for name in names for row in SQLiteStorage.get_logs("rlhf", name)}
+
         # Trackio writes from another process.
         until = time.monotonic() + 60
-        while not SQLiteStorage.get_runs("rlhf") and time.monotonic() < until:
+        while 2 not in written() and time.monotonic() < until:
             time.sleep(0.1)
         _, metrics = sft_runs.run([*words, "--resume"], cache)
         wandb.teardown()

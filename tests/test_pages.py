@@ -1,4 +1,4 @@
-"""The paper index and the troubleshooting page say what is in the sources."""
+"""The paper index, the troubleshooting page and that of runs say what is in the sources."""
 
 import ast
 import re
@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from rlhf.folder.run_folder import MAY_CHANGE
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [
@@ -95,3 +97,8 @@ def test_a_message_of_the_troubleshooting_page_is_in_the_sources(quote: str) -> 
 
 def test_a_third_of_the_rows_quotes_a_message() -> None:
     assert len(QUOTED) > len(rows("troubleshooting.md")) / 3
+
+
+def test_what_a_resumed_run_may_change_is_on_the_page_of_runs() -> None:
+    changes = " ".join(change for change, resumed, *_ in rows("runs.md") if resumed == "yes")
+    assert [name for name in MAY_CHANGE if f"`{name}`" not in changes] == []

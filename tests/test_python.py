@@ -114,6 +114,7 @@ def test_an_unknown_name_is_no_attribute() -> None:
         rlhf.train  # noqa: B018
 
 
+@pytest.mark.matrix
 def test_the_notebook_of_the_docs_runs(inputs: Inputs, tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

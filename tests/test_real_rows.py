@@ -12,7 +12,9 @@ from sft_runs import Inputs
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "real_rows.py"
 
 
-@pytest.mark.parametrize(("rows", "share"), [("tinystories", 0.98), ("gsm8k", 0.8)])
+@pytest.mark.parametrize(
+    ("rows", "share"), [pytest.param("tinystories", 0.98, marks=pytest.mark.matrix), ("gsm8k", 0.8)]
+)
 def test_the_held_out_loss_of_a_pretrained_model_falls(
     rows: str, share: float, real_data: Path, two: Ranks, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -39,7 +39,13 @@ def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("kind", GROUPS.values())
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "trainer" else pytest.param(kind, marks=pytest.mark.matrix)
+        for kind in GROUPS.values()
+    ],
+)
 def test_a_new_distribution_passes_its_own_tests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,8 +139,10 @@ def test_a_run_of_one_rank_is_compared_with_two(check: Any) -> None:
     assert float(lines[5].split()[3].rstrip(",")) < 1e-5
 
 
-def test_bf16_has_wider_bounds(check: Any) -> None:
-    code, lines = check("--model.dtype", "bf16", "--nproc", "2", "--deepspeed.stage", "2")
+def test_bf16_has_wider_bounds_and_nothing_is_evaluated(check: Any, inputs: Inputs) -> None:
+    words = ["--model.dtype", "bf16", "--nproc", "2", "--deepspeed.stage", "2"]
+    words += ["--data.eval", str(inputs.eval), "--train.samples", "2", "--train.eval_every", "1"]
+    code, lines = check(*words, "--train.patience", "2", "--checkpoint.best", "eval/loss")
     assert code == 0, lines
     assert lines[2].startswith("other      1 rank, stage 0, ")
 

@@ -1,6 +1,7 @@
 """The order of a run and its loader: the same rows on any number of ranks and workers, from any
 step, and no hang."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -312,10 +313,13 @@ def test_a_slow_batch_is_waited_for(
     assert next(batches_from(course, workers=1)).rows[0] == 0
 
 
-def test_workers_keep_to_one_thread(examples: Examples, config: Config) -> None:
+def test_workers_keep_to_one_thread_and_to_their_own_garbage(
+    examples: Examples, config: Config
+) -> None:
     class Threads(Examples):
         def __getitem__(self, number: Any) -> Any:
             assert torch.get_num_threads() == 1
+            assert gc.get_freeze_count()
             return super().__getitem__(number)
 
     course = order(Threads(*examples.__reduce__()[1]), config, shuffle=False)

@@ -87,7 +87,12 @@ def same(some, others):
 
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
-    [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "muon"), ("fp32", "lion")],
+    [
+        ("fp32", "adamw"),
+        ("bf16", "muon"),
+        pytest.param("bf16", "adamw", marks=pytest.mark.matrix),
+        pytest.param("fp32", "lion", marks=pytest.mark.matrix),
+    ],
 )
 @pytest.mark.parametrize("settings", STAGES, ids=str)
 def test_states_in_files_follow_the_same_curve_to_the_last_bit(
@@ -127,6 +132,7 @@ def test_the_run_says_what_a_step_costs(single, disk):
     assert " GB/s: at least " in tail
 
 
+@pytest.mark.matrix
 def test_a_killed_run_leaves_no_file(disk, tmp_path):
     words = (
         *("--deepspeed", "zero2_offload", "--deepspeed.nvme_path", str(disk), "--nproc", "2"),

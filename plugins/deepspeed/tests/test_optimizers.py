@@ -1,19 +1,23 @@
 """Optimizers beside AdamW: values by hand, the same curve in every layout, exact resumes, and one
 that an extension brings."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
 from rlhf.errors import RLHFError
+from rlhf.plugin import OptimConfig
 from rlhf.testing.problem import Case, configure, follow, shape
 from rlhf.testing.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
+from rlhf_plugin_deepspeed.optimizer import TITLES
 from rlhf_plugin_deepspeed.weights import gathered
 
-NAMES = (*RULES, "muon")
+NAMES = [name for name in get_args(get_type_hints(OptimConfig)["name"]) if name != "adamw"]
 LAYOUTS = (
     {"stage": 0},
     {"stage": 1},
@@ -23,6 +27,10 @@ LAYOUTS = (
     {"preset": "zero2_offload"},
     {"preset": "zero3_offload", "persistence_threshold": 0},
 )
+
+
+def test_every_name_has_a_title():
+    assert [*TITLES] == NAMES
 
 
 class Adamax(DeepSpeedBackend):

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from rlhf.testing import shared, tiny
 
 
+@pytest.mark.matrix
 def test_the_demo_moves_the_held_out_margin(tmp_path: Path) -> None:
     words = ["--output", str(tmp_path / "run")]
     metrics = shared(1).run(tiny.run, "kto", words, str(tmp_path / "cache"), timeout=600)[0]

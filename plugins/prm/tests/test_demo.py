@@ -9,6 +9,7 @@ from rlhf.testing import shared, tiny
 from rlhf_plugin_prm.report import report
 
 
+@pytest.mark.matrix
 def test_the_demo_moves_the_held_out_area_under_the_curve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

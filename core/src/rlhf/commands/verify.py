@@ -103,6 +103,7 @@ def two_steps(config: Config) -> Config:
             eval_every=None,
             eval_at_start=False,
             patience=None,
+            samples=0,
         ),
         checkpoint=attrs.evolve(config.checkpoint, every=1, keep=STEPS, best=None),
         observers=Observers(),

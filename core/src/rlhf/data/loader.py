@@ -1,5 +1,6 @@
 """The processes that pack a run's micro-batches ahead of the step."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -91,6 +92,8 @@ def _patient(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
 def _init_worker(parent: int, worker: int) -> None:
     """End with the run, whose accelerator memory a fork would hold otherwise. Use one thread, and
     ignore Ctrl-C, after which the run still finishes its step."""
+    # What an earlier run has left cannot end in a fork, such as groups with threads.
+    gc.freeze()
     die_with(parent)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,11 +1,8 @@
 """The one loop of every workflow: steps, and between them evaluations, checkpoints and stops."""
 
-import gc
 import itertools
 import time
 from collections.abc import Iterator
-
-import torch
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
@@ -22,15 +19,12 @@ def train(session: Session, *, first_step: int) -> tuple[str, int]:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended,
     "done", "stop_at", "hours", "patience" or "signal", and the last step. Collective."""
     stop = StopWatch(session.config, session.mesh)
-    _freeze_heap(session.engine.device)
     try:
         with stop.caught:
             reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
     except SameOnAllRanks:
         finish(session)
         raise
-    finally:
-        gc.unfreeze()
     if reason != "signal" and evaluated != step:
         evaluate_at_end(session, step=step)
     session.journal.flush()
@@ -51,8 +45,6 @@ def _take_steps(
         began = time.perf_counter()
         result = stepper.take(*next(source))
         if step == first_step:
-            # The first step loads compilers.
-            _freeze_heap(session.engine.device)
             session.place.startup.enter("steps")
             if session.folder is not None:
                 # The start ends with the first step as the host sees it.
@@ -141,12 +133,3 @@ def _planned_steps(
         return plan, list(itertools.islice(source, plan.num_batches))
 
     return map(step, numbers)
-
-
-def _freeze_heap(device: torch.device) -> None:
-    """Exclude from collections the objects that exist now: a full collection visits everything that
-    the libraries hold, which stops some step for half a second."""
-    if device.type != "cpu":
-        # Dead cycles would keep their tensors on the accelerator.
-        gc.collect()
-    gc.freeze()

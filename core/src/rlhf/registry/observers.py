@@ -15,9 +15,6 @@ import pluggy
 from rlhf.errors import first_line
 from rlhf.hookspecs import ObserverHooks, RunRecord
 
-COPIED = {"metrics", "samples"}
-"""Arguments of which each observer gets a copy of its own."""
-
 
 class ObserverGateway(ObserverHooks):
     """The observers' hooks with their arguments as keywords; only rank 0 calls them.
@@ -38,7 +35,12 @@ class ObserverGateway(ObserverHooks):
         if hook == "on_finish" and not self._started:
             return
         for name, hooks in list(self._hooks.items()):
-            copies = {key: copy.deepcopy(arguments[key]) for key in COPIED & arguments.keys()}
+            # What one observer changes, the run and the others must not see.
+            copies = {
+                key: copy.deepcopy(value)
+                for key, value in arguments.items()
+                if isinstance(value, (dict, list))
+            }
             try:
                 getattr(hooks, hook)(run=run, **arguments | copies)
             except Exception as error:  # An observer's own code may raise anything.

@@ -7,6 +7,7 @@ imported and compiled between runs.
 """
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import io
@@ -202,12 +203,19 @@ def _work(pipe: connection.Connection, store: str, environment: dict[str, str]) 
         timeout=timedelta(minutes=10),
     )
     pipe.send(Answer(rank))
+    imported = 0
+    atexit.register(gc.unfreeze)  # Some bindings report what is not collected as leaks.
     while True:
         try:
             request = pipe.recv()
         except EOFError:
             return
         pipe.send(_answer(rank, request))
+        if len(sys.modules) > imported:
+            # Collections take most of a small run's time unless they skip the libraries.
+            imported = len(sys.modules)
+            gc.collect()
+            gc.freeze()
 
 
 def _answer(rank: int, request: Sequence[Any]) -> Answer:

@@ -16,6 +16,7 @@ import torch
 import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import hookimpl
+from rlhf.loop import steps
 from rlhf.model import probe
 from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
@@ -124,6 +125,22 @@ def test_padding_is_reported_for_a_single_row_only(
     assert column(in_one_row, "padding") == [0.0, 0.0]
     assert column(padded, "loss") == pytest.approx(column(in_one_row, "loss"), rel=1e-4)
     assert not any("padding" in line for line in padded)
+
+
+def collected(words: list[str], cache: str) -> list[str]:
+    """The devices on which a run frees what its start and its first step have left."""
+    devices: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "collect", devices.append)
+        sft_runs.run(words, cache)
+    return devices
+
+
+def test_what_the_start_and_the_first_step_leave_is_freed(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "3")
+    assert one.run(collected, words, str(inputs.cache)) == [["cpu", "cpu"]]
 
 
 def skipped(words: list[str], cache: str) -> tuple[int, int]:

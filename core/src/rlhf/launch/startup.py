@@ -50,3 +50,9 @@ def importing() -> Iterator[None]:
             atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
+
+
+def collect(device: str) -> None:
+    """Free what dead cycles keep on an accelerator; on the CPU, collections come by themselves."""
+    if device != "cpu":
+        gc.collect()

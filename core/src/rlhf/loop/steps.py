@@ -8,6 +8,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
 from rlhf.data.order import StepPlan
 from rlhf.errors import SameOnAllRanks
+from rlhf.launch.startup import collect
 from rlhf.loop.checkpointing import complete_if_written, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
 from rlhf.loop.session import Session
@@ -19,6 +20,7 @@ def train(session: Session, *, first_step: int) -> tuple[str, int]:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended,
     "done", "stop_at", "hours", "patience" or "signal", and the last step. Collective."""
     stop = StopWatch(session.config, session.mesh)
+    collect(session.engine.device.type)
     try:
         with stop.caught:
             reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
@@ -45,6 +47,7 @@ def _take_steps(
         began = time.perf_counter()
         result = stepper.take(*next(source))
         if step == first_step:
+            collect(session.engine.device.type)
             session.place.startup.enter("steps")
             if session.folder is not None:
                 # The start ends with the first step as the host sees it.

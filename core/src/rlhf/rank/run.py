@@ -1,6 +1,5 @@
 """One rank's run from the configuration to the exported model."""
 
-import gc
 import re
 import shutil
 import time
@@ -20,7 +19,7 @@ from rlhf.errors import first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
-from rlhf.launch.startup import Startup, importing
+from rlhf.launch.startup import Startup, collect, importing
 from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.exporting import export_checkpoint, export_model
 from rlhf.loop.session import Session
@@ -83,9 +82,8 @@ def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
     """Start the process group of a run, and end it. If the run failed, other ranks may still wait
     for this one, so only a group of one rank is ended before the process. Collective."""
     mesh = hooks.setup_mesh(config=config)
-    if mesh.device.type != "cpu":
-        # An earlier run in this process may have left its models there, in cycles.
-        gc.collect()
+    # An earlier run in this process may have left its models there.
+    collect(mesh.device.type)
     try:
         yield mesh
     except BaseException:

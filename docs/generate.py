@@ -229,7 +229,7 @@ def _capabilities() -> str:
     rows = (
         (
             row.feature,
-            f"`{row.setting}`" if row.setting else "",
+            " with ".join(f"`{name}`" for name in (row.setting, row.needs) if name),
             f">= {row.least}",
             ", ".join(map(str, row.stages)),
             ", ".join(row.precisions),

@@ -2,6 +2,7 @@
 last bit, exports, and in fp32 has the curve of plain torch."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlhf.testing import short_run
 from rlhf.testing.curves import Metrics, same_curve, weights, without_timings
 from rlhf.testing.ranks import shared
 from rlhf.testing.tiny import make_model, run
+from rlhf_plugin_deepspeed import nvme
 from test_experts import FORMATS, STACKED, write_experts
 
 LAYOUTS = {
@@ -20,6 +22,8 @@ LAYOUTS = {
     "zero3": ("--deepspeed", "zero3", "--deepspeed.persistence_threshold", "0"),
     "zero2_offload": ("--deepspeed", "zero2_offload"),
     "zero3_offload": ("--deepspeed", "zero3_offload"),
+    "second copy": ("--deepspeed", "zero3", "--deepspeed.hpz_partition_size", "2"),
+    "nvme": ("--deepspeed", "zero2_offload", "--deepspeed.nvme_path", "{disk}"),
 } | {
     f"{axis}, {preset}": ("--deepspeed", preset, f"--deepspeed.{axis}_parallel", "2")
     for axis, presets in {
@@ -66,6 +70,8 @@ def cases() -> list[Case]:
 def test_a_run_saves_resumes_and_exports(
     name: str, layout: str, trained: str, dtype: str, tmp_path: Path
 ) -> None:
+    if layout == "nvme" and re.fullmatch(nvme.ELSEWHERE, nvme.file_system(tmp_path)):
+        pytest.skip("temporary files are not on a local disk")
     words = short_run(tmp_path, FORMATS[name])
     words += ["--model.dtype", dtype, "--train.steps", "2", "--checkpoint.every", "1"]
     words += ["--train.eval_every", "1", "--optim.clip", "0.05", *TRAINED[trained]]
@@ -76,14 +82,16 @@ def test_a_run_saves_resumes_and_exports(
     if name == "kd":
         words += ["--kd.teacher", str(make_model(tmp_path / "teacher", seed=1))]
 
+    divided = [word.format(disk=tmp_path / "disk") for word in LAYOUTS[layout]]
+
     def lines(output: str, *more: str, plain: bool = False) -> Metrics:
         arguments = [*words, "--output", str(tmp_path / output), *more]
         ranks = shared(1 if plain else 2)
         return ranks.run(run, name, arguments, str(tmp_path / "cache"), plain)[0]
 
-    straight = lines("straight", *LAYOUTS[layout])
-    lines("stopped", *LAYOUTS[layout], "--train.stop_at", "1")
-    resumed = lines("stopped", *LAYOUTS[layout], "--resume")
+    straight = lines("straight", *divided)
+    lines("stopped", *divided, "--train.stop_at", "1")
+    resumed = lines("stopped", *divided, "--resume")
     assert without_timings(resumed) == without_timings(straight)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
     if dtype == "fp32" and trained not in ("lion", "muon"):

@@ -68,7 +68,7 @@ def become(folder: Path, family: str, **more: int) -> None:
         **{name: old.get(name) for name in kept},
     }
     known = FAMILIES | MORE_FAMILIES
-    config = getattr(transformers, f"{family}Config")(**(sizes | known[family] | more))
+    config = getattr(transformers, f"{family}Config")(**(sizes | known.get(family, {}) | more))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -285,6 +285,13 @@ REFUSED = {
     "one key-value head": (
         "Llama",
         {"num_key_value_heads": 1},
+        "2",
+        "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided "
+        "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead",
+    ),
+    "a mixture of experts": (
+        "Mixtral",
+        {},
         "2",
         "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided "
         "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead",

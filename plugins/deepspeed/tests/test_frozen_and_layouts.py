@@ -82,6 +82,12 @@ def test_a_frozen_model_with_compiled_layers_stays_whole():
         "deepspeed.frozen 3 cannot be combined with model.kernels compile; set deepspeed.frozen "
         "to 0"
     )
+    with pytest.raises(RLHFError) as error:
+        plan_frozen(8, 16 * GIB, tensor_parallel=2, frozen=3)
+    assert str(error.value) == (
+        "deepspeed.frozen 3 cannot be combined with deepspeed.tensor_parallel; set "
+        "deepspeed.frozen to 0"
+    )
 
 
 def ways(dtype="bf16", states="fp32", **settings):

@@ -241,7 +241,7 @@ def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
         f"{needed} rows instead of {len(rows)}"
     )
     # The embedding of EOS hides what else is read at an answer's end, such as a reward.
-    ends = kind.rollout is not Trainer.rollout
+    ends = kind.needs_rollout is not Trainer.needs_rollout
     models = {
         "model": tiny.make_model(folder / "model", ends_answers=ends),
         "other_model": tiny.make_model(folder / "other_model", seed=1, ends_answers=ends),

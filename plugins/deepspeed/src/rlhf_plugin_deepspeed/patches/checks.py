@@ -1,7 +1,6 @@
 """How DeepSpeed's optimizers find a gradient that is not finite: once, and in every precision."""
 
 from collections.abc import Collection
-from itertools import chain
 from typing import Any
 
 import torch
@@ -45,12 +44,14 @@ def _host_norm(optimizer: Any) -> Tensor:
 def sharded_norm(optimizer: Any) -> Tensor:
     """Return the norm of the gradient over the shards of all ranks, stages 1 to 3. Collective.
     DeepSpeed's own copies each parameter's gradient to float64, in three launches."""
-    every = chain.from_iterable(optimizer.averaged_gradients.values())
-    shards = [item for item in every if not getattr(item, "_zero_padding", False)]
-    if optimizer.model_parallel_rank > 0:
-        # What tensor ranks hold alike counts on the first.
-        owners = chain.from_iterable(optimizer.params_in_partition)
-        shards = [item for item, owner in zip(shards, owners, strict=True) if part_of(owner)]
+    shards = []
+    for number, group in optimizer.averaged_gradients.items():
+        own = [item for item in group if not getattr(item, "_zero_padding", False)]
+        if optimizer.model_parallel_rank > 0:
+            # What tensor ranks hold alike counts on the first. Padding at the end has no owner.
+            owners = optimizer.params_in_partition[number]
+            own = [it for it, owner in zip(own, owners, strict=False) if part_of(owner)]
+        shards += own
     total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())
     if shards:
         norms = torch._foreach_norm(shards, 2, dtype=torch.float32)

@@ -51,9 +51,14 @@ def plain_step(engine: TrainingEngine) -> StepOutcome:
 def mastered_step(engine: TrainingEngine) -> StepOutcome:
     """Step over fp32 masters at stage 0, in bf16 and fp16."""
     norm = float(whole_norm(engine.module, engine.mesh.tensor)) / engine.loss_scale()
+    if engine.precision == "bf16" and not math.isfinite(norm):
+        # Before 0.19.8 DeepSpeed updates all the same.
+        engine.deepspeed.zero_grad()
+        return StepOutcome(moved=False, grad_norm=norm)
     if engine.mesh.tensor.size > 1:
         # DeepSpeed clips by a norm that counts flat gradients on one rank of the axis.
-        torch._foreach_mul_(gradients(engine.module), _factor(engine, norm))
+        clip = engine.plan.settings["gradient_clipping"] or math.inf
+        torch._foreach_mul_(gradients(engine.module), min(1.0, clip / (norm + CLIP_EPS)))
     moved, skipped = _update(engine)
     return StepOutcome(moved=moved, grad_norm=norm, skipped_by_scaler=skipped)
 
@@ -94,12 +99,6 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
     if engine.schedule is not None:
         engine.schedule.step()
     return LaterOutcome(Deferred(norm[None]))
-
-
-def _factor(engine: TrainingEngine, norm: float) -> float:
-    """Return what clips a gradient of this norm; NaN, which skips the step, if it is not finite."""
-    clip = engine.plan.settings["gradient_clipping"] or math.inf
-    return min(1.0, clip / (norm + CLIP_EPS)) if math.isfinite(norm) else math.nan
 
 
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:

@@ -38,9 +38,7 @@ def hooks_page() -> str:
     hooks = {"Backend": hookspecs.BackendHooks, "Observer": hookspecs.ObserverHooks}
     for title, specs in hooks.items():
         parts += [f"## {title} hooks", _text(specs.__doc__)]
-        node = _definition(specs)
-        assert node is not None
-        for hook in (item for item in node.body if isinstance(item, Function)):
+        for hook in (item for item in _definition(specs).body if isinstance(item, Function)):
             del hook.args.args[0]  # self
             names = [parameter.arg for parameter in hook.args.args]
             parts += [f"### `{hook.name}({', '.join(names)})`", *_function(hook, "")]

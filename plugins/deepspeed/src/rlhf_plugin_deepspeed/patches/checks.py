@@ -50,6 +50,7 @@ def sharded_norm(optimizer: Any) -> Tensor:
         if optimizer.model_parallel_rank > 0:
             # What tensor ranks hold alike counts on the first. Padding at the end has no owner.
             owners = optimizer.params_in_partition[number]
+            assert 0 <= len(own) - len(owners) <= 1
             own = [it for it, owner in zip(own, owners, strict=False) if part_of(owner)]
         shards += own
     total = torch.zeros((), dtype=torch.float32, device=get_accelerator().current_device_name())

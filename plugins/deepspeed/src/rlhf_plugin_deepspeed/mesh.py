@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from attrs import evolve
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
+from deepspeed.utils import groups, nvtx
 from torch import distributed
 
 from rlhf.engine import Axis, Mesh, axes
@@ -53,9 +53,12 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout
         )
-    if in_force("no-shm-build", setting=config.backend_section.patches):
+    setting = config.backend_section.patches
+    if in_force("no-shm-build", setting=setting):
         # `comm.torch` is torch itself.
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
+    if in_force("no-ranges", setting=setting):
+        replace("no-ranges", nvtx, enable_nvtx=False)
     for target in PATCHES["fresh-groups"].targets:
         path, name = path_of(target)
         replace("fresh-groups", import_module(path), **{name: None})

@@ -70,6 +70,12 @@ PATCHES = {
         reason="DeepSpeed compiles CPU collectives that only its inference uses",
         gain="50 s at the first start on a CPU",
     ),
+    "no-ranges": Patch(
+        targets=("deepspeed.utils.nvtx:enable_nvtx",),
+        stages=(0, 1, 2, 3), kind="speed",
+        reason="no ranges for NVIDIA's profiler around DeepSpeed's functions",
+        gain="",
+    ),
     "scaler-floor": Patch(
         targets=("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.raise_error_at_min_scale",),
         stages=(0, 1, 2, 3), kind="correctness",
@@ -127,13 +133,6 @@ PATCHES = {
         "of a frozen layer; with `correctness` DeepSpeed's is installed, which ends with the run",
         gain="44 -> 25 us of the host for forward and backward of a layer, beside DeepSpeed's",
     ),
-    "no-wait": Patch(
-        targets=(f"{STAGE_3}.reduce_and_partition_stream",),
-        stages=(3,), kind="speed", offload=False,
-        reason="the host prepares the step while the last gradients are reduced",
-        gain="with a patch since removed, on a slow host: sft on one GPU 39.4k -> 44.7k tokens/s, "
-        "dpo on four 104.1k -> 113.3k",
-    ),
     "missing-gradients": Patch(
         targets=(
             f"{STAGE_3}.partition_grads(params_to_release, grad_partitions)",
@@ -154,22 +153,6 @@ PATCHES = {
         targets=(f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload.__allgather_stream",),
         stages=(3,), kind="correctness",
         reason="the stream that gathers waits for the update of the weights",
-    ),
-    "norm-at-once": Patch(
-        targets=(f"{STAGE_3}._get_norm_groups()",),
-        stages=(3,), kind="speed", states="fp32", offload=False,
-        reason="one norm over all shards; DeepSpeed copies each to float64, and the host waits for "
-        "it twice",
-        gain="0.35 -> 0.10 ms for 13 gradients on a CPU; 25 ms of a step at 1.5B, predicted",
-    ),
-    "no-norm": Patch(
-        targets=(
-            f"{STAGE_3}._get_norm_groups()",
-            f"{STAGE_3}.unscale_and_clip_grads(sub_group_id, total_norm)",
-        ),
-        stages=(3,), kind="speed", states="bf16",
-        reason="the update over bf16 states clips and skips on the device",
-        gain="with a patch since removed: 430 -> 406 ms a step on four GPUs",
     ),
 }  # fmt: skip
 READ = ("deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",)

@@ -7,8 +7,12 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, SIZES, gradients, tree_batch
+from peft import LoraConfig, get_peft_model
 
+from rlhf.config.sections import ModelConfig
 from rlhf.model.head import Head
+from rlhf.model.kernels.adapters import fuse_adapters
+from rlhf.model.kernels.forwards import replaced_forward
 from rlhf.model.kernels.fused import FAMILIES as FUSED
 from rlhf.model.kernels.fused import fuse
 from rlhf.model.kernels.layers import compile_layers
@@ -18,6 +22,7 @@ from rlhf.readouts import WholeTeacher, token_logprobs
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.distillation import compare, fused_compare
 from rlhf.readouts.teachers import forward_kl
+from rlhf.reference.live import adapter_off
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,6 +96,55 @@ def test_products_in_fp8_are_near_the_models_products(recipe: str) -> None:
     assert near(found, expected) < 0.3
     for name, gradient in gradients(causal).items():
         assert near(gradient, before[name]) < 0.6, name
+
+
+def adapted(kernels: str, **options: Any) -> PackedModel:
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+    causal = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**sizes))
+    settings = LoraConfig(target_modules="all-linear", init_lora_weights=False, **options)
+    model = get_peft_model(causal, settings).to(CUDA, torch.bfloat16)
+    fuse_adapters(model, ModelConfig(kernels=kernels), CUDA)
+    return PackedModel(model.train())
+
+
+@pytest.mark.parametrize("rank", [5, 16])
+def test_adapters_that_are_added_in_place_equal_those_of_peft(rank: int) -> None:
+    expected = outputs_and_gradients(adapted("none", r=rank))
+    module = adapted("auto", r=rank)
+    layers = [part for part in module.modules() if hasattr(part, "lora_A")]
+    assert len(layers) == 14
+    assert all(replaced_forward(layer) for layer in layers)
+    for name, found in outputs_and_gradients(module).items():
+        assert near(found, expected[name]) < 0.1, name
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_compiled_layers_train_only_the_adapters(recipe: str | None) -> None:
+    if recipe:
+        pytest.importorskip("torchao")
+    module = adapted("auto", r=16)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = outputs_and_gradients(module)
+    compile_layers(decoder(module.causal), recipe)
+    found = outputs_and_gradients(module)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert near(value, expected[name]) < (0.6 if recipe else 0.1), name
+    assert before.keys() == module.state_dict().keys()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def outputs_and_gradients(module: PackedModel) -> dict[str, torch.Tensor]:
+    batch = tree_batch().to(CUDA)
+    hidden = module.hidden(batch)
+    (hidden * torch.linspace(-1, 2, hidden.shape[-1], device=CUDA)).sum().backward()
+    with torch.no_grad(), adapter_off(module.model):
+        base = module.hidden(batch)
+    found = gradients(module.causal)
+    assert all("lora_" in name for name in found)
+    return {"hidden": hidden.detach(), "base": base, **found}
 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> float:

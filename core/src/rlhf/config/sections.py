@@ -73,9 +73,10 @@ class ModelConfig:
     without quantize, with recompute none or full. auto: compile with fp8, else those of liger that
     can be used."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Compute the layers' matrix products in FP8 by this recipe of torchao. Faster for large
-    models; the curve differs slightly. tensorwise: one scale per tensor; rowwise: one per row,
-    which is slower. Needs GPUs of compute capability 8.9, for rowwise 9.0."""
+    """Compute the layers' matrix products in FP8 by this recipe of torchao, except those of
+    adapters. Faster for large models; the curve differs slightly. tensorwise: one scale per tensor;
+    rowwise: one per row, which is slower. Needs GPUs of compute capability 8.9, for rowwise 9.0.
+    """
     router_loss: float | None = field(default=None, validator=optional(not_negative))
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each
     step of training adds to the loss. It is computed over each example, so that the curve does not

@@ -13,6 +13,7 @@ from rlhf.errors import RLHFError
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
+from rlhf.model.kernels.adapters import fuse_adapters
 from rlhf.model.kernels.layers import change_layers, check_layers
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -51,8 +52,10 @@ def packed_model(
     """Return a transformers model as `spec` asks for it: with adapters, frozen parameters and
     recomputation as configured, and with the trainer's own parameters."""
     extra = {name: value.to(device, dtype, copy=True) for name, value in spec.extra.items()}
+    model = prepare_trainable(causal, spec.config, spec.task or "causal")
+    fuse_adapters(model, spec.config.model, device)
     module = PackedModel(
-        prepare_trainable(causal, spec.config, spec.task or "causal"),
+        model,
         layers=layers,
         extra=extra,
         sequence=sequence,

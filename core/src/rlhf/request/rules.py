@@ -24,12 +24,12 @@ def contradictions(config: Config) -> list[str]:
         (f"model.adapter {exclusive} model.init random", adapter and random),
         (f"model.quantize {exclusive} model.init random", quantized and random),
         (f"lora.parameters {exclusive} lora.dora", lora and lora.parameters and lora.dora),
+        (f"lora.dora {exclusive} model.fp8", lora and lora.dora and model.fp8),
         (f"lora.parameters {exclusive} lora.dropout", lora and lora.parameters and lora.dropout),
         ("model.revision has no effect on a local folder; remove it", model.revision and local),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),
-        ("model.fp8 trains all weights; remove the adapter", model.fp8 and has_adapter),
         (
             "model.fp8 needs compiled layers; set model.kernels to auto",
             model.fp8 and model.kernels in not_compiled,

@@ -123,7 +123,7 @@ CAPABILITIES = (
     Capability(
         feature="adapters of experts",
         setting="lora.parameters",
-        excludes=("model.kernels compile", "optim.name muon"),
+        excludes=("model.kernels compile", "model.fp8", "optim.name muon"),
     ),
     Capability(
         feature="master weights and moments in bf16",

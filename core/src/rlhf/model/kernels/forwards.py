@@ -9,11 +9,12 @@ reads what the ones before it left:
    it then replaces Liger's forwards by stand-ins.
 3. `gates.recompute_products`: gated layers keep both factors and not their product. It looks up in
    the forward of step 2 which fused product a layer uses.
-4. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
+4. `adapters.fuse_adapters`: adapters, which peft has put around linear modules meanwhile.
+5. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
    decoder layers, whose compiled forwards contain all of it.
 
-`layers.change_layers` does steps 1 to 3, `layers.rehearse_layers` all four on the meta device.
+`layers.change_layers` does steps 1 to 3, on the meta device `layers.rehearse_layers` all but 4.
 Compiled layers take the place of steps 2 and 3: torch.compile fuses gates itself.
 """
 

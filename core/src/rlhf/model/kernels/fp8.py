@@ -44,11 +44,18 @@ def to_fp8(layers: nn.ModuleList, recipe: str, *, emulate: bool = False) -> int:
     settings = Float8LinearConfig.from_recipe_name(recipe)
     if emulate:
         object.__setattr__(settings, "emulate", True)
-    chosen = [module for module in layers.modules() if fits_fp8(module)]
+    chosen = set(fp8_products(layers))
     convert_to_float8_training(
-        layers, config=settings, module_filter_fn=lambda module, name: fits_fp8(module)
+        layers, config=settings, module_filter_fn=lambda module, name: module in chosen
     )
     return len(chosen)
+
+
+def fp8_products(layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the layers' linear modules with sizes that FP8 supports, without the factors of
+    adapters, whose products are small."""
+    named = layers.named_modules()
+    return [module for name, module in named if fits_fp8(module) and ".lora_" not in name]
 
 
 def fits_fp8(module: nn.Module) -> bool:
@@ -61,19 +68,20 @@ def fits_fp8(module: nn.Module) -> bool:
 def rehearse_fp8(layers: nn.ModuleList) -> None:
     """Replace the layers' products by stand-ins on the meta device.
 
-    Of a normed input one byte per number is kept, once for all products that read it. Other inputs
-    are cast again in backward from what attention and gates keep.
+    Of a normed input one byte per number is kept, once for all products that read it for the
+    gradient of their weight. Other inputs are cast again in backward from what attention and gates
+    keep.
     """
     # The last input, by a weak reference, and what is kept of it.
     latest: dict[str, Any] = {"input": lambda: None}
 
     def forward(linear: Any, hidden: Tensor) -> Tensor:
-        if latest["input"]() is not hidden:
+        trained = linear.weight.requires_grad
+        if trained and latest["input"]() is not hidden:
             normed = isinstance(hidden.grad_fn, MetaNorm._backward_cls)
             kept = torch.empty(hidden.shape, dtype=torch.float8_e4m3fn, device=hidden.device)
             latest.update(input=weakref.ref(hidden), kept=kept if normed else None)
-        return MetaProduct.apply(hidden, linear.weight, latest["kept"])
+        return MetaProduct.apply(hidden, linear.weight, latest["kept"] if trained else None)
 
-    for module in layers.modules():
-        if fits_fp8(module):
-            replace_forward(module, forward.__get__(module))
+    for module in fp8_products(layers):
+        replace_forward(module, forward.__get__(module))

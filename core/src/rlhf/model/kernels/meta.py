@@ -68,6 +68,7 @@ class MetaProduct(torch.autograd.Function):
         return hidden.new_empty(*hidden.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.saved_tensors[0]
-        return gradient.new_empty(ctx.shape), torch.empty_like(weight), None
+        to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return gradient.new_empty(ctx.shape), to_weight, None

@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--packed", default="")
+    parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers")
     parser.add_argument("--started", type=float, default=time.time(), help="when the process was")
     return parser.parse_args()
 
@@ -122,8 +123,16 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
         "gradient_checkpointing": False, "optim": "adamw_torch_fused",
         "max_length": options.max_tokens, "use_liger_kernel": options.liger,
     }  # fmt: skip
-    common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
+    common: dict[str, Any] = {"train_dataset": rows, "callbacks": [clock]}
+    common["processing_class"] = tokenizer
     workflow = options.workflow
+    if options.lora:
+        from peft import LoraConfig
+
+        common["peft_config"] = LoraConfig(
+            r=options.lora, lora_alpha=2 * options.lora, lora_dropout=0.0,
+            target_modules="all-linear", task_type="CAUSAL_LM",
+        )  # fmt: skip
     heads = workflow in ("rm", "prm")
     policy = None if heads else built(options, options.model)
     if workflow == "sft":
@@ -134,7 +143,8 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
     if workflow == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        reference = built(options, options.model)
+        # An adapter's reference is the model without it.
+        reference = None if options.lora else built(options, options.model)
         return DPOTrainer(model=policy, ref_model=reference, args=DPOConfig(**settings), **common)
     if workflow == "kto":
         from trl import KTOConfig, KTOTrainer

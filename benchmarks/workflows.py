@@ -105,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="sdpa", help="the peer's attention")
     parser.add_argument("--packed", default="", help="ROWSxTOKENS of the peer's packed sft")
     parser.add_argument("--liger", action="store_true", help="the peer runs with Liger's kernels")
+    parser.add_argument("--lora", type=int, help="rank of an adapter, for sft and dpo")
     parser.add_argument("--output", type=Path, default=Path("build/workflows"))
     own = sys.argv[1:]
     cut = own.index("--") if "--" in own else len(own)
@@ -187,6 +188,8 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
     ]  # fmt: skip
     if workflow == "kd":
         words += ["--kd.teacher", str(options.output / "teacher")]
+    if options.lora:
+        words += ["--lora.rank", str(options.lora)]
     words += options.more
     log = options.output / f"run-{workflow}.log"
     command = [sys.executable, *options.program, "run", workflow, *words]
@@ -284,6 +287,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         "--attention", options.attention, *["--liger"] * options.liger,
         "--started", str(time.time()),
         *(["--packed", options.packed] if options.packed else []),
+        *(["--lora", str(options.lora)] if options.lora else []),
     ]  # fmt: skip
     script = Path(__file__).with_name(PEERS[options.system])
     log = options.output / f"peer-{workflow}.log"

@@ -23,7 +23,10 @@ LAYOUTS = {
     "zero2_offload": ("--deepspeed", "zero2_offload"),
     "zero3_offload": ("--deepspeed", "zero3_offload"),
     "second copy": ("--deepspeed", "zero3", "--deepspeed.hpz_partition_size", "2"),
-    "nvme": ("--deepspeed", "zero2_offload", "--deepspeed.nvme_path", "{disk}"),
+    "nvme": (
+        *("--deepspeed", "zero3_offload", "--deepspeed.frozen", "offload"),
+        *("--deepspeed.nvme_path", "{disk}"),
+    ),
 } | {
     f"{axis}, {preset}": ("--deepspeed", preset, f"--deepspeed.{axis}_parallel", "2")
     for axis, presets in {

@@ -194,13 +194,18 @@ def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
     assert ours["deepspeed"] == {
         "stage": 3, "offload_optimizer": True, "offload_param": True, "nvme_path": "/nvme",
     }  # fmt: skip
-    assert "- deepspeed offload_param: the weights are in host memory, not on NVMe" in text
-    del disk["nvme_path"]
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
-    (tmp_path / "ours.yaml").unlink()
-    ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
-    assert "nvme_path" not in ours["deepspeed"]
-    assert "- deepspeed offload_optimizer: set deepspeed.nvme_path to a folder" in text
+    assert "offload_param" not in text.partition("deepspeed:")[0]
+    for changed, note in (
+        (zero | {"offload_optimizer": {"device": "nvme"}, "offload_param": {}},
+         "offload_optimizer: set deepspeed.nvme_path to a folder"),
+        (zero | {"offload_optimizer": {}},
+         "offload_param: the weights stay in memory; nvme_path needs offload_optimizer"),
+    ):  # fmt: skip
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": changed}))
+        (tmp_path / "ours.yaml").unlink()
+        ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+        assert "nvme_path" not in ours["deepspeed"]
+        assert f"- deepspeed {note}" in text
 
 
 def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:

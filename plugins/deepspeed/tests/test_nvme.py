@@ -1,4 +1,4 @@
-"""Masters and moments in files: the same bits as in memory, nothing left behind, and refusals."""
+"""Weights, masters and moments in files: the same bits as in memory, nothing left, and refusals."""
 
 import errno
 import os
@@ -16,14 +16,14 @@ from plans import SHAPE, half, plan
 
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, configure, follow
+from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch, start
 from rlhf_plugin_deepspeed import nvme
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.memory import estimate, states
-from rlhf_plugin_deepspeed.nvme import Drive, StateFiles, file_system, find_drive
-from rlhf_plugin_deepspeed.weights import gathered
+from rlhf_plugin_deepspeed.nvme import Drive, StateFiles, file_system, find_drive, is_in_file
+from rlhf_plugin_deepspeed.weights import BackendSharding, gathered
 
 STAGES = (
     {"stage": 1},
@@ -47,7 +47,8 @@ def case(settings, folder=None, *, dtype="fp32", optimizer="adamw", **options):
     where = {} if folder is None else {"nvme_path": str(folder)}
     section = DeepSpeedConfig(**settings, offload_optimizer=True, **where)
     config = configure(section, dtype=dtype, optimizer=optimizer)
-    return Case(config=config, frozen=FROZEN, micro_batches=2, steps=6, **options)
+    options = {"frozen": FROZEN, "micro_batches": 2, "steps": 6} | options
+    return Case(config=config, **options)
 
 
 def mapped(folder):
@@ -55,6 +56,17 @@ def mapped(folder):
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if f"{folder}/" in line]
     return [range(int(first, 16), int(last, 16)) for first, last in ends]
+
+
+def count(tensors, folder):
+    """How many of the tensors lie in files of the folder, and how many elsewhere."""
+    places = mapped(folder)
+    inside = [any(item.data_ptr() in place for place in places) for item in tensors if item.numel()]
+    return sum(inside), len(inside) - sum(inside)
+
+
+def shards(module):
+    return [item for each in module.parameters() for item in BackendSharding().shards(each)]
 
 
 def run(case, folder=None):
@@ -67,16 +79,12 @@ def run(case, folder=None):
     moments = [item.values for item in state if item.kind.startswith("exp_avg")]
     trained = {item.name for item in state if item.kind.startswith("exp_avg")}
     masters = [item.values for item in state if item.kind == "weight" and item.name in trained]
-    places = mapped(folder)
-    inside = [
-        any(item.data_ptr() in place for place in places)
-        for item in masters + moments
-        if item.numel()
-    ]
+    on_host = shards(engine.module) if case.config.backend_section.offload_param else []
+    counted = count(masters + moments + on_host, folder)
     left = [] if folder is None else list(folder.iterdir())
     backend.close_mesh(mesh)
     curve = (outcome.losses, outcome.norms, outcome.moved)
-    return curve, weights, (sum(inside), len(inside) - sum(inside)), left, outcome.summary
+    return curve, weights, counted, left, outcome.summary
 
 
 def same(some, others):
@@ -123,13 +131,64 @@ def test_a_run_continues_from_files_in_memory_and_from_memory_in_files(
         assert later[2][1] == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_adapter_trains_over_a_base_in_files(pair, disk, dtype):
+    settings = {"stage": 3, "offload_param": True, "persistence_threshold": 40}
+    options = {"dtype": dtype, "adapter": True, "frozen": (), "tied": False}
+    in_memory = pair.run(run, case(settings, **options))
+    in_files = pair.run(run, case(settings, disk, **options), disk)
+    for plain, files in zip(in_memory, in_files, strict=True):
+        assert same(plain, files)
+        assert files[2][0] > plain[2][0] == 0
+        assert files[2][1] == 0
+
+
+def run_frozen(case, folder):
+    """What a frozen model in shards on the CPU computes: at first, with weights that stay whole,
+    and after its weights changed and were moved. And its shards, in files and elsewhere."""
+    backend = DeepSpeedBackend()
+    mesh, engine, _ = start(backend, case)
+    plan, module = load(backend, case, mesh, "reference", trained=False)
+    frozen = backend.prepare(
+        model=module, optimizer=None, schedule=None, role="reference", plan=plan, mesh=mesh
+    )
+    counted = count(shards(module), folder)
+    batch = make_batch(0, [0, 1], mesh.device)
+    results = []
+    engine.backward(engine(batch, losses)["loss"].sum(), last=True)
+    engine.step().read()
+    with torch.no_grad():
+        results.append(frozen(batch, losses)["loss"].clone())
+        with backend.generation_context(engine=frozen):
+            results.append(frozen(batch, losses)["loss"].clone())
+        backend.mix_weights(engine=frozen, source=engine, share=0.5)
+        backend.offload_states(engine=frozen, kinds=("weights",))
+        backend.reload_states(engine=frozen, kinds=("weights",))
+        results.append(frozen(batch, losses)["loss"].clone())
+    backend.close_mesh(mesh)
+    return results, counted, plan.summary
+
+
+def test_a_frozen_model_in_files_computes_the_same(pair, disk):
+    settings = {"stage": 2, "frozen": "offload", "persistence_threshold": 0}
+    in_memory = pair.run(run_frozen, case(settings), None)
+    in_files = pair.run(run_frozen, case(settings, disk), disk)
+    for plain, files in zip(in_memory, in_files, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(plain[0], files[0], strict=True))
+        assert not torch.equal(files[0][0], files[0][2])
+        assert (plain[1][0], files[1][1]) == (0, 0)
+        assert files[1][0] > 0
+        assert ", parameters on NVMe (0.0" in files[2]
+    assert list(disk.iterdir()) == []
+
+
 def test_the_run_says_what_a_step_costs(single, disk):
     ((*_, summary),) = single.run(run, case({"stage": 2}, disk), disk)
     head, _, tail = summary.partition(" GiB of each rank in ")
     assert head.startswith("ZeRO 2, fp32, 1 rank, ")
     assert ", optimizer on NVMe (0.0" in head
-    assert tail.startswith(f"{disk}, which a rank writes at ")
-    assert " GB/s: at least " in tail
+    assert tail.startswith(f"{disk}, 0.0 s to write at ")
+    assert tail.endswith(" GB/s if not kept in memory)")
 
 
 @pytest.mark.matrix
@@ -163,17 +222,21 @@ def maps(path, folder):
 
 def test_what_is_in_a_file_is_not_pinned_and_begins_with_zeros(tmp_path):
     source = torch.arange(5000.0)
-    with StateFiles(str(tmp_path)) as files:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with StateFiles(str(tmp_path)):
         copy, zeros, half = source.clone(), torch.zeros_like(source), source.half()
-        matrix = source.view(50, 100).clone()
+        shard = torch.empty(7, dtype=torch.bfloat16)
+        matrix, counts = source.view(50, 100).clone(), torch.empty(7, dtype=torch.long)
         pinned = torch.ops.aten._pin_memory(copy)
-    assert [files.holds(item) for item in (copy, zeros, half, matrix, source)] == [
-        True, True, False, False, False,
-    ]  # fmt: skip
+    inside, outside = (copy, zeros, half, shard), (matrix, counts, source)
+    assert [is_in_file(item) for item in (*inside, *outside)] == [True] * 4 + [False] * 3
+    assert count((*inside, *outside), tmp_path) == (4, 3)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert pinned.data_ptr() == copy.data_ptr()
     assert torch.equal(copy, source)
+    assert torch.equal(half, source.half())
     assert not zeros.any()
-    assert files.folder == str(tmp_path)
+    assert (shard.dtype, shard.any().item()) == (torch.bfloat16, False)
 
 
 def refusal(**settings):
@@ -208,8 +271,7 @@ def test_deepspeeds_own_keys_name_the_setting():
         DeepSpeedConfig(config={"zero_optimization": {"offload_param": offload}})
     assert str(error.value) == (
         "remove zero_optimization.offload_param.device (deepspeed.offload_param decides it); "
-        "remove zero_optimization.offload_param.nvme_path (parameters cannot be on NVMe; "
-        "deepspeed.offload_param moves them to the host)"
+        "remove zero_optimization.offload_param.nvme_path (deepspeed.nvme_path decides it)"
     )
 
 
@@ -229,14 +291,42 @@ def test_a_folder_behind_a_network_is_refused(monkeypatch, tmp_path, kind):
         find_drive(tmp_path, Mesh())
 
 
-def test_trained_models_share_the_disk():
+def test_models_share_the_disk():
     backend, model = DeepSpeedBackend(), half(preset="zero2_offload", nvme_path="/nvme")
     backend._drive = Drive(folder=Path("/nvme"), free=30 * GIB, speed=2e9)
     mesh = Mesh(world=4, device=torch.device("cpu"), memory=80 * GIB)
     common = {"config": model, "mesh": mesh, "model_shape": SHAPE, "trained": True, "occupied": 0}
     assert "21.0 GiB of each rank" in backend.configure_zero(role="policy", **common).summary
-    with pytest.raises(RLHFError, match=r"masters and moments take 42\.0 GiB"):
+    with pytest.raises(RLHFError, match=r"needs 42\.0 GiB \(policy 21\.0, critic 21\.0\)"):
         backend.configure_zero(role="critic", **common)
+
+
+def test_frozen_weights_need_room_on_the_disk_too():
+    backend = DeepSpeedBackend()
+    settings = {"preset": "zero3_offload", "nvme_path": "/nvme"}
+    mesh = Mesh(world=4, device=torch.device("cpu"), memory=80 * GIB)
+    common = {"mesh": mesh, "model_shape": SHAPE, "occupied": 0}
+
+    def summary(role, frozen, *, trained):
+        model = half(**settings, frozen=frozen)
+        options = {"config": model, "role": role, "trained": trained}
+        return backend.configure_zero(**options, **common).summary
+
+    backend._drive = Drive(folder=Path("/nvme"), free=28 * GIB, speed=2e9)
+    # 7 Gi weights over 4 ranks: 2 bytes of weights, 12 of states.
+    policy = summary("policy", "offload", trained=True)
+    assert "optimizer and parameters on NVMe (24.5 GiB of each rank in /nvme, " in policy
+    assert "NVMe" not in summary("reference", 3, trained=False)
+    reference = summary("reference", "offload", trained=False)
+    assert "parameters on NVMe (3.5 GiB of each rank in /nvme, 1.9 s to write at" in reference
+    backend._drive = Drive(folder=Path("/nvme"), free=27 * GIB, speed=2e9)
+    summary("policy", "offload", trained=True)
+    with pytest.raises(RLHFError) as error:
+        summary("reference", "offload", trained=False)
+    assert str(error.value) == (
+        "deepspeed.nvme_path /nvme has 27.0 GiB free for each rank, but needs 28.0 GiB (policy "
+        "24.5, reference 3.5); choose another folder, or add ranks"
+    )
 
 
 def test_the_file_system_is_that_of_the_nearest_mount():
@@ -275,14 +365,14 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkeypatc
 def test_states_without_room_are_refused():
     drive = Drive(folder=Path("/nvme"), free=3 * GIB, speed=2e9)
     assert drive.check("policy", 2 * GIB) == (
-        " (2.0 GiB of each rank in /nvme, which a rank writes at 2.00 GB/s: at least 1.1 s of a "
-        "step, and about as long to read them, unless they stay in memory)"
+        " (2.0 GiB of each rank in /nvme, 1.1 s to write at 2.00 GB/s if not kept in memory)"
     )
+    assert drive.check("reference", 0) == ""
     with pytest.raises(RLHFError) as error:
         drive.check("policy", 4 * GIB)
     assert str(error.value) == (
-        "deepspeed.nvme_path /nvme has 3.0 GiB free for each rank, but its masters and moments "
-        "take 4.0 GiB; choose another folder, or add ranks"
+        "deepspeed.nvme_path /nvme has 3.0 GiB free for each rank, but needs 4.0 GiB (policy "
+        "4.0); choose another folder, or add ranks"
     )
 
 
@@ -316,12 +406,31 @@ def test_the_estimate_moves_masters_and_moments_from_the_host_to_files():
     plain = plan(4, 80 * GIB, **settings)
     files = plan(4, 80 * GIB, **settings, nvme_path="/nvme")
     before, after = (
-        estimate(half(**settings), each, SHAPE, world=4, trained=True) for each in (plain, files)
+        estimate(half(**settings, **where), each, SHAPE, world=4, trained=True)
+        for each, where in ((plain, {}), (files, {"nvme_path": "/nvme"}))
     )
     # 7 Gi weights over 4 ranks: gradients and room for copies in 6 bytes, states in 12.
     assert (before["host"], before["nvme"]) == (31.5 * GIB, 0)
     assert (after["host"], after["nvme"]) == (10.5 * GIB, 21 * GIB)
     assert files.settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_the_estimate_moves_weights_from_the_host_to_files():
+    settings = {"preset": "zero3_offload"}
+    plain = plan(4, 80 * GIB, **settings)
+    files = plan(4, 80 * GIB, **settings, nvme_path="/nvme")
+    before, after = (
+        estimate(half(**settings, **where), each, SHAPE, world=4, trained=True)
+        for each, where in ((plain, {}), (files, {"nvme_path": "/nvme"}))
+    )
+    # As above, with 2 bytes of weights; gradients are not copied through the host.
+    assert (before["host"], before["nvme"]) == (31.5 * GIB, 0)
+    assert (after["host"], after["nvme"]) == (7 * GIB, 24.5 * GIB)
+    assert {name: after[name] for name in after if name not in ("host", "nvme")} == {
+        name: before[name] for name in before if name not in ("host", "nvme")
+    }
+    zero = files.settings["zero_optimization"]
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": False, "nvme_path": "/nvme"}
 
 
 def test_layouts_with_files_have_the_optimizer_on_the_host():
@@ -332,5 +441,5 @@ def test_layouts_with_files_have_the_optimizer_on_the_host():
         "ZeRO 1, optimizer on NVMe",
         "ZeRO 2, optimizer on NVMe",
         "ZeRO 3, optimizer on NVMe",
-        "ZeRO 3, optimizer on NVMe, parameters on the CPU",
+        "ZeRO 3, optimizer and parameters on NVMe",
     ]

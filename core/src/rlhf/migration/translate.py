@@ -251,15 +251,18 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
-        if zero.get(name, {}).get("device") in ("cpu", "nvme"):
+        offload = zero.get(name, {})
+        if offload.get("device") in ("cpu", "nvme"):
             migration.set(f"deepspeed.{name}", True, "deepspeed")
-    optimizer = zero.get("offload_optimizer", {})
-    if optimizer.get("device") == "nvme" and "nvme_path" in optimizer:
-        migration.set("deepspeed.nvme_path", optimizer["nvme_path"], "deepspeed")
-    elif optimizer.get("device") == "nvme":
-        migration.notes["deepspeed offload_optimizer"] = "set deepspeed.nvme_path to a folder"
-    if zero.get("offload_param", {}).get("device") == "nvme":
-        migration.notes["deepspeed offload_param"] = "the weights are in host memory, not on NVMe"
+        if offload.get("device") != "nvme":
+            continue
+        if "deepspeed.offload_optimizer" not in migration.settings:
+            note = "the weights stay in memory; nvme_path needs offload_optimizer"
+            migration.notes[f"deepspeed {name}"] = note
+        elif "nvme_path" in offload:
+            migration.set("deepspeed.nvme_path", offload["nvme_path"], "deepspeed")
+        else:
+            migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
 
 
 def _data(

@@ -42,9 +42,9 @@ from rlhf.testing.problem import (
 from rlhf.testing.promises import promise
 from rlhf.testing.ranks import shared
 
-TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing", "nvme"}
+TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing"}
 """Parts of `estimate_memory` that only a trained model has."""
-PARTS = {"weights", "host"} | TRAINED
+PARTS = {"weights", "host", "nvme"} | TRAINED
 SHARE = 0.25
 EXPORTED = "model.safetensors"
 

@@ -66,15 +66,15 @@ class DeepSpeedBackend:
         trained: bool,
         occupied: int,
     ) -> Plan:
+        part = shape_of_part(model_shape, mesh.tensor.size)
         if trained:
             check_divides(model_shape, mesh.tensor.size, path=config.model.path)
-        model_shape = shape_of_part(model_shape, mesh.tensor.size)
-        if not trained:
-            return plan_frozen(config, mesh, model_shape, role=role, occupied=occupied)
-        plan = zero.plan(config, mesh, model_shape, occupied=occupied)
+            plan = zero.plan(config, mesh, part, occupied=occupied)
+        else:
+            plan = plan_frozen(config, mesh, part, role=role, occupied=occupied)
         if self._drive is None:
             return plan
-        parts = memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=True)
+        parts = memory.estimate(config, plan, part, world=mesh.shards.size, trained=trained)
         return evolve(plan, summary=plan.summary + self._drive.check(role, parts["nvme"]))
 
     @hookimpl

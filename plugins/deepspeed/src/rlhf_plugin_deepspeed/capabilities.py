@@ -58,7 +58,7 @@ CAPABILITIES = (
     ),
     # A checkpoint that is written beside the next steps is copied to the host's memory before.
     Capability(
-        feature="optimizer's states and masters on NVMe",
+        feature="optimizer and offloaded parameters on NVMe",
         setting="deepspeed.nvme_path",
         stages=(1, 2, 3),
         needs="deepspeed.offload_optimizer",

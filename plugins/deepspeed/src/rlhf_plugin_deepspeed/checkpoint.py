@@ -17,6 +17,7 @@ from rlhf.engine import EngineState, Fragment, SavedState, save_weights
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
+from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.optimizer import replay_steps
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.weights import buffers, gathered
@@ -145,7 +146,7 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
             for kind in sorted({*saved.kinds(name)} - {"weight", "step"}):
                 state = optimizer.state[master]
                 if kind not in state:
-                    with engine.files:
+                    with state_files(engine.plan):
                         state[kind] = torch.zeros_like(master)
                 saved.read(name, kind, part.offset, part.of(state[kind]))
             if "step" in saved.kinds(name):

@@ -20,7 +20,6 @@ class Resolved:
     stage: int | str
     offload_optimizer: bool = False
     offload_param: bool = False
-    nvme_path: str | None = None
     dtype: str | None = None
     """The `model.dtype` that the preset stands for."""
     reason: str = ""
@@ -58,7 +57,6 @@ OTHER_NAMES = {
 }
 """Names that ROLL and trlX use."""
 ON_NVME = "set it to true and deepspeed.nvme_path to a folder"
-NOT_ON_NVME = "parameters cannot be on NVMe; deepspeed.offload_param moves them to the host"
 REFUSED = {
     name: f"{ours} decides it"
     for ours, names in {
@@ -72,7 +70,8 @@ REFUSED = {
         "deepspeed.stage": "zero_optimization.stage",
         "deepspeed.offload_optimizer": "zero_optimization.offload_optimizer",
         "deepspeed.offload_param": "zero_optimization.offload_param",
-        "deepspeed.nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+        "deepspeed.nvme_path": "zero_optimization.offload_optimizer.nvme_path "
+        "zero_optimization.offload_param.nvme_path",
         "deepspeed.bucket_size": "zero_optimization.reduce_bucket_size "
         "zero_optimization.allgather_bucket_size",
         "deepspeed.persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
@@ -81,7 +80,6 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
-    "zero_optimization.offload_param.nvme_path": NOT_ON_NVME,
     "compile": "DeepCompile is not offered: its graphs take the place of the patches that make the "
     "curve exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
@@ -152,12 +150,12 @@ class DeepSpeedConfig:
     offload_optimizer: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""
-    offload_param: bool | None = field(default=None, metadata={"instead": {"nvme": NOT_ON_NVME}})
+    offload_param: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
     """Weights on the CPU between uses, stage 3; default: the preset's."""
     nvme_path: str | None = None
-    """A folder on a local disk of each host for the master weights and the optimizer's states, with
-    the optimizer on the CPU (ZeRO-Infinity, arXiv 2104.07857): they need no host memory beyond what
-    is free."""
+    """A folder on a local disk of each host for what offload_optimizer and offload_param put on the
+    CPU: master weights, the optimizer's states and parameters (ZeRO-Infinity, arXiv 2104.07857).
+    They need no host memory beyond what is free."""
     sequence_parallel: int = field(default=1, validator=validators.ge(1))
     """Number of ranks that divide the tokens of each packed row, for rows that are too long for one
     accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of ranks and the
@@ -219,7 +217,6 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
         stage=preset.stage,
         offload_optimizer=preset.offload_optimizer or bool(section.offload_optimizer),
         offload_param=preset.offload_param or bool(section.offload_param),
-        nvme_path=section.nvme_path,
         dtype=preset.dtype,
     )
 

@@ -1,7 +1,7 @@
 """Engines around DeepSpeed's: gradients that add over ranks, and no step that does harm."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,8 +59,6 @@ class TrainingEngine(InferenceEngine):
     """What reduces gradients at stages 1 and 2; None where DeepSpeed does."""
     fence: Callable[[], None]
     """Keeps gatherings of stage 3 behind an update that was launched."""
-    files: AbstractContextManager[Any]
-    """The context in which new states of the optimizer are files, if they are at all."""
     take_step: "Callable[[TrainingEngine], StepOutcome | LaterOutcome]"
     deepspeed: Any = Factory(lambda it: it.runner, takes_self=True)
     """DeepSpeed's engine."""

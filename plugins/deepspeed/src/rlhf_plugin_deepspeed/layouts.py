@@ -36,7 +36,7 @@ def layouts(config: Config, mesh: Mesh, shape: ModelShape) -> list[Layout]:
         trained = TITLES.get(config.optim.name, "AdamW")
         ways.append(
             Layout(
-                name=f"ZeRO {target.stage}{offloads(target)}",
+                name=f"ZeRO {target.stage}{offloads(target, section)}",
                 settings=_settings(section, target),
                 config=run,
                 plan=plan_at(run, mesh, shape, target, trained=trained),

@@ -79,22 +79,20 @@ def estimate(
     has in files."""
     zero: Mapping[str, Any] = plan.settings["zero_optimization"]
     size = bytes_per_parameter(config, shape, stage=plan.stage)
-    offloaded = "offload_optimizer" in zero
-    on_host = "offload_param" in zero
+    offloaded, on_host = "offload_optimizer" in zero, "offload_param" in zero
     # On one rank the shards are the weights.
     gathered = min(shape.parameters, MOST_LIVE) if on_host or world > 1 else 0
     parts = states(config, shape, zero, world=world, gathered=gathered)
-    host = shape.parameters * size.weight // world if on_host else 0
+    parts |= {"host": 0, "nvme": 0}
+    place = "host" if config.backend_section.nvme_path is None else "nvme"
+    parts[place] = shape.parameters * size.weight // world if on_host else 0
     if not trained:
-        return {"weights": parts["weights"], "host": host}
+        return {name: parts[name] for name in ("weights", "host", "nvme")}
     if offloaded:
-        kept = int(shape.trainable * (size.master + size.optimizer)) // world
-        in_files = zero["offload_optimizer"].get("nvme_path") is not None
-        parts["nvme"] = kept if in_files else 0
+        parts[place] += int(shape.trainable * (size.master + size.optimizer)) // world
         # Gradients are added up in float32 there; stages 1 and 2 copy updated weights through it.
         through = size.weight if plan.stage < 3 else 0
-        host += (4 + through) * shape.trainable // world + (0 if in_files else kept)
-    parts["host"] = host
+        parts["host"] += (4 + through) * shape.trainable // world
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:
         # DeepSpeed allocates its share of the gradients at the start, as a buffer.

@@ -1,15 +1,15 @@
-"""Masters and moments of an optimizer on the CPU as files that are mapped into memory, on a disk
+"""Weights, masters and moments that are on the CPU as files that are mapped into memory, on a disk
 that is checked before any model loads (`deepspeed.nvme_path`; ZeRO-Infinity, arXiv 2104.07857).
 
 They are tensors on the CPU as without files, so that optimizers, checkpoints and layouts need not
 know. The kernel keeps in memory what fits there, writes it to the disk and reads it again.
 """
 
-import mmap
 import os
 import platform
 import re
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from attrs import Factory, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.engine import Mesh, free_space, gib, write_speed
+from rlhf.engine import Mesh, Plan, free_space, gib, write_speed
 from rlhf.errors import RLHFError, SameOnAllRanks
 
 ELSEWHERE = r"tmpfs|ramfs|nfs4?|cifs|smb3|smbfs|lustre|ceph|gpfs|beegfs|wekafs|panfs|9p|fuse\..*"
 """File systems in memory or behind a network."""
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-ZEROS = torch.ops.aten.zeros_like.default
+ZEROS, EMPTY = torch.ops.aten.zeros_like.default, torch.ops.aten.empty.memory_format
 
 
 @frozen(kw_only=True)
@@ -41,18 +41,16 @@ class Drive:
     def check(self, role: str, size: int) -> str:
         """Return what a model's `size` bytes of each rank cost. Raises RLHFError without room."""
         self._models[role] = size
-        size = sum(self._models.values())
-        if size > self.free:
+        needed = sum(self._models.values())
+        if needed > self.free:
+            models = ", ".join(f"{name} {gib(each)}" for name, each in self._models.items() if each)
             raise SameOnAllRanks(
                 f"deepspeed.nvme_path {self.folder} has {gib(self.free)} GiB free for each rank, "
-                f"but its masters and moments take {gib(size)} GiB; choose another folder, or add "
-                "ranks"
+                f"but needs {gib(needed)} GiB ({models}); choose another folder, or add ranks"
             )
-        return (
-            f" ({gib(size)} GiB of each rank in {self.folder}, which a rank writes at "
-            f"{self.speed / 1e9:.2f} GB/s: at least {size / self.speed:.1f} s of a step, and about "
-            "as long to read them, unless they stay in memory)"
-        )
+        seconds = f"{size / self.speed:.1f} s to write at {self.speed / 1e9:.2f} GB/s"
+        text = f" ({gib(size)} GiB of each rank in {self.folder}, {seconds} if not kept in memory)"
+        return text if size else ""
 
 
 def find_drive(folder: Path, mesh: Mesh) -> Drive:
@@ -86,42 +84,48 @@ def file_system(folder: Path, table: Path = Path("/proc/mounts")) -> str:
     return next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
 
 
+def state_files(plan: Plan) -> AbstractContextManager[Any]:
+    """Return the context in which what is made on the CPU is in files, where the plan says so."""
+    zero = plan.settings["zero_optimization"]
+    offload = zero.get("offload_optimizer") or zero.get("offload_param") or {}
+    return StateFiles(offload["nvme_path"]) if "nvme_path" in offload else nullcontext()
+
+
 class StateFiles(TorchDispatchMode):
-    """In this context flat float32 tensors that are copied to the CPU, copied there or made as
-    zeros like another one are files in `folder`: masters, and moments in the first step. Files have
-    no name, so that they end with the process."""
+    """In this context flat tensors of floats on the CPU are files in `folder`, if they are made
+    empty (shards of weights), copied or copied there (masters), or as zeros like another one
+    (moments, in the first step). Files have no name, so that they end with the process."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
-        self._made: set[int] = set()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if function is torch.ops.aten._pin_memory.default and self.holds(args[0]):
+        if func is torch.ops.aten._pin_memory.default and is_in_file(args[0]):
             return args[0]
-        if function in (*COPIES, ZEROS) and args[0].dim() == 1 and args[0].numel():
-            device = options.get("device") or args[0].device
-            dtype = options.get("dtype") or args[0].dtype
-            if torch.device(device).type == "cpu" and dtype == torch.float32:
-                made = self._zeros(args[0].numel())
-                return made if function is ZEROS else made.copy_(args[0])
-        return function(*args, **options)
+        if func in (*COPIES, ZEROS, EMPTY):
+            like = torch.empty(args[0], device="meta") if func is EMPTY else args[0]
+            device = torch.device(options.get("device") or like.device)
+            dtype = options.get("dtype") or like.dtype
+            if device.type == "cpu" and dtype.is_floating_point and like.ndim == 1 and like.numel():
+                made = self._zeros(like.numel(), dtype)
+                return made.copy_(like) if func in COPIES else made
+        return func(*args, **options)
 
-    def _zeros(self, size: int) -> Tensor:
+    def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 # A page without room on the disk would end the process when it is written.
-                os.posix_fallocate(file.fileno(), 0, 4 * size)
-                made = torch.frombuffer(mmap.mmap(file.fileno(), 4 * size), dtype=torch.float32)
+                os.posix_fallocate(file.fileno(), 0, dtype.itemsize * size)
+                # A mapping of torch's keeps no descriptor open: a model may have many shards.
+                path = f"/proc/self/fd/{file.fileno()}"
+                return torch.from_file(path, shared=True, size=size, dtype=dtype)
         except OSError as error:
             message = f"cannot write to {self.folder}: {error.strerror}; free some space or choose"
             raise RLHFError(f"{message} another folder") from error
-        self._made.add(made.data_ptr())
-        return made
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in one of the files."""
-        return tensor.untyped_storage().data_ptr() in self._made
+
+def is_in_file(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory is not torch's own, as that of a file is not."""
+    return not tensor.untyped_storage().resizable()

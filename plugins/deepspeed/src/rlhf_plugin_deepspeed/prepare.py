@@ -1,7 +1,6 @@
 """From a model and its plan to an engine."""
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.leaves import mark_experts, mark_layers, reduced_by_parameter
 from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
-from rlhf_plugin_deepspeed.nvme import StateFiles
+from rlhf_plugin_deepspeed.nvme import StateFiles, is_in_file, state_files
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
@@ -46,8 +45,7 @@ def prepare_training(
     layers = _unify(model, plan, mesh)
     rounded = isinstance(optimizer, RoundedAdamW)
     settings = _settings(model, plan, mesh, rounded=rounded)
-    folder = settings["zero_optimization"].get("offload_optimizer", {}).get("nvme_path")
-    files = nullcontext() if folder is None else StateFiles(folder)
+    files = state_files(plan)
     with files, rate_zero(optimizer), reduced_by_parameter(layers):
         runner, *_ = deepspeed.initialize(
             model=model,
@@ -71,11 +69,10 @@ def prepare_training(
         schedule=schedule,
         order=patch_stages_1_and_2(runner.optimizer, model, plan),
         fence=patch_stage_3(runner.optimizer, plan),
-        files=files,
         take_step=choose_step(runner, plan),
     )
     if isinstance(files, StateFiles):
-        assert all(files.holds(piece.master) for piece in pieces(engine) if piece.size)
+        assert all(is_in_file(piece.master) for piece in pieces(engine) if piece.size)
     if isinstance(optimizer, Muon):
         optimizer.exchange = Exchange(list(pieces(engine)), plan, mesh)
     return engine
@@ -90,7 +87,8 @@ def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) ->
         runner: nn.Module = model.to(mesh.device)
     else:
         model.register_forward_hook(partial(_refuse_gradient, role))
-        runner, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(plan.settings))
+        with state_files(plan):
+            runner, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(plan.settings))
     return InferenceEngine(module=model, runner=runner, role=role, plan=plan, mesh=mesh)
 
 
@@ -137,7 +135,8 @@ def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
     if plan.stage < 3:
         return []
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        sharded_creation(plan, mesh, model)
+        with sharded_creation(plan, mesh, model):
+            pass
     mark_experts(model)
     return mark_layers(model, plan.patches)
 

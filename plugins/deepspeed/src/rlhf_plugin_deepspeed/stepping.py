@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlhf.engine import Axis, Deferred, LaterOutcome, Plan, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
+from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.checks import sharded_norm
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.tensor import part_of
@@ -104,7 +105,7 @@ def rounded_step(engine: TrainingEngine) -> LaterOutcome:
 def _update(engine: TrainingEngine) -> tuple[bool, bool]:
     """Let DeepSpeed update; returns whether weights moved, and whether the loss scaler skipped."""
     scale = engine.loss_scale()
-    with engine.files:
+    with state_files(engine.plan):
         engine.deepspeed.step()
     engine.fence()
     moved = engine.deepspeed.was_step_applied()

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from rlhf.engine import Mesh, Plan, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
+from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
 from rlhf_plugin_deepspeed.tensor import part_of
 
@@ -40,24 +41,27 @@ class BackendSharding:
         return [shard for shard in held if shard is not None]
 
 
-def sharded_creation(
-    plan: Plan, mesh: Mesh, module: nn.Module | None = None
-) -> AbstractContextManager[Any]:
-    """Return a context that shards new parameters at stage 3; those of `module` at once."""
+@contextmanager
+def sharded_creation(plan: Plan, mesh: Mesh, module: nn.Module | None = None) -> Iterator[None]:
+    """Shard new parameters at stage 3, and those of `module` at once."""
     if plan.stage < 3:
-        return nullcontext()
+        yield
+        return
     register_sharding(BackendSharding())
     replace_linear(plan.patches)
     zero = plan.settings["zero_optimization"]
-    second = "zero_hpz_partition_size" in zero
     # Init reads the dtype from the settings: its argument makes fp32 bf16 on devices without fp16.
-    return deepspeed.zero.Init(
-        module=module,
-        data_parallel_group=mesh.shards.group,
-        config_dict_or_path=copy.deepcopy(plan.settings),
-        remote_device="cpu" if "offload_param" in zero else None,
-        zero_param_parallel_group=groups._ZERO_PARAM_INTRA_PARALLEL_GROUP if second else None,
-    )
+    second = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP if "zero_hpz_partition_size" in zero else None
+    with (
+        state_files(plan),
+        deepspeed.zero.Init(
+            module=module,
+            data_parallel_group=mesh.shards.group,
+            config_dict_or_path=copy.deepcopy(plan.settings),
+            zero_param_parallel_group=second,
+        ),
+    ):
+        yield
 
 
 def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def plan_at(
         precision=precision,
         settings=overlay(settings, section.config),
         offload_states="never" if resolved.offload_optimizer else section.offload_states,
-        summary=", ".join(filter(None, parts)) + offloads(resolved),
+        summary=", ".join(filter(None, parts)) + offloads(resolved, section),
         patches=patches,
     )
 
@@ -91,12 +91,11 @@ def _ranks(mesh: Mesh) -> str:
     return f"{ranks} (data {mesh.data.size}{more})" if more else ranks
 
 
-def offloads(resolved: Resolved) -> str:
+def offloads(resolved: Resolved, section: DeepSpeedConfig) -> str:
     """Return what is not on the accelerators, for the end of a summary or a name."""
-    if resolved.offload_optimizer and resolved.nvme_path is not None:
-        return ", optimizer on NVMe" + ", parameters on the CPU" * resolved.offload_param
     names = ["optimizer"] * resolved.offload_optimizer + ["parameters"] * resolved.offload_param
-    return f", {' and '.join(names)} on the CPU" if names else ""
+    place = "the CPU" if section.nvme_path is None else "NVMe"
+    return f", {' and '.join(names)} on {place}" if names else ""
 
 
 def restricted(config: Config) -> str:
@@ -153,14 +152,14 @@ def _zero(
             zero["stage3_param_persistence_threshold"] = section.persistence_threshold
         if section.hpz_partition_size > 1 and not resolved.offload_param:
             zero["zero_hpz_partition_size"] = section.hpz_partition_size
-    host = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
+    host: dict[str, Any] = {"device": "cpu", "pin_memory": mesh.device.type != "cpu"}
+    if section.nvme_path is not None:
+        # DeepSpeed reads it for the device nvme only.
+        host["nvme_path"] = section.nvme_path
     if during_backward:
         zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)
-        if resolved.nvme_path is not None:
-            # DeepSpeed reads it for the device nvme only.
-            zero["offload_optimizer"]["nvme_path"] = resolved.nvme_path
     if resolved.offload_param:
         zero["offload_param"] = dict(host)
     return zero

@@ -2,7 +2,7 @@
 
 A replacement is kept on the instance, so that the class and other models stay as they are, and
 parameters keep their names. Replacements of one model must come in this order, since each wraps or
-reads what the ones before it left:
+reads what the ones before it left (1 to 4 in `rlhf.model.kernels`):
 
 1. `norms.fuse_norms`: RMS norms run our kernels.
 2. `fused.fuse`: Liger replaces the gated layers and the rotary embedding. On the meta device
@@ -12,6 +12,9 @@ reads what the ones before it left:
 4. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
    decoder layers, whose compiled forwards contain all of it.
+
+A backend that divides linear layers may replace their forwards when it prepares the model, between
+steps 3 and 4. No other step replaces those, since FP8 is refused together with a tensor axis.
 
 `layers.change_layers` does steps 1 to 3, `layers.rehearse_layers` all four on the meta device.
 Compiled layers take the place of steps 2 and 3: torch.compile fuses gates itself.

@@ -41,9 +41,9 @@ from rlhf.testing.plain import PlainBackend, PlainEngine
 
 AMPLE_TOKENS = 1 << 20
 """A `batch.tokens` that holds any step of the tests."""
-END_SCALE = 100.0
+END_SCALE = 30.0
 """Factor on the embedding of EOS, which is tied to the head, in a model that ends its answers: its
-logit then has a standard deviation of about 10, so that EOS follows every second token or so."""
+logit then has a standard deviation of about 3, so that EOS is drawn at most lengths sometimes."""
 
 
 def make_model(folder: Path, *, seed: int = 0, ends_answers: bool = False) -> Path:

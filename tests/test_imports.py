@@ -14,7 +14,7 @@ ROOMS = (
     *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
-    *("sharding", "devices"),
+    *("sharding", "devices", "forwards"),
 )
 """The rooms and public modules of core from top to bottom. Each imports only from those below it;
 imports for type checkers are not counted."""
@@ -83,3 +83,9 @@ def test_core_names_no_attribute_of_deepspeed() -> None:
         if re.search(r'(?<!")\bds_\w' if tables in path.parents else r"\bds_\w", path.read_text())
     ]
     assert named == []
+
+
+def test_forwards_of_modules_are_replaced_in_one_place() -> None:
+    files = [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
+    assignment = re.compile(r'\.forward = |\["forward"\] = |setattr\([^,]+, "forward"')
+    assert [path.name for path in files if assignment.search(path.read_text())] == ["forwards.py"]

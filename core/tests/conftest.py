@@ -2,6 +2,7 @@
 on sys.path."""
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import packaging.requirements  # noqa: F401  The fixture hides site-packages.
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its interpreter then runs kernels on the host.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 Install = Callable[..., Path]
 

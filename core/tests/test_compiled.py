@@ -13,11 +13,11 @@ from peft import LoraConfig, get_peft_model
 from rlhf.config.sections import ModelConfig
 from rlhf.engine import Axis, Mesh
 from rlhf.errors import RLHFError
+from rlhf.forwards import replace_forward
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
 from rlhf.model.kernels import fused, layers
 from rlhf.model.kernels.adapters import forward, is_plain
-from rlhf.model.kernels.forwards import replace_forward
 from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
 from rlhf.model.kernels.layers import (
     check_compilable,

@@ -10,9 +10,9 @@ from families import FAMILIES, SIZES, gradients, tree_batch
 from peft import LoraConfig, get_peft_model
 
 from rlhf.config.sections import ModelConfig
+from rlhf.forwards import replaced_forward
 from rlhf.model.head import Head
 from rlhf.model.kernels.adapters import fuse_adapters
-from rlhf.model.kernels.forwards import replaced_forward
 from rlhf.model.kernels.fused import FAMILIES as FUSED
 from rlhf.model.kernels.fused import fuse
 from rlhf.model.kernels.layers import compile_layers

@@ -7,8 +7,10 @@ from typing import Any
 
 from attrs import define, field
 
+from rlhf.rank.dataset import prepare_data
 from rlhf.registry.imports import load_record
 from rlhf.registry.installed import find_backend
+from rlhf.request.reader import read_config
 from rlhf.request.words import option
 from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics
@@ -18,6 +20,8 @@ NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""
 NUM_STEPS, STOP_AT = 8, 4
 """The epoch ends after 6 steps: the stop lies inside the first, the end inside the second."""
+ENDING = ("--train.stop_at", "2", "--batch.size", "8", "--optim.lr", "1e-4")
+"""Words of a run in which the model ends its answers: learnt fast, all would soon end at once."""
 LIKELIHOOD = f"{Path(__file__).with_name('trainers') / 'likelihood.py'}:Likelihood"
 """The trainer with which kits run backends, observers and extensions, for `rlhf run`."""
 
@@ -78,6 +82,28 @@ class Bench:
         section."""
         arguments = self._to("unused", *_words(self.section, settings))
         return [m.loss for m in tiny.first_steps(self.trainer, arguments, self.cache, num_steps=3)]
+
+    def samples(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether the trainer has a rollout with these fields in its section."""
+        arguments = self._to("unused", *_words(self.section, settings))
+        return prepare_data(read_config(self.trainer, overrides=arguments)).trainer.needs_rollout()
+
+    def ending(
+        self, settings: Mapping[str, Any], world: int, *layout: str
+    ) -> tuple[Metrics, Metrics]:
+        """Return the metrics of two steps on `world` ranks and in plain torch, with these fields in
+        the trainer's section and a model that ends its answers.
+
+        `batch.tokens` is the least, so that each rank answers other prompts.
+        """
+        model = tiny.make_model(self.folder / "ending", ends_answers=True)
+        words = ["--model", str(model), *_words(self.section, settings), *ENDING]
+        arguments = self._to("unused", *words)
+        longest = tiny.longest_example(self.trainer, arguments, self.cache, num_steps=2)
+        words += ["--batch.tokens", str(max(longest, self.longest))]
+        arguments = self._to("ending on ranks", *words, *layout)
+        metrics = shared(world).run(tiny.run_without_room, self.trainer, arguments, self.cache)[0]
+        return metrics, self.plain("ending in plain torch", *words)
 
     def _to(self, name: str, *words: str) -> list[str]:
         return [*self.words, "--output", str(self.folder / name), *words]

@@ -13,6 +13,7 @@ processes. A trainer takes about half a minute.
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +32,6 @@ from rlhf.testing import tiny
 from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, NUM_STEPS, STOP_AT, Bench, layouts
 from rlhf.testing.curves import column, same_curve, training, weights, without_timings
 from rlhf.testing.promises import promise
-from rlhf.trainer import Trainer
 
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""
@@ -169,6 +169,20 @@ class TrainerConformance:
         same = weights(bench.folder / name) == weights(bench.folder / layout)
         assert same, f"{differs}its exported weights"
 
+    @promise("ranks sample together", "testing.md, Trainers")
+    def test_ranks_sample_together_though_answers_end_at_different_lengths(
+        self, bench: Bench
+    ) -> None:
+        sections = ({}, *starmap(_section, self.others.items()))
+        sampling = next(filter(bench.samples, sections), None)
+        if sampling is None:
+            pytest.skip("the trainer has no rollout")
+        last = [*layouts(self.backend)][-1]
+        metrics, plain = bench.ending(sampling, self.ranks, *self._layout(last))
+        assert column(metrics, "loss") == pytest.approx(
+            column(plain, "loss"), rel=1e-4, abs=1e-5
+        ), "if the model ends its answers the losses are not those of plain torch"
+
     @promise("packed rows are independent of each other", "plugins.md, The packed batch")
     def test_packed_equals_separate_in_loss_and_gradients(self, bench: Bench) -> None:
         words = [*bench.words, "--output", str(bench.folder / "unused")]
@@ -217,16 +231,23 @@ class TrainerConformance:
         base = bench.losses({})
         for name, other in self.others.items():
             under = other.under if isinstance(other, Other) else {}
-            value = other.value if isinstance(other, Other) else other
             before = bench.losses(under) if under else base
-            assert bench.losses({**under, name: value}) != before, (
-                f"{self.trainer}.{name} {value} does not change the loss"
+            settings = _section(name, other)
+            assert bench.losses(settings) != before, (
+                f"{self.trainer}.{name} {settings[name]} does not change the loss"
             )
 
     def _layout(self, name: str = "") -> tuple[str, ...]:
         """Return the words of a layout of the backend, by default of the plainest."""
         every = layouts(self.backend)
         return every[name or next(iter(every))]
+
+
+def _section(name: str, other: Any) -> dict[str, Any]:
+    """Return the fields of the trainer's section with the other value of one of them."""
+    if isinstance(other, Other):
+        return {**other.under, name: other.value}
+    return {name: other}
 
 
 def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
@@ -240,11 +261,9 @@ def bench_of(kit: type[TrainerConformance], folder: Path) -> Bench:
         f"{kit.trainer}: the tests train on {NUM_ROWS} rows and hold out {NUM_HELD_OUT}; give "
         f"{needed} rows instead of {len(rows)}"
     )
-    # The embedding of EOS hides what else is read at an answer's end, such as a reward.
-    ends = kind.needs_rollout is not Trainer.needs_rollout
     models = {
-        "model": tiny.make_model(folder / "model", ends_answers=ends),
-        "other_model": tiny.make_model(folder / "other_model", seed=1, ends_answers=ends),
+        "model": tiny.make_model(folder / "model"),
+        "other_model": tiny.make_model(folder / "other_model", seed=1),
     }
     train = tiny.write_rows(folder / "train.jsonl", rows[:NUM_ROWS])
     held_out = tiny.write_rows(folder / "eval.jsonl", rows[NUM_ROWS:needed])

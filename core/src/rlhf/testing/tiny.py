@@ -33,7 +33,8 @@ from rlhf.model.packed import PackedModel, PathName
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.run import run_rank
 from rlhf.rank.set_up import set_up, step_fit
-from rlhf.registry.gateway import build_gateways
+from rlhf.registry.gateway import build_gateways, load_plugin
+from rlhf.registry.installed import find_backend
 from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
@@ -90,15 +91,26 @@ def run(
     cache: str,
     plain: bool = False,
     observers: Mapping[str, object] = MappingProxyType({}),
+    backend: object | None = None,
 ) -> Metrics:
-    """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
-    the lines of its metrics.jsonl. Raises AssertionError if a signal stopped it."""
+    """Run `rlhf run TRAINER WORDS` on this rank, through its backend or another one or in plain
+    torch, and return the lines of its metrics.jsonl. Raises AssertionError if a signal stopped
+    it."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
-    backend = PlainBackend() if plain else None
+    backend = PlainBackend() if plain else backend
     folder, ended = run_rank(request, backend=backend, observers=observers)
     assert ended != "signal", "the run was stopped by a signal"
     return logged(folder)
+
+
+def run_without_room(trainer: str, words: Sequence[str], cache: str) -> Metrics:
+    """Make a run as `run` does on ranks whose memory is not known, so that a backend with weights
+    in shards gathers them for every forward of a generation."""
+    backend = load_plugin(find_backend(read_config(trainer, overrides=words).config.backend))
+    setup_mesh = backend.setup_mesh
+    backend.setup_mesh = hookimpl(lambda config: attrs.evolve(setup_mesh(config=config), memory=0))
+    return run(trainer, words, cache, backend=backend)
 
 
 def command(*words: str) -> None:

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from rlhf.engine import Axis, ModelShape
+from rlhf.engine import Axis, ModelShape, replace_forward
 from rlhf.errors import RLHFError
 
 DIMS = {"colwise": 0, "rowwise": 1}
@@ -94,7 +94,7 @@ def divide(model: nn.Module, axis: Axis) -> None:
             linear: Any = getattr(module, "base_layer", module)
             if linear.bias is not None:
                 # Added once, to the sum.
-                linear.forward = partial(_product, linear)
+                replace_forward(linear, partial(_product, linear))
             module.register_forward_hook(partial(_add_up, axis, linear))
             module.register_forward_pre_hook(shared.release)
         for name, parameter in module.named_parameters():

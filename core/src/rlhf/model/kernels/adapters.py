@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import fused_on
-from rlhf.model.kernels.forwards import replace_forward
+from rlhf.forwards import replace_forward
 from rlhf.sharding import is_sharded
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.errors import RLHFError
-from rlhf.model.kernels.forwards import replace_forward
+from rlhf.forwards import replace_forward
 from rlhf.model.kernels.fused import lacks
 from rlhf.model.kernels.meta import MetaNorm, MetaProduct
 

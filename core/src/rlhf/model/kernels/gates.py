@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rlhf.model.kernels.forwards import replace_forward
+from rlhf.forwards import replace_forward
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up; keeps only both factors for backward."""

@@ -18,8 +18,8 @@ from rlhf.config.sections import ModelConfig
 from rlhf.devices import fused_on
 from rlhf.engine import Axis
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.forwards import replace_forward
 from rlhf.model.flex import in_blocks, let_recompile
-from rlhf.model.kernels.forwards import replace_forward
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
 from rlhf.model.kernels.gates import gates_of, recompute_products

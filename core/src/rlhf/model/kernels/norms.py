@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf.model.kernels.forwards import replace_forward
+from rlhf.forwards import replace_forward
 from rlhf.model.kernels.meta import MetaNorm
 from rlhf.sharding import whole_shape
 

@@ -2,7 +2,7 @@
 
 A replacement is kept on the instance, so that the class and other models stay as they are, and
 parameters keep their names. Replacements of one model must come in this order, since each wraps or
-reads what the ones before it left:
+reads what the ones before it left (1 to 5 in `rlhf.model.kernels`):
 
 1. `norms.fuse_norms`: RMS norms run our kernels.
 2. `fused.fuse`: Liger replaces the gated layers and the rotary embedding. On the meta device
@@ -13,6 +13,9 @@ reads what the ones before it left:
 5. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
    decoder layers, whose compiled forwards contain all of it.
+
+A backend that divides linear layers may replace their forwards when it prepares the model, between
+steps 4 and 5; the adapters of step 4 call them. FP8 is refused together with a tensor axis.
 
 `layers.change_layers` does steps 1 to 3, on the meta device `layers.rehearse_layers` all but 4.
 Compiled layers take the place of steps 2 and 3: torch.compile fuses gates itself.

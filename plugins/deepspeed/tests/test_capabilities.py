@@ -190,8 +190,8 @@ ABSENT = {
         "AutoEP is not offered: its groups are not those of the run's axes; stage 3 shards experts"
     ),
     "ratio": (
-        "states are not divided between the device and the CPU; deepspeed.offload_optimizer moves "
-        "all of them"
+        "DeepSpeed keeps the first learning rate for what stays on the device; "
+        "deepspeed.offload_optimizer moves all states"
     ),
     "zero_quantized_gradients": (
         "it rounds what ranks exchange to 8 or 4 bits, which changes the curve; "

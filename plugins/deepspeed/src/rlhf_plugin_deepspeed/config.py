@@ -85,8 +85,8 @@ REFUSED = {
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "AutoEP is not offered: its groups are not those of the run's axes; stage 3 "
     "shards experts",
-    "zero_optimization.offload_optimizer.ratio": "states are not divided between the device and "
-    "the CPU; deepspeed.offload_optimizer moves all of them",
+    "zero_optimization.offload_optimizer.ratio": "DeepSpeed keeps the first learning rate for what "
+    "stays on the device; deepspeed.offload_optimizer moves all states",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"

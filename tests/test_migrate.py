@@ -206,6 +206,12 @@ def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
         ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
         assert "nvme_path" not in ours["deepspeed"]
         assert f"- deepspeed {note}" in text
+    mixed = zero | {"offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": mixed}))
+    (tmp_path / "ours.yaml").unlink()
+    ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["deepspeed"]["nvme_path"] == "/nvme"
+    assert "- deepspeed offload_param: nvme_path has all that is offloaded, the optimizer's" in text
 
 
 def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:

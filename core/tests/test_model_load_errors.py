@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 from small_models import SIZES, config_of, load, write_model
 from transformers import (
@@ -17,8 +18,9 @@ from transformers import (
     T5Config,
 )
 
-from rlhf.config.sections import Config, DataConfig, LoraConfig
+from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig
 from rlhf.errors import RLHFError
+from rlhf.model.adapters import check_uncompiled
 from rlhf.model.tokenizer import load_tokenizer
 
 
@@ -203,6 +205,31 @@ def test_a_dora_adapter_is_not_trained_further_at_stage_3(llama: str, tmp_path: 
         f"model.adapter {tmp_path} is a DoRA adapter, which cannot be trained at ZeRO stage 3; "
         "choose stage 2 or lower"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "message"),
+    [
+        (
+            {"use_dora": True, "target_modules": ["q_proj"]},
+            {"fp8": "rowwise"},
+            "has DoRA, which cannot be combined with model.fp8; remove model.fp8",
+        ),
+        (
+            {"target_parameters": ["experts.down_proj"]},
+            {"kernels": "compile"},
+            "has adapters of stacked weights, which cannot be combined with model.kernels compile; "
+            "remove model.kernels compile",
+        ),
+    ],
+)
+def test_an_existing_adapter_that_cannot_be_compiled_is_refused(
+    settings: dict[str, Any], model: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RLHFError) as error:
+        check_uncompiled("folder", peft.LoraConfig(**settings), ModelConfig(**model))
+    assert str(error.value) == f"model.adapter folder {message}"
+    check_uncompiled("folder", peft.LoraConfig(**settings), ModelConfig())
 
 
 def test_four_bits_are_refused_without_lora_without_cuda_and_at_stage_3(llama: str) -> None:

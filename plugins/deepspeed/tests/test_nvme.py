@@ -298,18 +298,27 @@ def test_models_share_the_disk():
     common = {"config": model, "mesh": mesh, "model_shape": SHAPE, "trained": True, "occupied": 0}
     assert "21.0 GiB of each rank" in backend.configure_zero(role="policy", **common).summary
     with pytest.raises(RLHFError, match=r"needs 42\.0 GiB \(policy 21\.0, critic 21\.0\)"):
-        backend.configure_zero(role="critic", **common)
+        backend.configure_zero(role="critic", **(common | {"occupied": 9 * GIB}))
+
+
+def test_a_model_that_is_released_or_was_only_rehearsed_takes_no_room():
+    drive = Drive(folder=Path("/nvme"), free=30 * GIB, speed=2e9)
+    drive.check("teacher", 20 * GIB, first=True)
+    drive.check("policy", 25 * GIB, first=True)
+    with pytest.raises(RLHFError, match=r"needs 31\.0 GiB \(policy 25\.0, reference 6\.0\)"):
+        drive.check("reference", 6 * GIB)
 
 
 def test_frozen_weights_need_room_on_the_disk_too():
     backend = DeepSpeedBackend()
     settings = {"preset": "zero3_offload", "nvme_path": "/nvme"}
     mesh = Mesh(world=4, device=torch.device("cpu"), memory=80 * GIB)
-    common = {"mesh": mesh, "model_shape": SHAPE, "occupied": 0}
+    common = {"mesh": mesh, "model_shape": SHAPE}
 
     def summary(role, frozen, *, trained):
         model = half(**settings, frozen=frozen)
         options = {"config": model, "role": role, "trained": trained}
+        options["occupied"] = 0 if trained else 9 * GIB
         return backend.configure_zero(**options, **common).summary
 
     backend._drive = Drive(folder=Path("/nvme"), free=28 * GIB, speed=2e9)

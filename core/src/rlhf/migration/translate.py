@@ -261,6 +261,10 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
             migration.notes[f"deepspeed {name}"] = note
         elif "nvme_path" in offload:
             migration.set("deepspeed.nvme_path", offload["nvme_path"], "deepspeed")
+            states = zero["offload_optimizer"]
+            if any(offload[key] != states.get(key) for key in ("device", "nvme_path")):
+                both = "nvme_path has all that is offloaded, the optimizer's states too"
+                migration.notes[f"deepspeed {name}"] = both
         else:
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
 

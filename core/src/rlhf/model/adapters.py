@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.weights import quiet_loading
@@ -35,6 +35,7 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
             settings = lora_settings(causal, config, task)
         else:
             settings = read_adapter(adapter, task)
+            check_uncompiled(adapter, settings, config.model)
             if causal.device.type != "meta":
                 return load_adapter(causal, adapter, trained=True)
         was_tied = tied_head(causal) is not None
@@ -49,6 +50,20 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
                 "lora.modules_to_save"
             )
         return model
+
+
+def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
+    """Raise RLHFError for an existing adapter that layers cannot be compiled with, as the settings
+    of new ones are refused."""
+    compiler = "model.fp8" if model.fp8 else "model.kernels compile"
+    compiled = model.fp8 is not None or model.kernels == "compile"
+    dora, stacked = (getattr(settings, name, None) for name in ("use_dora", "target_parameters"))
+    if (dora and model.fp8) or (stacked and compiled):
+        kind = "DoRA" if dora else "adapters of stacked weights"
+        raise RLHFError(
+            f"model.adapter {folder} has {kind}, which cannot be combined with {compiler}; remove "
+            f"{compiler}"
+        )
 
 
 def tied_head(causal: Any) -> nn.Parameter | None:

@@ -179,9 +179,10 @@ class TrainerConformance:
             pytest.skip("the trainer has no rollout")
         last = [*layouts(self.backend)][-1]
         metrics, plain = bench.ending(sampling, self.ranks, *self._layout(last))
-        assert column(metrics, "loss") == pytest.approx(
-            column(plain, "loss"), rel=1e-4, abs=1e-5
-        ), "if the model ends its answers the losses are not those of plain torch"
+        for name in ("loss", "grad_norm"):
+            assert column(metrics, name) == pytest.approx(
+                column(plain, name), rel=1e-4, abs=1e-5
+            ), f"if the model ends its answers {name} is not that in plain torch"
 
     @promise("packed rows are independent of each other", "plugins.md, The packed batch")
     def test_packed_equals_separate_in_loss_and_gradients(self, bench: Bench) -> None:

@@ -3,10 +3,12 @@ call."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 import numpy as np
@@ -17,10 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf import demo
 from rlhf.commands.main import main
+from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import RunOrder, StepPlan, SurveyRows
 from rlhf.demo import scratch
-from rlhf.engine import StepOutcome
+from rlhf.engine import Mesh, StepOutcome
 from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
@@ -30,11 +33,11 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
+from rlhf.rank import run as rank_run
 from rlhf.rank.dataset import prepare_data
-from rlhf.rank.run import run_rank
+from rlhf.rank.run import process_group, run_rank
 from rlhf.rank.set_up import set_up, step_fit
-from rlhf.registry.gateway import build_gateways, load_plugin
-from rlhf.registry.installed import find_backend
+from rlhf.registry.gateway import BackendGateway, build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
@@ -91,14 +94,12 @@ def run(
     cache: str,
     plain: bool = False,
     observers: Mapping[str, object] = MappingProxyType({}),
-    backend: object | None = None,
 ) -> Metrics:
-    """Run `rlhf run TRAINER WORDS` on this rank, through its backend or another one or in plain
-    torch, and return the lines of its metrics.jsonl. Raises AssertionError if a signal stopped
-    it."""
+    """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
+    the lines of its metrics.jsonl. Raises AssertionError if a signal stopped it."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config(trainer, overrides=words)
-    backend = PlainBackend() if plain else backend
+    backend = PlainBackend() if plain else None
     folder, ended = run_rank(request, backend=backend, observers=observers)
     assert ended != "signal", "the run was stopped by a signal"
     return logged(folder)
@@ -107,10 +108,14 @@ def run(
 def run_without_room(trainer: str, words: Sequence[str], cache: str) -> Metrics:
     """Make a run as `run` does on ranks whose memory is not known, so that a backend with weights
     in shards gathers them for every forward of a generation."""
-    backend = load_plugin(find_backend(read_config(trainer, overrides=words).config.backend))
-    setup_mesh = backend.setup_mesh
-    backend.setup_mesh = hookimpl(lambda config: attrs.evolve(setup_mesh(config=config), memory=0))
-    return run(trainer, words, cache, backend=backend)
+    with patch.object(rank_run, "process_group", _without_memory):
+        return run(trainer, words, cache)
+
+
+@contextmanager
+def _without_memory(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
+    with process_group(config, hooks) as mesh:
+        yield attrs.evolve(mesh, memory=0)
 
 
 def command(*words: str) -> None:

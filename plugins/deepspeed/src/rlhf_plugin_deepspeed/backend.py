@@ -75,7 +75,8 @@ class DeepSpeedBackend:
         if self._drive is None:
             return plan
         parts = memory.estimate(config, plan, part, world=mesh.shards.size, trained=trained)
-        return evolve(plan, summary=plan.summary + self._drive.check(role, parts["nvme"]))
+        cost = self._drive.check(role, parts["nvme"], first=not occupied)
+        return evolve(plan, summary=plan.summary + cost)
 
     @hookimpl
     def estimate_memory(

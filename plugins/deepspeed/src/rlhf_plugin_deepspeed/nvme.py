@@ -38,8 +38,12 @@ class Drive:
     """Bytes per second that a rank writes while the others of its host write too."""
     _models: dict[str, int] = Factory(dict)
 
-    def check(self, role: str, size: int) -> str:
-        """Return what a model's `size` bytes of each rank cost. Raises RLHFError without room."""
+    def check(self, role: str, size: int, *, first: bool = False) -> str:
+        """Return what a model's `size` bytes of each rank cost. Raises RLHFError without room for
+        it and those before it, of which the `first` has none."""
+        if first:
+            # What was rehearsed, or released, takes no room.
+            self._models.clear()
         self._models[role] = size
         needed = sum(self._models.values())
         if needed > self.free:
@@ -127,5 +131,5 @@ class StateFiles(TorchDispatchMode):
 
 
 def is_in_file(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory is not torch's own, as that of a file is not."""
-    return not tensor.untyped_storage().resizable()
+    """Return whether a tensor's memory is neither torch's own nor pinned, as that of a file."""
+    return not tensor.untyped_storage().resizable() and not tensor.is_pinned()

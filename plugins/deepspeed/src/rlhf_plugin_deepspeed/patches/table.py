@@ -74,7 +74,7 @@ PATCHES = {
         targets=("deepspeed.utils.nvtx:enable_nvtx",),
         stages=(0, 1, 2, 3), kind="speed",
         reason="no ranges for NVIDIA's profiler around DeepSpeed's functions",
-        gain="452 -> 386 ms a step at stage 3 on two GPUs with a slow host (1.5B)",
+        gain="452 -> 386 ms a step at stage 3 on two GPUs with a slow CPU (1.5B, one run of each)",
     ),
     "scaler-floor": Patch(
         targets=("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.raise_error_at_min_scale",),

@@ -261,7 +261,11 @@ def test_reduction_waits_for_a_gradient_from_another_stream(pair):
             {"micro_batches": 2},
             marks=pytest.mark.matrix,
         ),
-        ({"preset": "zero2_offload", "bucket_size": 400}, {"adapter": True, "micro_batches": 2}),
+        pytest.param(
+            {"preset": "zero2_offload", "bucket_size": 400},
+            {"adapter": True, "micro_batches": 2},
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=str,
 )

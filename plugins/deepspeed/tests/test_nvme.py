@@ -131,7 +131,7 @@ def test_a_run_continues_from_files_in_memory_and_from_memory_in_files(
         assert later[2][1] == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
 def test_an_adapter_trains_over_a_base_in_files(pair, disk, dtype):
     settings = {"stage": 3, "offload_param": True, "persistence_threshold": 40}
     options = {"dtype": dtype, "adapter": True, "frozen": (), "tied": False}

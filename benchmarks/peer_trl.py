@@ -123,8 +123,9 @@ def make_trainer(options: argparse.Namespace, rows: Dataset, tokenizer: Any, clo
         "gradient_checkpointing": False, "optim": "adamw_torch_fused",
         "max_length": options.max_tokens, "use_liger_kernel": options.liger,
     }  # fmt: skip
-    common: dict[str, Any] = {"train_dataset": rows, "callbacks": [clock]}
-    common["processing_class"] = tokenizer
+    common: dict[str, Any] = {
+        "train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock],
+    }  # fmt: skip
     workflow = options.workflow
     if options.lora:
         from peft import LoraConfig

@@ -37,6 +37,8 @@ from model_folder import SHAPES, VOCABULARY, make
 
 from rlhf import demo
 
+ADAPTED = {"sft", "dpo"}
+"""Workflows that `--lora` is for."""
 SIZES = {"sft": 128, "dpo": 64, "rm": 64, "kd": 64, "kto": 128, "prm": 64}
 """Rows a step."""
 TINY = 32_000
@@ -117,6 +119,9 @@ def parse() -> argparse.Namespace:
         parser.error(
             f"no such workflow: {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}"
         )
+    others = {*(options.workflows or SIZES)} - ADAPTED
+    if options.lora and (others or options.system != "TRL"):
+        parser.error(f"--lora is for {' and '.join(sorted(ADAPTED))}, beside TRL")
     return options
 
 

@@ -213,7 +213,7 @@ def test_a_dora_adapter_is_not_trained_further_at_stage_3(llama: str, tmp_path: 
         (
             {"use_dora": True, "target_modules": ["q_proj"]},
             {"fp8": "rowwise"},
-            "has DoRA, which cannot be combined with model.fp8; remove model.fp8",
+            "has DoRA, which cannot be combined with model.fp8 rowwise; remove model.fp8 rowwise",
         ),
         (
             {"target_parameters": ["experts.down_proj"]},

@@ -410,35 +410,31 @@ def test_parameters_on_the_host_are_not_states_of_the_accelerator():
     assert states(half(), SHAPE, zero, world=4, gathered=0)["weights"] == 0
 
 
+def planned(**settings):
+    """DeepSpeed's settings and the estimate of a rank."""
+    each = plan(4, 80 * GIB, **settings)
+    parts = estimate(half(**settings), each, SHAPE, world=4, trained=True)
+    return each.settings["zero_optimization"], parts
+
+
 def test_the_estimate_moves_masters_and_moments_from_the_host_to_files():
-    settings = {"preset": "zero2_offload"}
-    plain = plan(4, 80 * GIB, **settings)
-    files = plan(4, 80 * GIB, **settings, nvme_path="/nvme")
-    before, after = (
-        estimate(half(**settings, **where), each, SHAPE, world=4, trained=True)
-        for each, where in ((plain, {}), (files, {"nvme_path": "/nvme"}))
-    )
+    _, before = planned(preset="zero2_offload")
+    zero, after = planned(preset="zero2_offload", nvme_path="/nvme")
     # 7 Gi weights over 4 ranks: gradients and room for copies in 6 bytes, states in 12.
     assert (before["host"], before["nvme"]) == (31.5 * GIB, 0)
     assert (after["host"], after["nvme"]) == (10.5 * GIB, 21 * GIB)
-    assert files.settings["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert zero["offload_optimizer"]["device"] == "cpu"
 
 
 def test_the_estimate_moves_weights_from_the_host_to_files():
-    settings = {"preset": "zero3_offload"}
-    plain = plan(4, 80 * GIB, **settings)
-    files = plan(4, 80 * GIB, **settings, nvme_path="/nvme")
-    before, after = (
-        estimate(half(**settings, **where), each, SHAPE, world=4, trained=True)
-        for each, where in ((plain, {}), (files, {"nvme_path": "/nvme"}))
-    )
+    _, before = planned(preset="zero3_offload")
+    zero, after = planned(preset="zero3_offload", nvme_path="/nvme")
     # As above, with 2 bytes of weights; gradients are not copied through the host.
     assert (before["host"], before["nvme"]) == (31.5 * GIB, 0)
     assert (after["host"], after["nvme"]) == (7 * GIB, 24.5 * GIB)
     assert {name: after[name] for name in after if name not in ("host", "nvme")} == {
         name: before[name] for name in before if name not in ("host", "nvme")
     }
-    zero = files.settings["zero_optimization"]
     assert zero["offload_param"] == {"device": "cpu", "pin_memory": False, "nvme_path": "/nvme"}
 
 

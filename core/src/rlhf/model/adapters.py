@@ -12,6 +12,7 @@ from torch import nn
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
+from rlhf.model.kernels.layers import compiles, setting
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.weights import quiet_loading
 from rlhf.sharding import whole_shape
@@ -55,14 +56,12 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
 def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
     """Raise RLHFError for an existing adapter that layers cannot be compiled with, as the settings
     of new ones are refused."""
-    compiler = "model.fp8" if model.fp8 else "model.kernels compile"
-    compiled = model.fp8 is not None or model.kernels == "compile"
     dora, stacked = (getattr(settings, name, None) for name in ("use_dora", "target_parameters"))
-    if (dora and model.fp8) or (stacked and compiled):
+    if (dora and model.fp8) or (stacked and compiles(model)):
         kind = "DoRA" if dora else "adapters of stacked weights"
         raise RLHFError(
-            f"model.adapter {folder} has {kind}, which cannot be combined with {compiler}; remove "
-            f"{compiler}"
+            f"model.adapter {folder} has {kind}, which cannot be combined with {setting(model)}; "
+            f"remove {setting(model)}"
         )
 
 

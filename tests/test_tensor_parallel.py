@@ -286,15 +286,16 @@ REFUSED = {
         "Llama",
         {"num_key_value_heads": 1},
         "2",
-        "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided "
-        "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead",
+        "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided: 4 attention "
+        "heads, 1 key-value heads and a feed-forward width of 64 have no common divisor but 1; set "
+        "deepspeed.stage to 3 instead",
     ),
     "a mixture of experts": (
         "Mixtral",
         {},
         "2",
-        "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided "
-        "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead",
+        "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided: mixtral is "
+        "not among the families in docs/backends.md; set deepspeed.stage to 3 instead",
     ),
     "ranks that it does not divide": (
         "Llama",
@@ -321,6 +322,22 @@ def test_a_size_is_refused_before_anything_loads(
     words += ["--model", "./model", "--gpus", "8", "--gpu-memory", "1"]
     assert main(["plan", "sft", *words]) == 2
     assert text.format(model="./model") in capsys.readouterr().err
+
+
+def test_a_model_that_also_reads_images_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(tmp_path, "sft", "--deepspeed.tensor_parallel", "2")
+    text = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    # Its text model alone is of a family that can be divided.
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path / "model")
+    assert main(["plan", "sft", *words, "--gpus", "2", "--gpu-memory", "1"]) == 2
+    assert "gemma3 is not among the families in docs/backends.md" in capsys.readouterr().err
 
 
 def test_a_plan_counts_a_part_of_the_layers(

@@ -218,6 +218,22 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
             "--optim.schedule constant --optim.min_lr 0.1",
             "optim.min_lr has no effect with optim.schedule constant",
         ),
+        (
+            "--optim.name lion --optim.eps 0.1",
+            "optim.eps has no effect with optim.name lion; remove it",
+        ),
+        (
+            "--optim.name sgd --optim.eps 0.1",
+            "optim.eps has no effect with optim.name sgd; remove it",
+        ),
+        (
+            "--model.router_loss 0.01 --model.kernels compile",
+            "model.router_loss cannot be combined with model.kernels compile; set it to 0",
+        ),
+        (
+            "--model.router_loss 0.01 --model.fp8 rowwise",
+            "model.router_loss cannot be combined with model.fp8; set it to 0",
+        ),
         ("--train.eval_every 5", "train.eval_every needs data.eval"),
         ("--train.eval_at_start true", "train.eval_at_start needs data.eval"),
         ("--plain 1 --model.dtype fp16", "plain.stage 1 cannot be combined with model.dtype fp16"),

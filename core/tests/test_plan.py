@@ -175,7 +175,7 @@ def test_a_long_refusal_is_printed_whole(words, tmp_path, capsys):
     assert main(["plan", "sft", "--model", str(path), *words[2:], *axis]) == 2
     assert capsys.readouterr().err == (
         "error: no plan: deepspeed.tensor_parallel is 3, which does not divide the heads and the "
-        f"feed-forward layers of {path}; set it to 1 or 2\n"
+        f"feed-forward layers of {path}; set it to 1\n"
     )
 
 

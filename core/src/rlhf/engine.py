@@ -65,6 +65,8 @@ class ModelShape:
     it."""
     tensor: int = 1
     """The largest number of ranks over which its layers can be divided; its divisors can too."""
+    undivided: str = ""
+    """Why its layers cannot be divided, if `tensor` is 1."""
 
     @property
     def mean_layer(self) -> int:

@@ -187,7 +187,7 @@ class OptimConfig:
     """Decay rates of Adam's two moments; of Lion's update and its state; the first is SGD's
     momentum."""
     eps: float = field(default=1e-8, validator=positive)
-    """Epsilon of AdamW; the others have none."""
+    """Epsilon of AdamW, also in muon; lion and sgd have none."""
     states: Literal["fp32", "bf16"] = "fp32"
     """Precision of the master weights and of Adam's moments. bf16 needs 4 or 6 bytes per parameter
     instead of 12 and rounds stochastically (arXiv 2010.06192), so that small updates are not lost.

@@ -23,7 +23,8 @@ TENSOR_FAMILIES = (
     "qwen3", "smollm3", "starcoder2",
 )  # fmt: skip
 """`model_type`s whose layers can be divided, as tests show. transformers' plans of others divide
-more than linear layers, or nobody has tried them."""
+more than linear layers, or nobody has tried them. Models that also read images have types of their
+own."""
 
 
 def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
@@ -47,10 +48,11 @@ def shape_of(module: nn.Module) -> ModelShape:
         largest = max(sum(p.numel() for p in part) for part in own)
         return ModelShape(
             parameters=num_parameters(module), trainable=trainable, largest_layer=largest,
-            hidden=0, layers=0, head=0,
+            hidden=0, layers=0, head=0, undivided="its parts are not known",
         )  # fmt: skip
     causal = module.causal
     text = causal.config.get_text_config()
+    most, reason = tensor_ranks(causal.config)
     layers = layers_of(causal)
     embedding = causal.get_input_embeddings().weight
     head = read_head(causal).weight
@@ -62,18 +64,23 @@ def shape_of(module: nn.Module) -> ModelShape:
         layers=text.num_hidden_layers,
         head=head.numel(),
         lookup=0 if embedding is head else embedding.numel(),
-        tensor=most_tensor_ranks(text),
+        tensor=most,
+        undivided=reason,
     )
 
 
-def most_tensor_ranks(config: Any) -> int:
+def tensor_ranks(config: Any) -> tuple[int, str]:
     """Return over how many ranks the layers of a model can be divided at most by transformers' plan
-    of its family; 1 for other families."""
+    of its family; for 1, also the reason."""
     if config.model_type not in TENSOR_FAMILIES:
-        return 1
-    heads = config.num_attention_heads
+        return 1, f"{config.model_type} is not among the families in docs/backends.md"
+    heads, width = config.num_attention_heads, config.intermediate_size
     groups = getattr(config, "num_key_value_heads", None) or heads
-    return math.gcd(heads, groups, config.intermediate_size)
+    most = math.gcd(heads, groups, width)
+    counts = (
+        f"{heads} attention heads, {groups} key-value heads and a feed-forward width of {width}"
+    )
+    return most, f"{counts} have no common divisor but 1" if most == 1 else ""
 
 
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from rlhf.config.sections import Config
+import attrs
+
+from rlhf.config.sections import Config, OptimConfig
 from rlhf.plugin import broken_rules
 
 
@@ -11,6 +13,7 @@ def contradictions(config: Config) -> list[str]:
     model, optim, train = config.model, config.optim, config.train
     adapter, held_out = model.adapter, config.data.eval
     has_adapter = config.lora is not None or adapter is not None
+    default_eps = attrs.fields(OptimConfig).eps.default
     steps, constant, local = train.steps, optim.schedule == "constant", Path(model.path).is_dir()
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
@@ -39,7 +42,15 @@ def contradictions(config: Config) -> list[str]:
             f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
             compiled and model.recompute == "selective",
         ),
+        (
+            f"model.router_loss {exclusive} {compiler}; set it to 0",
+            model.router_loss and compiled,
+        ),
         ("optim.min_lr has no effect with optim.schedule constant", optim.min_lr and constant),
+        (
+            f"optim.eps has no effect with optim.name {optim.name}; remove it",
+            optim.name in ("lion", "sgd") and optim.eps != default_eps,
+        ),
         ("train.eval_every needs data.eval", train.eval_every and not held_out),
         ("train.eval_at_start needs data.eval", train.eval_at_start and not held_out),
         ("train.samples needs data.eval", train.samples and not held_out),

@@ -68,7 +68,7 @@ class DeepSpeedBackend:
     ) -> Plan:
         part = shape_of_part(model_shape, mesh.tensor.size)
         if trained:
-            check_divides(model_shape, mesh.tensor.size, path=config.model.path)
+            check_divides(model_shape, mesh, path=config.model.path)
             plan = zero.plan(config, mesh, part, occupied=occupied)
         else:
             plan = plan_frozen(config, mesh, part, role=role, occupied=occupied)
@@ -87,7 +87,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def layouts(self, config: Config, mesh: Mesh, model_shape: ModelShape) -> Sequence[Layout]:
-        check_divides(model_shape, mesh.tensor.size, path=config.model.path)
+        check_divides(model_shape, mesh, path=config.model.path)
         return layouts(config, mesh, shape_of_part(model_shape, mesh.tensor.size))
 
     @hookimpl

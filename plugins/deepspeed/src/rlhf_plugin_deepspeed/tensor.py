@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
-from rlhf.engine import Axis, ModelShape, replace_forward
+from rlhf.engine import Axis, Mesh, ModelShape, replace_forward
 from rlhf.errors import RLHFError
 
 DIMS = {"colwise": 0, "rowwise": 1}
@@ -54,16 +54,17 @@ class Part:
         return torch.cat(parts, self.dim).to(part.device)
 
 
-def check_divides(shape: ModelShape, size: int, *, path: str) -> None:
-    """Raise RLHFError unless the layers of a model can be divided over `size` ranks."""
-    if shape.tensor % size == 0:
+def check_divides(shape: ModelShape, mesh: Mesh, *, path: str) -> None:
+    """Raise RLHFError unless the tensor axis can divide the layers of a model."""
+    size, most = mesh.tensor.size, shape.tensor
+    if most % size == 0:
         return
-    if shape.tensor == 1:
+    if most == 1:
         raise RLHFError(
-            f"deepspeed.tensor_parallel is {size}, but the layers of {path} cannot be divided "
-            "(docs/backends.md lists families and sizes); set deepspeed.stage to 3 instead"
+            f"deepspeed.tensor_parallel is {size}, but the layers of {path} cannot be divided: "
+            f"{shape.undivided}; set deepspeed.stage to 3 instead"
         )
-    sizes = [str(each) for each in range(1, shape.tensor + 1) if shape.tensor % each == 0]
+    sizes = [str(each) for each in range(1, most + 1) if most % each == 0 == mesh.world % each]
     raise RLHFError(
         f"deepspeed.tensor_parallel is {size}, which does not divide the heads and the "
         f"feed-forward layers of {path}; set it to {' or '.join(sizes)}"

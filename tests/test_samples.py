@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import sft_runs
+from rlhf.commands.main import main
 from rlhf.errors import RLHFError
 from rlhf.journal.progress import sample_line
 from rlhf.rank.dataset import prepare_data
@@ -22,6 +23,7 @@ from rlhf_plugin_prm.scorer import Scorer as ProcessScorer
 from rlhf_plugin_rm.scorer import Scorer
 from sft_runs import Inputs
 
+SHORT = ("--kd.max_new_tokens", "8")
 SAMPLES = ("--train.samples", "3", "--train.eval_every", "2", "--train.eval_at_start", "true")
 
 
@@ -36,6 +38,28 @@ def taken(
     words = [*short_run(folder, format), "--output", str(folder / "run"), *SAMPLES, *more]
     ranks.run(run, trainer, words, str(folder / "cache"))
     return samples_of(folder / "run")
+
+
+def held_out(folder: Path) -> list[dict[str, Any]]:
+    """The rows that samples are of."""
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()][:3]
+
+
+def most_likely(model: Path, prompts: list[Any], *, longest: int) -> list[str]:
+    """The most likely answers of an exported model, by transformers."""
+    written: Any = LlamaForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        length = ids["input_ids"].shape[1]
+        room = written.config.max_position_embeddings - length
+        with torch.no_grad():
+            out = written.generate(**ids, max_new_tokens=min(longest, room), do_sample=False)
+        answers.append(tokenizer.decode(out[0, length:], skip_special_tokens=True))
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -61,20 +85,12 @@ def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
         assert sample in found
     assert len({sample["answers"][0] for sample in found}) > 5
     assert [sample["step"] for sample in found] == [0] * 3 + [2] * 3 + [4] * 3
-    last = found[-3:]
-    written: Any = LlamaForCausalLM.from_pretrained(tmp_path / "two" / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "two" / "run" / "model")
-    rows = [json.loads(line) for line in (tmp_path / "two" / "eval.jsonl").read_text().splitlines()]
-    for sample, row in zip(last, rows[:3], strict=True):
+    rows = held_out(tmp_path / "two")
+    for sample, row in zip(found[-3:], rows, strict=True):
         assert row["messages"][0]["content"] in sample["prompt"]
-        ids = tokenizer.apply_chat_template(
-            row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        room = written.config.max_position_embeddings - ids["input_ids"].shape[1]
-        with torch.no_grad():
-            out = written.generate(**ids, max_new_tokens=min(256, room), do_sample=False)
-        text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert sample["answers"] == [text]
+    prompts = [row["messages"][:1] for row in rows]
+    answers = most_likely(tmp_path / "two" / "run" / "model", prompts, longest=256)
+    assert [sample["answers"] for sample in found[-3:]] == [[answer] for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -82,16 +98,19 @@ def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
     [
         ("dpo", "preference", ()),
         ("kto", "unpaired", ()),
-        ("kd", "demonstration", ("--kd.teacher", "{model}", "--kd.on_policy", "0.5")),
+        ("kd", "demonstration", ("--kd.teacher", "demo:base", "--kd.on_policy", "0.5", *SHORT)),
     ],
 )
-def test_a_preference_trainer_and_a_student_write_answers(
+def test_a_preference_trainer_and_a_student_write_the_most_likely_answers(
     trainer: str, format: str, more: tuple[str, ...], two: Ranks, tmp_path: Path
 ) -> None:
-    words = [word.format(model=tmp_path / "model") for word in more]
-    found = taken(trainer, format, two, tmp_path, *words, "--data.max_tokens", "400")
+    found = taken(trainer, format, two, tmp_path, "--model", "demo:base", *more)
     assert len(found) == 9
-    assert all(len(sample["answers"]) == 1 and "scores" not in sample for sample in found)
+    rows = held_out(tmp_path)
+    prompts = [row["prompt"] if "prompt" in row else row["messages"][:1] for row in rows]
+    answers = most_likely(tmp_path / "run" / "model", prompts, longest=256)
+    assert [sample["answers"] for sample in found[-3:]] == [[answer] for answer in answers]
+    assert not any("scores" in sample for sample in found)
 
 
 def test_a_reward_model_shows_the_rewards_of_held_out_answers(two: Ranks, tmp_path: Path) -> None:
@@ -114,6 +133,18 @@ def test_a_process_reward_model_shows_the_probability_of_each_step(
     for sample, row in zip(found[-3:], rows[:3], strict=True):
         expected = scorer.probabilities(row["prompt"], row["completions"])
         assert sample["scores"] == [pytest.approx(expected, abs=1e-5)]
+
+
+def test_a_run_prints_its_samples_after_the_evaluation(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = sft_runs.words(inputs, tmp_path / "run", "--train.samples", "2", "--train.steps", "1")
+    assert main(["run", "sft", *words, "--nproc", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = [sample_line(sample) for sample in samples_of(tmp_path / "run")]
+    place = lines.index(expected[0])
+    assert lines[place : place + 2] == expected
+    assert lines[place - 1].startswith("evaluation at step 1: ")
 
 
 def test_a_resumed_run_writes_each_sample_once(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Sequence parallelism: ranks that divide the tokens of each row follow the curve of one rank."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf.data.order import RunOrder
+from rlhf.engine import Axis
+from rlhf.model.sequence import part_of_rank
+from rlhf.rank.dataset import prepare_data
+from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics, same_curve
 from rlhf.testing.ranks import Ranks, shared
 from rlhf.testing.tiny import make_model, run, short_run
@@ -65,6 +71,26 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("sequence"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_ranks_of_these_runs_divide_a_tree_in_every_step(
+    name: str, size: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(bench.folder / "cache"))
+    trainer, words = bench.words(name, tmp_path / "run")
+    request = read_config(trainer, overrides=words)
+    order = RunOrder(examples=prepare_data(request).train, config=request.config)
+    axes = [Axis(rank=rank, size=size) for rank in range(1, size)]
+    for number in range(4):
+        divided = []
+        for batch in map(order.__getitem__, order.step(number).micro):
+            ends = [*itertools.accumulate(prompt + sum(answers) for prompt, answers in batch.spans)]
+            cuts = [part_of_rank(len(batch.tokens), axis).start for axis in axes]
+            # The prompt begins before the first token of a rank, and the last answer ends after it.
+            divided += [cut not in ends and cut < ends[-1] for cut in cuts]
+        assert any(divided)
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,7 @@ class ChatTemplate:
                 "{% generation %} marks around it in a template file and name the file in "
                 "data.chat_template"
             )
-        end = self._end_by_probes(text, start)
-        if end is None:
-            # After the last special token if only blanks follow it, else the end of the text.
-            stripped = text.rstrip()
-            end = len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
+        end = self._end(text, start)
         return text[:end], ((start, end),) if end > start else ()
 
     def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
@@ -147,12 +143,15 @@ class ChatTemplate:
             return None
         return max(len(closed), len(_shared([text, *known])))
 
-    def _end_by_probes(self, text: str, start: int) -> int | None:
-        """Return the end of the end-of-turn token, if the text ends as it does after any answer."""
-        if self._ending is None or not text.endswith(self._ending[0]):
-            return None
-        answer_end = len(text) - len(self._ending[0])
-        return answer_end + self._ending[1] if answer_end >= start else None
+    def _end(self, text: str, start: int) -> int:
+        """Return where the turn ends: with its end-of-turn token, if the text ends as it does after
+        any answer; else with the last special token, if only blanks follow it."""
+        tail, generated = self._ending or ("", 0)
+        answer_end = len(text) - len(tail)
+        if tail and text.endswith(tail) and answer_end >= start:
+            return answer_end + generated
+        stripped = text.rstrip()
+        return len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
 
     @cached_property
     def _ending(self) -> tuple[str, int] | None:

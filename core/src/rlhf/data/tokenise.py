@@ -154,27 +154,25 @@ def _tokenised(
 def _report(table: pa.Table) -> Report:
     """Return the counts of a table of trees, including dropped ones."""
     column = {name: table[name].to_numpy() for name in trees.NUMBERS}
-    status, kept = column["status"], column["status"] <= trees.CUT
+    kept = column["status"] <= trees.CUT
     rows, counts = np.unique(column["row"], return_counts=True)
-    lost = {}
-    for name, code in (("too_long", trees.TOO_LONG), ("cut", trees.CUT), ("empty", trees.EMPTY)):
-        places = np.flatnonzero(status == code)[:NAMED_ROWS]
-        lost[name] = tuple(
-            f"line {column['line'][i]}" if column["line"][i] else f"row {column['row'][i]}"
-            for i in places
-        )
+    codes = {"too_long": trees.TOO_LONG, "cut": trees.CUT, "empty": trees.EMPTY}
+    lost = {name: np.flatnonzero(column["status"] == code) for name, code in codes.items()}
+
+    def name_of(place: int) -> str:
+        line, row = column["line"][place], column["row"][place]
+        return f"line {line}" if line else f"row {row}"
+
     return Report(
         rows=len(rows),
         examples=int(kept.sum()),
-        too_long=int((status == trees.TOO_LONG).sum()),
-        cut=int((status == trees.CUT).sum()),
-        empty=int((status == trees.EMPTY).sum()),
+        **{name: len(places) for name, places in lost.items()},
         split=int((counts > 1).sum()),
         tokens=int(column["length"][kept].sum()),
         trained=int(column["predictions"][kept].sum()),
         labels=int(column["labels"].sum()),
         labels_cut=int(column["labels_cut"].sum()),
-        lost={name: rows for name, rows in lost.items() if rows},
+        lost={n: tuple(map(name_of, it[:NAMED_ROWS])) for n, it in lost.items() if len(it)},
     )
 
 

@@ -76,24 +76,16 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     """Give the folder of `step` its manifest, made of the ranks' digests, then its name. Returns
     the renamed folder."""
     part = part_folder(checkpoints, step)
-    deadline = time.monotonic() + VISIBLE
-    while not digested(part, ranks=ranks):
-        if time.monotonic() > deadline:
-            raise RLHFError(
-                f"{part} does not have the files of all ranks; choose an --output that is the same "
-                "folder on all hosts"
-            )
-        time.sleep(0.1)
+    _await_digests(part, ranks=ranks)
     files: dict[str, dict[str, object]] = {}
     for path in part.glob(DIGESTS.format("*")):
         files |= json.loads(path.read_text())
         path.unlink()
-    content = {"format": FORMAT, "step": step, "files": files}
-    manifest = part / MANIFEST
-    manifest.write_text(json.dumps(content, indent=1, sort_keys=True))
-    _sync(manifest)
-    for folder in [*(path for path in part.rglob("*") if path.is_dir()), part]:
-        _sync(folder)
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    folders = (path for path in part.rglob("*") if path.is_dir())
+    for path in (part / MANIFEST, *folders, part):
+        _sync(path)
     target = step_folder(checkpoints, step)
     replaced = checkpoints / REPLACED.format(target.name)
     if target.exists():
@@ -103,6 +95,18 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     _sync(checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
     return target
+
+
+def _await_digests(part: Path, *, ranks: int) -> None:
+    """Wait until this host sees the files of all ranks."""
+    deadline = time.monotonic() + VISIBLE
+    while not digested(part, ranks=ranks):
+        if time.monotonic() > deadline:
+            raise RLHFError(
+                f"{part} does not have the files of all ranks; choose an --output that is the same "
+                "folder on all hosts"
+            )
+        time.sleep(0.1)
 
 
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rlhf.data.columns import Columns, as_messages, has, missing_columns, type_name
-from rlhf.data.encode import Rendered
+from rlhf.data.encode import Rendered, common_prefix
 from rlhf.data.tokens import (
     Reader,
     Unencoded,
@@ -119,8 +119,7 @@ def _numbers(name: str, values: Sequence[Any]) -> list[float]:
 def _shared_text(one: str, other: str) -> int:
     """Return where the answers of two texts begin: after the last speaker's name that both share,
     else at the last word (with its blank) or line break before the first difference."""
-    shortest = min(len(one), len(other))
-    size = next((n for n in range(shortest) if one[n] != other[n]), shortest)
+    size = len(common_prefix([one, other]))
     speaker = one.rfind(SPEAKER, 0, size)
     if speaker >= 0:
         return speaker + len(SPEAKER)

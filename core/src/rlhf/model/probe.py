@@ -98,8 +98,7 @@ def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: in
             # is not for it.
             reason = f"{path} failed with {type(error).__name__}: {first_line(error)}"
             continue
-        exact = engine.precision == "fp32"
-        distance = largest_error(hidden, truth, batch.spans, exact=exact)
+        distance = largest_error(hidden, truth, batch.spans, exact=engine.precision == "fp32")
         if distance <= TOLERANCE[engine.precision]:
             return AttentionPath(path=path, reason=reason)
         reason = f"{path} was off by {distance:.1e}"

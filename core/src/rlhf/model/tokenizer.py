@@ -104,9 +104,8 @@ def with_padding(tokenizer: Any, num_embeddings: int) -> Any:
     if len(tokenizer) < num_embeddings:
         tokenizer.add_special_tokens({"pad_token": PADDING})
         return tokenizer
-    candidates = [tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO]
     known = tokenizer.get_vocab()
-    for token in candidates:
+    for token in (tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO):
         if token in known and known[token] not in ends:
             tokenizer.pad_token = token
             return tokenizer

@@ -71,14 +71,13 @@ def verify_command(request: Request) -> int:
     place = place_of_host()
     if "RANK" in os.environ or place.hosts > 1:
         raise RLHFError("rlhf verify starts ranks of its own on one machine; use no launcher")
+    config = request.config
     layout = Layout(
-        ranks=num_ranks(request, place),
-        stage=request.config.backend_section,
-        tokens=request.config.batch.tokens,
+        ranks=num_ranks(request, place), stage=config.backend_section, tokens=config.batch.tokens
     )
-    request = attrs.evolve(request, config=two_steps(request.config))
+    request = attrs.evolve(request, config=two_steps(config))
     data = prepare_data(request)
-    folder = existing(Path(request.config.output or "."))
+    folder = existing(Path(config.output or "."))
     try:
         with writing(folder), catch(leave), TemporaryDirectory(prefix=PREFIX, dir=folder) as path:
             return Verification(request, data, Path(path), layout).verify()

@@ -81,7 +81,13 @@ class TreeFile:
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         batches = self._table.to_batches()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
-        self._chunks = [{name: _numpy(batch[name]) for name in LISTS} for batch in batches]
+        self._chunks = [
+            {
+                name: (batch[name].offsets.to_numpy(), batch[name].values.to_numpy())
+                for name in LISTS
+            }
+            for batch in batches
+        ]
         self._inputs = any(len(text) for text in self._table["inputs"].unique().to_pylist())
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
@@ -178,7 +184,3 @@ def _nested(
         else:
             values[name] = part if kind == PER_ANSWER else np.split(part, ends[:-1])
     return values
-
-
-def _numpy(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    return array.offsets.to_numpy(), array.values.to_numpy()

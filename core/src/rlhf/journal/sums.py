@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf.devices import Deferred
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.trainer import Loss, Term
+from rlhf.trainer import Loss
 
 Totals = Mapping[str, float | Tensor]
 """The counts of a whole step over all ranks, and the surveyed values, of which a sum is a count."""
@@ -43,10 +43,8 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
 
 def by_role(loss: Loss) -> dict[str, Loss]:
     """Return the terms of each role as a loss of its own."""
-    parts: dict[str, list[Term]] = {}
-    for term in loss.terms:
-        parts.setdefault(term.role, []).append(term)
-    return {role: Loss(tuple(terms)) for role, terms in parts.items()}
+    roles = dict.fromkeys(term.role for term in loss.terms)
+    return {role: Loss(tuple(t for t in loss.terms if t.role == role)) for role in roles}
 
 
 def total_of(per: str, totals: Totals) -> float:

@@ -72,12 +72,11 @@ class Contract:
             yield None
             return
         self._watched.add(name)
-        modules = {role: model.engine.module for role, model in self.trained.items()}
         nodes: set[Any] = set()
         with ExitStack() as stack:
-            for role, module in modules.items():
-                if isinstance(module, PackedModel):
-                    watch(module, role, call, nodes, stack)
+            for role, model in self.trained.items():
+                if isinstance(model.engine.module, PackedModel):
+                    watch(model.engine.module, role, call, nodes, stack)
             yield nodes
 
 

@@ -60,18 +60,17 @@ def take_samples(session: Session) -> list[Shown]:
 
 
 def _written(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
-    """Return the policy's most likely answer to each prompt. Collective."""
-    return session.sample(
-        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0,
-        max_new_tokens=_room(session, max(map(len, prompts))),
-    )  # fmt: skip
-
-
-def _room(session: Session, prompt: int) -> int:
-    """Return how many tokens may follow the longest prompt."""
+    """Return the policy's most likely answer to each prompt, within its positions. Collective."""
     text_config = session.engine.module.causal.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None) or prompt + MAX_NEW_TOKENS
-    return max(1, min(MAX_NEW_TOKENS, positions - prompt))
+    positions, longest = (
+        getattr(text_config, "max_position_embeddings", None),
+        max(map(len, prompts)),
+    )
+    room = MAX_NEW_TOKENS if not positions else max(1, min(MAX_NEW_TOKENS, positions - longest))
+    seeds = [0] * len(prompts)
+    return session.sample(
+        session.engine, prompts, seeds=seeds, temperature=0.0, max_new_tokens=room
+    )
 
 
 def _text(trainer: Trainer, tokens: Sequence[int]) -> str:

@@ -63,10 +63,8 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
             if each.get(name):
                 notes[f"datasets: {name}"] = "has no counterpart here"
         mapping = each.get("message_property_mappings") or {}
-        if (mapping.get("role", "role"), mapping.get("content", "content")) not in (
-            ("role", "content"),
-            ("from", "value"),
-        ):
+        theirs = (mapping.get("role", "role"), mapping.get("content", "content"))
+        if theirs not in (("role", "content"), ("from", "value")):
             notes["datasets: message_property_mappings"] = (
                 "messages have role and content here, or from and value; rename them in the rows"
             )

@@ -25,13 +25,11 @@ BYTE_ZERO = ("<0x00>", "\u0100")
 
 def load_tokenizer(config: Config) -> Any:
     """Return the tokenizer of a configuration, with its chat template and arguments."""
-    tokenizer = read_tokenizer(config.model)
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = read_template(config.data.chat_template)
-    if config.data.chat_template_kwargs:
-        tokenizer.chat_template = with_defaults(
-            tokenizer.chat_template, config.data.chat_template_kwargs
-        )
+    tokenizer, data = read_tokenizer(config.model), config.data
+    if data.chat_template is not None:
+        tokenizer.chat_template = read_template(data.chat_template)
+    if data.chat_template_kwargs:
+        tokenizer.chat_template = with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     return tokenizer
 
 

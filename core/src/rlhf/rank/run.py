@@ -221,18 +221,14 @@ def restore_best(session: Session, *, step: int) -> str:
 
 def ran_out(error: BaseException) -> bool:
     """Return whether an accelerator ran out of memory, whichever library reports it."""
-    reported = isinstance(error, RuntimeError) and re.search(
-        "out of memory|ALLOC_FAILED", str(error)
-    )
-    return isinstance(error, torch.OutOfMemoryError) or bool(reported)
+    reported = re.search("out of memory|ALLOC_FAILED", str(error))
+    return isinstance(error, RuntimeError if reported else torch.OutOfMemoryError)
 
 
 def lost_contact(error: BaseException) -> bool:
     """Return whether a collective failed: a rank has ended, or did not come in time."""
-    reported = isinstance(error, RuntimeError) and re.search(
-        "Connection (closed|reset)|Timed out waiting|timed out", str(error)
-    )
-    return isinstance(error, torch.distributed.DistError) or bool(reported)
+    reported = re.search("Connection (closed|reset)|Timed out waiting|timed out", str(error))
+    return isinstance(error, RuntimeError if reported else torch.distributed.DistError)
 
 
 def explain_loss(path: Path, rank: int) -> str:

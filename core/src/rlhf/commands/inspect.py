@@ -50,8 +50,9 @@ def show_report(which: str, report: Report, console: Console) -> None:
     lines = [
         f"{reason.replace('_', ' ')}: {', '.join(rows)}" for reason, rows in report.lost.items()
     ]
-    warning = report.warning(which)
-    for line in [*lines, *([f"warning: {warning}"] if warning else [])]:
+    if warning := report.warning(which):
+        lines.append(f"warning: {warning}")
+    for line in lines:
         console.print(Text(f"  {line}", style=UNTRAINED))
 
 

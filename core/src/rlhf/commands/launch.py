@@ -130,8 +130,7 @@ def _host_file(command: list[str], options: argparse.Namespace) -> int:
         print(jobs.host_commands(command, where, folder=Path.cwd()), end="")
         return 0
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
-    place = next((where[name] for name in names if name in where), None)
-    if place is not None:
+    if place := next((where[name] for name in names if name in where), None):
         os.execve(command[0], command, os.environ | jobs.variables(place))
     raise RLHFError(
         f"this host is {names[0]}, which {options.hosts} does not list; run the printed command "

@@ -143,8 +143,7 @@ class Verification:
     def _compare_layouts(self, straight: Path) -> str:
         """Compare with a run in another layout; if it differs, with one for each change. Returns
         the result in words."""
-        reason = said(straight, "curve") or self._not_comparable(straight)
-        if reason:
+        if reason := said(straight, "curve") or self._not_comparable(straight):
             return f"curve not compared (it {reason})"
         other, folder = self._run_other(straight)
         apart = largest_difference(folder, straight)
@@ -236,8 +235,7 @@ class Verification:
 
     def _not_comparable(self, straight: Path) -> str:
         """Return why the curves of two layouts say nothing, if they do not."""
-        skipped = logged(straight, until=STEPS)[-1].get("skipped_steps")
-        if skipped:
+        if skipped := logged(straight, until=STEPS)[-1].get("skipped_steps"):
             return f"skipped {skipped} of {STEPS} steps to lower the loss scale of fp16"
         if self.data.trainer.needs_rollout() and self.request.config.model.dtype != "fp32":
             return "depends on rounding: answers are sampled, and not in fp32"

@@ -120,8 +120,7 @@ class ChatTemplate:
     def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the same for a template with `{% generation %}` marks."""
         text, spans = view.marks(messages)
-        earlier = any(message["role"] == "assistant" for message in messages[:-1])
-        if earlier:
+        if any(message["role"] == "assistant" for message in messages[:-1]):
             spans = spans[len(view.marks(messages[:-1])[1]) :]
         if not spans:
             return text, ()

@@ -69,7 +69,8 @@ class RowsToTrees:
         )
 
     def _status(self, example: Example) -> int:
-        """Return what the length of an example means for it."""
+        """Return the status that an example has by its length. Raises RLHFError if it may not be
+        too long."""
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         if path <= self.data.max_tokens:
             return trees.KEPT

@@ -102,9 +102,7 @@ def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
 
 def _margin(row: Columns) -> dict[str, float]:
     """Return the row's `margin` as a number, if it has one."""
-    if not has(row, "margin"):
-        return {}
-    return {"margin": _numbers("margin", [row["margin"]])[0]}
+    return {"margin": _numbers("margin", [row["margin"]])[0]} if has(row, "margin") else {}
 
 
 def _numbers(name: str, values: Sequence[Any]) -> list[float]:

@@ -81,13 +81,7 @@ class TreeFile:
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         batches = self._table.to_batches()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
-        self._chunks = [
-            {
-                name: (batch[name].offsets.to_numpy(), batch[name].values.to_numpy())
-                for name in LISTS
-            }
-            for batch in batches
-        ]
+        self._chunks = [{name: _numpy(batch[name]) for name in LISTS} for batch in batches]
         self._inputs = any(len(text) for text in self._table["inputs"].unique().to_pylist())
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
@@ -151,8 +145,7 @@ def write(table: pa.Table, path: Path) -> None:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         for start in range(0, table.num_rows, CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
-            status = part["status"].to_numpy()
-            kept = part.filter(pa.array(status <= CUT)).combine_chunks()
+            kept = part.filter(pa.array(part["status"].to_numpy() <= CUT)).combine_chunks()
             if kept.num_rows:
                 writer.write_table(kept)
 
@@ -184,3 +177,7 @@ def _nested(
         else:
             values[name] = part if kind == PER_ANSWER else np.split(part, ends[:-1])
     return values
+
+
+def _numpy(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    return array.offsets.to_numpy(), array.values.to_numpy()

@@ -112,13 +112,12 @@ def _await_digests(part: Path, *, ranks: int) -> None:
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:
     """Hide the checkpoints newer than step `after`, from which a run was resumed. The next rotation
     removes them, once a new checkpoint is complete. Returns their names."""
-    later = [folder for folder in all_checkpoints(checkpoints) if step_of(folder) > after]
-    names = [name_of(folder) for folder in later]
-    for folder, name in zip(later, names, strict=True):
+    later = {name_of(it): it for it in all_checkpoints(checkpoints) if step_of(it) > after}
+    for name, folder in later.items():
         aside = checkpoints / ASIDE.format(name)
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-    return names
+    return list(later)
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
@@ -161,8 +160,7 @@ def find(
     if folder is None:
         available = ", ".join(map(name_of, folders)) or "none"
         raise RLHFError(f"no checkpoint {name!r} in {checkpoints}; available: {available}")
-    problem = damage(folder, contents=contents)
-    if problem is not None:
+    if problem := damage(folder, contents=contents):
         what = f"checkpoint {name_of(folder)}" if name else "the newest checkpoint"
         older = reversed(folders[: folders.index(folder)])
         intact = next((each for each in older if damage(each) is None), None)

@@ -43,8 +43,9 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
 
 def by_role(loss: Loss) -> dict[str, Loss]:
     """Return the terms of each role as a loss of its own."""
-    roles = dict.fromkeys(term.role for term in loss.terms)
-    return {role: Loss(tuple(t for t in loss.terms if t.role == role)) for role in roles}
+    terms = loss.terms
+    roles = dict.fromkeys(term.role for term in terms)
+    return {role: Loss(tuple(term for term in terms if term.role == role)) for role in roles}
 
 
 def total_of(per: str, totals: Totals) -> float:
@@ -56,8 +57,7 @@ def total_of(per: str, totals: Totals) -> float:
 def poison_unless_finite(loss: Tensor, whole: Tensor) -> Tensor:
     """Return the loss unchanged, with a gradient of nan if `whole`, the sum over all roles, is not
     finite: the backend's check of the gradient then sees it, and the host need not read it."""
-    factor = torch.where(torch.isfinite(whole.detach()), 1.0, torch.nan)
-    return loss * factor
+    return loss * torch.where(torch.isfinite(whole.detach()), 1.0, torch.nan)
 
 
 class Sums:

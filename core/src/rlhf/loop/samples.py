@@ -61,15 +61,12 @@ def take_samples(session: Session) -> list[Shown]:
 
 def _written(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
     """Return the policy's most likely answer to each prompt, within its positions. Collective."""
+    longest = max(map(len, prompts))
     text_config = session.engine.module.causal.config.get_text_config()
-    positions, longest = (
-        getattr(text_config, "max_position_embeddings", None),
-        max(map(len, prompts)),
-    )
-    room = MAX_NEW_TOKENS if not positions else max(1, min(MAX_NEW_TOKENS, positions - longest))
-    seeds = [0] * len(prompts)
+    positions = getattr(text_config, "max_position_embeddings", None) or longest + MAX_NEW_TOKENS
+    room = max(1, min(MAX_NEW_TOKENS, positions - longest))
     return session.sample(
-        session.engine, prompts, seeds=seeds, temperature=0.0, max_new_tokens=room
+        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0, max_new_tokens=room
     )
 
 

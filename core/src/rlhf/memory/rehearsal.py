@@ -110,8 +110,7 @@ def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
         if STRICT in os.environ and not isinstance(error, RLHFError):
             raise
         kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
-        reason = f"{kind}{first_line(error)}"
-        return NotRehearsed(reason, traceback.format_exc())
+        return NotRehearsed(f"{kind}{first_line(error)}", traceback.format_exc())
 
 
 def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:

@@ -177,8 +177,7 @@ def as_names(targets: Any) -> list[str]:
 
 def head_name(causal: Any) -> str:
     """Return the last part of the output head's module name."""
-    labels = label_head(causal)
-    if labels is not None:
+    if labels := label_head(causal):
         return labels[0]
     head = causal.get_output_embeddings()
     return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]

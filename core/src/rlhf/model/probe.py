@@ -118,8 +118,7 @@ def candidates_of(
             if longest > before:
                 kind = rope["rope_type"]
                 return (), f"its {kind} positions depend on the longest row beyond {before} tokens"
-    refusal = takes_our_attention(causal)
-    if refusal is not None:
+    if refusal := takes_our_attention(causal):
         return ("padded",), refusal
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ATTENTION_DROPOUTS)
     if dropout > 0 and device.type == "cuda":

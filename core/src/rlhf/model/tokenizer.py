@@ -127,8 +127,7 @@ def turn_end(tokenizer: Any) -> int | None:
         return None
     marker = "qwxz"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    _, _, after = text.rpartition(marker)
+    _, _, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     tokens = tokenizer(after, add_special_tokens=False)["input_ids"]
     return next((token for token in tokens if token in special), None)

@@ -56,8 +56,7 @@ class RunContext(RunModels):
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
-        name = f"{role} {config.model.path}"
-        self.notes += check_positions(empty.causal, self.longest, name)
+        self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
         check_packed(best, reason, config.model, self.mesh.sequence)

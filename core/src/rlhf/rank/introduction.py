@@ -103,8 +103,7 @@ def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
 def curve_line(run: RunContext) -> list[str]:
     """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
-    dropout = max(largest_dropout(role.engine.module) for role in run.trained.values())
-    if dropout:
+    if dropout := max(largest_dropout(role.engine.module) for role in run.trained.values()):
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
         reasons.append("products in FP8 are scaled per micro-batch")

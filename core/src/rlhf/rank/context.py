@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import define, field
+from attrs import Factory, define, field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,11 +48,9 @@ class RunContext(RunModels):
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
     startup: Startup = field(factory=Startup)
-    phases: Phases = field(init=False)
-
-    @phases.default
-    def _phases(self) -> Phases:
-        return Phases(self.roles, self.mesh, self.hooks, self.fit)
+    phases: Phases = Factory(
+        lambda it: Phases(it.roles, it.mesh, it.hooks, it.fit), takes_self=True
+    )
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config

@@ -9,9 +9,8 @@ import attrs
 import torch
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, axes, gib
+from rlhf.engine import GIB, Mesh, axes, gib
 from rlhf.errors import RLHFError
-from rlhf.launch.machine import GIB
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed

@@ -36,7 +36,7 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
-        causal = load_sharded(architecture, spec, dtype, plan, mesh, hooks)
+        causal = load_sharded(architecture, spec, plan, mesh, hooks)
     else:
         # A device need not have room for layers that are divided later.
         device = mesh.device if plan.tensor == 1 else torch.device("cpu")
@@ -81,19 +81,14 @@ def load_whole(
 
 
 def load_sharded(
-    architecture: Any,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    plan: Plan,
-    mesh: Mesh,
-    hooks: BackendGateway,
+    architecture: Any, spec: ModelSpec, plan: Plan, mesh: Mesh, hooks: BackendGateway
 ) -> Any:
     """Return the model in shards: an accelerator holds at most its share and one layer, and one
     host holds one whole copy. Collective.
 
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
-    config, task = spec.config, spec.task or "causal"
+    config, task, dtype = spec.config, spec.task or "causal", DTYPES[plan.precision]
     check_shardable(config.model)
     with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)

@@ -144,6 +144,11 @@ def start(request: reader.Request) -> tuple[Path, str]:
             from rlhf.rank.run import run_rank  # late: start-up time
 
         return run_rank(request, verified=True, startup=startup)
+    return folder, _start_ranks(request, place, ranks, folder)
+
+
+def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path) -> str:
+    """Start the ranks of this host and wait for their end. Returns why the run ended."""
 
     def prepare() -> None:
         with importing():
@@ -162,7 +167,7 @@ def start(request: reader.Request) -> tuple[Path, str]:
     if code not in (0, STOPPED):
         raise RanksFailed(code, started.problem())
     summary = run_folder.read_json(folder / "summary.json")
-    return folder, "signal" if code == STOPPED else str(summary.get("ended"))
+    return "signal" if code == STOPPED else str(summary.get("ended"))
 
 
 def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:

@@ -362,8 +362,7 @@ class Engine(Protocol):
 def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write whole weights from the host, for the hook `export_weights`: a model folder, or
     model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
-    own = getattr(module, "save_weights", None)
-    if own is not None:
+    if own := getattr(module, "save_weights", None):
         own(weights, directory)
         return
     first = {value.data_ptr() or name: name for name, value in reversed([*weights.items()])}

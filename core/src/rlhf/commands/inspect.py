@@ -2,7 +2,7 @@
 Reads no weights."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf.config.sections import Config
-from rlhf.data.example import Example
-from rlhf.data.examples import Examples
+from rlhf.data.example import Answer, Example
+from rlhf.data.examples import Examples, Report
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.rank.dataset import prepare_data
@@ -33,15 +33,8 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
     data = prepare_data(request)
     config = data.with_token_budget(request.config)
     train, tokenizer = data.train, data.trainer.tokenizer
-    for which, examples in (("train", train), ("eval", data.eval)):
-        if examples is None:
-            continue
-        console.print(Text(f"{which}: {examples.report}", style="bold"))
-        for reason, rows in examples.report.lost.items():
-            console.print(Text(f"  {reason.replace('_', ' ')}: {', '.join(rows)}", style=UNTRAINED))
-        warning = examples.report.warning(which)
-        if warning:
-            console.print(Text(f"  warning: {warning}", style=UNTRAINED))
+    for which, examples in data.parts.items():
+        show_report(which, examples.report, console)
     console.print(_legend())
     for number in range(min(SHOWN_ROWS, len(train))):
         show_example(train[number], train.name(number), tokenizer, console)
@@ -51,28 +44,28 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
     return 0
 
 
+def show_report(which: str, report: Report, console: Console) -> None:
+    """Show what became of the rows of `data.WHICH`, and which were lost."""
+    console.print(Text(f"{which}: {report}", style="bold"))
+    lines = [
+        f"{reason.replace('_', ' ')}: {', '.join(rows)}" for reason, rows in report.lost.items()
+    ]
+    if warning := report.warning(which):
+        lines.append(f"warning: {warning}")
+    for line in lines:
+        console.print(Text(f"  {line}", style=UNTRAINED))
+
+
 def show_example(example: Example, name: str, tokenizer: Any, console: Console) -> None:
     """Show a tree: its prompt, then its answers; the colour says what is trained on."""
     sizes = " + ".join(str(len(answer.tokens)) for answer in example.answers)
-    console.print(
-        Text(f"\n{name}: {len(example.prompt)} prompt tokens, {sizes} in answers", style="bold")
-    )
-    text = Text()
-    text.append_text(_run_of(example.prompt, tokenizer, PROMPT))
-    for number, answer in enumerate(example.answers, start=1):
+    title = f"{name}: {len(example.prompt)} prompt tokens, {sizes} in answers"
+    console.print(Text(f"\n{title}", style="bold"))
+    text = _run_of(example.prompt, tokenizer, PROMPT)
+    for number, answer in enumerate(example.answers):
         if len(example.answers) > 1:
-            text.append(f"\n[answer {number}] ", style="bold")
-        mask = (
-            np.ones(len(answer.tokens), bool)
-            if answer.trained is None
-            else np.asarray(answer.trained)
-        )
-        labels = _labels(example, number - 1)
-        edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, len(mask)})
-        for low, high in itertools.pairwise([0, *edges]):
-            style = TRAINED if mask[low] else UNTRAINED
-            text.append_text(_run_of(answer.tokens[low:high], tokenizer, style))
-            text.append(labels.get(high, ""), style="bold")
+            text.append(f"\n[answer {number + 1}] ", style="bold")
+        text.append_text(_answer(answer, _labels(example, number), tokenizer))
     console.print(text)
     for key, value in example.values.items():
         if kind_of(value) != PER_TOKEN:
@@ -104,6 +97,18 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
             f"{tokens / len(plans):,.0f} tokens per step"
         )
     )
+
+
+def _answer(answer: Answer, labels: Mapping[int, str], tokenizer: Any) -> Text:
+    """Return an answer as text, with each of its `labels` after so many tokens."""
+    size, text = len(answer.tokens), Text()
+    mask = np.ones(size, bool) if answer.trained is None else np.asarray(answer.trained)
+    edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, size})
+    for low, high in itertools.pairwise([0, *edges]):
+        style = TRAINED if mask[low] else UNTRAINED
+        text.append_text(_run_of(answer.tokens[low:high], tokenizer, style))
+        text.append(labels.get(high, ""), style="bold")
+    return text
 
 
 def _labels(example: Example, answer: int) -> dict[int, str]:

@@ -87,15 +87,7 @@ def _job(request: Request, arguments: list[str], options: argparse.Namespace) ->
             stop_signal=request.config.checkpoint.stop_signals[0],
             **sizes,
         )
-    claim, _, mount = options.volume.partition("=")
-    output = Path(str(request.config.output))
-    if not claim or not mount.startswith("/"):
-        raise RLHFError(f"--volume expects CLAIM=/path, got {options.volume!r}")
-    if not output.is_relative_to(mount):
-        raise RLHFError(
-            f"output {output} is not on the volume at {mount}, which all pods share; "
-            f"set --output {mount.rstrip('/')}/{output.name}"
-        )
+    claim, mount = _volume(options.volume, Path(str(request.config.output)))
     return jobs.train_job(
         ["python", *arguments],
         image=options.image,
@@ -104,6 +96,19 @@ def _job(request: Request, arguments: list[str], options: argparse.Namespace) ->
         resource=options.resource,
         **sizes,
     )
+
+
+def _volume(text: str, output: Path) -> tuple[str, str]:
+    """Return the claim and the mount of `--volume`, on which `output` must be."""
+    claim, _, mount = text.partition("=")
+    if not claim or not mount.startswith("/"):
+        raise RLHFError(f"--volume expects CLAIM=/path, got {text!r}")
+    if not output.is_relative_to(mount):
+        raise RLHFError(
+            f"output {output} is not on the volume at {mount}, which all pods share; "
+            f"set --output {mount.rstrip('/')}/{output.name}"
+        )
+    return claim, mount
 
 
 def _submit(job: str, options: argparse.Namespace) -> int:
@@ -125,8 +130,7 @@ def _host_file(command: list[str], options: argparse.Namespace) -> int:
         print(jobs.host_commands(command, where, folder=Path.cwd()), end="")
         return 0
     names = (socket.gethostname(), socket.gethostname().partition(".")[0])
-    place = next((where[name] for name in names if name in where), None)
-    if place is not None:
+    if place := next((where[name] for name in names if name in where), None):
         os.execve(command[0], command, os.environ | jobs.variables(place))
     raise RLHFError(
         f"this host is {names[0]}, which {options.hosts} does not list; run the printed command "

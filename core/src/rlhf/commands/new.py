@@ -22,13 +22,12 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
             f"--here writes a trainer only; rlhf finds {_a(kind)} by the metadata of its "
             "distribution"
         )
-    folder = Path(f"rlhf-{kind}-{_hyphens(name)}")
-    files = dict(_files("here" if here else kind, name))
-    for target in [Path(path) for path in files] if here else [folder]:
+    folder = Path() if here else Path(f"rlhf-{kind}-{_hyphens(name)}")
+    files = {folder / path: text for path, text in _files("here" if here else kind, name)}
+    for target in files if here else [folder]:
         if target.exists():
             raise RLHFError(f"{target} already exists; choose another name or remove it")
-    for path, text in files.items():
-        target = Path(path) if here else folder / path
+    for target, text in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         print(f"wrote {target}")

@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from rlhf.config.sections import Config
-from rlhf.engine import Mesh, axes, gib
+from rlhf.engine import GIB, Mesh, axes, gib
 from rlhf.errors import RLHFError
-from rlhf.launch.machine import GIB
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
@@ -35,7 +35,7 @@ def plan_command(
     here = mesh_of(gpus or request.nproc, gpu_memory)
     sizes = hooks.axis_sizes(config=request.config, ranks=here.world)
     places: dict[str, Any] = axes(0, **sizes)
-    mesh = Mesh(world=here.world, device=here.device, memory=here.memory, **places)
+    mesh = attrs.evolve(here, **places)
     fit = step_fit(request.config, data, mesh, hooks)
     if isinstance(fit.rehearsed, NotRehearsed):
         raise RLHFError(f"no plan: {fit.rehearsed.reason}")

@@ -71,14 +71,13 @@ def verify_command(request: Request) -> int:
     place = place_of_host()
     if "RANK" in os.environ or place.hosts > 1:
         raise RLHFError("rlhf verify starts ranks of its own on one machine; use no launcher")
+    config = request.config
     layout = Layout(
-        ranks=num_ranks(request, place),
-        stage=request.config.backend_section,
-        tokens=request.config.batch.tokens,
+        ranks=num_ranks(request, place), stage=config.backend_section, tokens=config.batch.tokens
     )
-    request = attrs.evolve(request, config=two_steps(request.config))
+    request = attrs.evolve(request, config=two_steps(config))
     data = prepare_data(request)
-    folder = existing(Path(request.config.output or "."))
+    folder = existing(Path(config.output or "."))
     try:
         with writing(folder), catch(leave), TemporaryDirectory(prefix=PREFIX, dir=folder) as path:
             return Verification(request, data, Path(path), layout).verify()
@@ -144,8 +143,7 @@ class Verification:
     def _compare_layouts(self, straight: Path) -> str:
         """Compare with a run in another layout; if it differs, with one for each change. Returns
         the result in words."""
-        reason = said(straight, "curve") or self._not_comparable(straight)
-        if reason:
+        if reason := said(straight, "curve") or self._not_comparable(straight):
             return f"curve not compared (it {reason})"
         other, folder = self._run_other(straight)
         apart = largest_difference(folder, straight)
@@ -237,8 +235,7 @@ class Verification:
 
     def _not_comparable(self, straight: Path) -> str:
         """Return why the curves of two layouts say nothing, if they do not."""
-        skipped = logged(straight, until=STEPS)[-1].get("skipped_steps")
-        if skipped:
+        if skipped := logged(straight, until=STEPS)[-1].get("skipped_steps"):
             return f"skipped {skipped} of {STEPS} steps to lower the loss scale of fp16"
         if self.data.trainer.needs_rollout() and self.request.config.model.dtype != "fp32":
             return "depends on rounding: answers are sampled, and not in fp32"

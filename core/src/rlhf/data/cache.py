@@ -122,8 +122,7 @@ def _module_digest(name: str) -> str:
     """Return a digest of the Python files of a package, or of those in the folder of a module; the
     module's name if it has no file."""
     module = sys.modules.get(name)
-    packages = getattr(module, "__path__", None)
-    if packages:
+    if packages := getattr(module, "__path__", None):
         return "".join(_python_digest(Path(path), "**/*.py") for path in packages) or name
     file = getattr(module, "__file__", None)
     return _python_digest(Path(file).parent, "*.py") if file else name

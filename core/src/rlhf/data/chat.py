@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.encode import Rendered
+from rlhf.data.encode import Rendered, common_prefix
 from rlhf.errors import RLHFError
 
 Message = Mapping[str, Any]
@@ -89,11 +89,13 @@ class ChatTemplate:
                 "this is a conversation, but the tokenizer has no chat template; "
                 "set data.chat_template to a file or to chatml"
             )
-        return Rendering(self, tools, keywords or {}) if tools or keywords else self._plain
+        if not tools and not keywords:
+            return self._plain
+        return Rendering(self.tokenizer, tools, keywords or {})
 
     @cached_property
     def _plain(self) -> "Rendering":
-        return Rendering(self, None, {})
+        return Rendering(self.tokenizer, None, {})
 
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the rendering up to the end of the last turn, and the spans of that turn."""
@@ -112,18 +114,13 @@ class ChatTemplate:
                 "{% generation %} marks around it in a template file and name the file in "
                 "data.chat_template"
             )
-        end = self._end_by_probes(text, start)
-        if end is None:
-            # After the last special token if only blanks follow it, else the end of the text.
-            stripped = text.rstrip()
-            end = len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
+        end = self._end(text, start)
         return text[:end], ((start, end),) if end > start else ()
 
     def _marked_turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the same for a template with `{% generation %}` marks."""
         text, spans = view.marks(messages)
-        earlier = any(message["role"] == "assistant" for message in messages[:-1])
-        if earlier:
+        if any(message["role"] == "assistant" for message in messages[:-1]):
             spans = spans[len(view.marks(messages[:-1])[1]) :]
         if not spans:
             return text, ()
@@ -145,14 +142,17 @@ class ChatTemplate:
         known = [other for other in others if other is not None]
         if closed is None or len(known) < len(PROBES) or not text.startswith(closed):
             return None
-        return max(len(closed), len(_shared([text, *known])))
+        return max(len(closed), len(common_prefix([text, *known])))
 
-    def _end_by_probes(self, text: str, start: int) -> int | None:
-        """Return the end of the end-of-turn token, if the text ends as it does after any answer."""
-        if self._ending is None or not text.endswith(self._ending[0]):
-            return None
-        answer_end = len(text) - len(self._ending[0])
-        return answer_end + self._ending[1] if answer_end >= start else None
+    def _end(self, text: str, start: int) -> int:
+        """Return where the turn ends: with its end-of-turn token, if the text ends as it does after
+        any answer; else with the last special token, if only blanks follow it."""
+        tail, generated = self._ending or ("", 0)
+        answer_end = len(text) - len(tail)
+        if tail and text.endswith(tail) and answer_end >= start:
+            return answer_end + generated
+        stripped = text.rstrip()
+        return len(stripped) if self._ends_with_special(stripped[start:]) else len(text)
 
     @cached_property
     def _ending(self) -> tuple[str, int] | None:
@@ -162,7 +162,7 @@ class ChatTemplate:
         texts = [self._plain.text_or_none([question, _answer(probe)]) for probe in PROBES]
         if None in texts:
             return None
-        tail = _shared([text[::-1] for text in texts if text])[::-1]
+        tail = common_prefix([text[::-1] for text in texts if text])[::-1]
         match = self._special.search(tail)
         return (tail, match.end()) if match else None
 
@@ -174,13 +174,12 @@ class Rendering:
     """A chat template with the tools and the keywords of a conversation."""
 
     def __init__(
-        self, chat: ChatTemplate, tools: Sequence[Any] | None, keywords: Mapping[str, Any]
+        self, tokenizer: Any, tools: Sequence[Any] | None, keywords: Mapping[str, Any]
     ) -> None:
-        self.template: str = chat.tokenizer.get_chat_template(tools=tools)
+        self.template: str = tokenizer.get_chat_template(tools=tools)
         self.marked = MARKS.search(self.template) is not None
         self.tools = list(tools) if tools else None
-        self._chat = chat
-        self._keywords = {**chat.tokenizer.special_tokens_map, **keywords}
+        self._keywords = {**tokenizer.special_tokens_map, **keywords}
         self._last: tuple[Messages, str | None] | None = None
 
     def text(self, messages: Messages, *, opened: bool = False) -> str:
@@ -257,15 +256,6 @@ def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
     if block is None or block.group().strip() in str(message.get("content")):
         return start
     return block.end()
-
-
-def _shared(texts: Sequence[str]) -> str:
-    """Return the longest common prefix of the texts."""
-    low, high = min(texts), max(texts)
-    for place, (one, other) in enumerate(zip(low, high, strict=False)):
-        if one != other:
-            return low[:place]
-    return low[: len(high)]
 
 
 def _answer(text: str) -> dict[str, str]:

@@ -3,7 +3,7 @@ between tokens."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 
@@ -13,6 +13,7 @@ ANCHORS = ("\n", ".", "a", "(")
 """Texts that are put before a continuation and cut off again, for tokenizers that put a blank
 before every text."""
 
+S = TypeVar("S", str, list[int])
 Tokens = tuple[list[int], int]
 """Token ids, and how many of the first of them are trained on."""
 
@@ -223,6 +224,13 @@ class Encoder:
             if start is not None:
                 return bool(after[start:] != single)
         return False
+
+
+def common_prefix(sequences: Sequence[S]) -> S:
+    """Return what all of the texts, or lists of token ids, begin with."""
+    low, high = min(sequences), max(sequences)
+    size = min(len(low), len(high))
+    return low[: next((place for place in range(size) if low[place] != high[place]), size)]
 
 
 def _calls_backend(tokenizer: Any) -> bool:

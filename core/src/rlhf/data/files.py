@@ -83,13 +83,12 @@ class Source:
             return self._folder(place)
         for name in ("subset", "split"):
             if getattr(self.entry, name) is not None:
-                raise RLHFError(f"data.{self.which}: {place} is a file; remove {name}")
+                raise self._error(f"{place} is a file; remove {name}")
         if self._suffix in LINES:
             return _json_rows(place, scratch)
         if self._suffix in TABLES:
             return self._load(TABLES[self._suffix], data_files=str(place), split="train")
-        known = ", ".join([*LINES, *TABLES])
-        raise RLHFError(f"data.{self.which}: unknown file type {place}; use one of {known}")
+        raise self._error(f"unknown file type {place}; use one of {', '.join([*LINES, *TABLES])}")
 
     def row(self, columns: Columns, number: int) -> tuple[str, Columns]:
         """Return the place of row `number` of `read`, and the row with its columns renamed. Raises
@@ -124,7 +123,7 @@ class Source:
             return place
         is_file = self._suffix in (*LINES, *TABLES) or place.is_absolute()
         if is_file or self.entry.path.startswith((".", "~")) or self.entry.path.count("/") > 1:
-            raise RLHFError(f"data.{self.which}: no such file or folder: {self.entry.path}")
+            raise self._error(f"no such file or folder: {self.entry.path}")
         return None
 
     def _folder(self, place: Path) -> datasets.Dataset:
@@ -135,18 +134,14 @@ class Source:
         try:
             loaded = datasets.load_from_disk(str(place))
         except Exception as error:
-            raise RLHFError(
-                f"data.{self.which}: cannot read {place}: {first_line(error)}"
-            ) from error
+            raise self._error(f"cannot read {place}: {first_line(error)}") from error
         if isinstance(loaded, datasets.Dataset):
             if self.entry.split is not None:
-                raise RLHFError(f"data.{self.which}: {place} has no splits; remove split")
+                raise self._error(f"{place} has no splits; remove split")
             return loaded
         split = self.entry.split or "train"
         if split not in loaded:
-            raise RLHFError(
-                f"data.{self.which}: {place} has no split {split!r}; available: {', '.join(loaded)}"
-            )
+            raise self._error(f"{place} has no split {split!r}; available: {', '.join(loaded)}")
         return loaded[split]
 
     def _splits(self, name: str) -> datasets.Dataset:
@@ -162,10 +157,11 @@ class Source:
                     keywords |= _as_text(keywords["data_files"])
                 return datasets.load_dataset(what, **keywords)
         except Exception as error:
-            cause = error.__cause__ or error
-            raise RLHFError(
-                f"data.{self.which}: cannot read {self.entry.path}: {first_line(cause)}"
-            ) from error
+            reason = first_line(error.__cause__ or error)
+            raise self._error(f"cannot read {self.entry.path}: {reason}") from error
+
+    def _error(self, text: str) -> RLHFError:
+        return RLHFError(f"data.{self.which}: {text}")
 
     def _demo_rows(self) -> list[dict[str, Any]]:
         from rlhf import demo

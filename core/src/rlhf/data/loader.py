@@ -57,6 +57,8 @@ def batches_from(
             timeout=START_SECONDS if workers else 0,
         )
         batches = _started(loader)
+    # Only the start has a time limit: a slow batch is waited for.
+    vars(batches)["_timeout"] = 0
 
     def as_tensor(array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -72,7 +74,7 @@ def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
     others = multiprocessing.active_children()
     for _ in range(START_ATTEMPTS - 1):
         try:
-            return _patient(iter(loader))
+            return iter(loader)
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
@@ -80,13 +82,7 @@ def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
-    return _patient(iter(loader))
-
-
-def _patient(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
-    """Only the start has a time limit: a slow batch is waited for."""
-    vars(batches)["_timeout"] = 0
-    return batches
+    return iter(loader)
 
 
 def _init_worker(parent: int, worker: int) -> None:

@@ -51,31 +51,35 @@ class RowsToTrees:
     def _tree(self, item: Row | Columns) -> dict[str, Any]:
         example = self.trainer.example(item)
         check_example(example, f"{type(self.trainer).__name__}.example()")
-        path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
-        status = trees.KEPT
         before, labels_before = after, labels = num_predictions(example), num_labels(example)
-        if path > self.data.max_tokens:
-            if self.data.too_long == "error":
-                raise RLHFError(
-                    f"the row has {path} tokens, more than data.max_tokens "
-                    f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
-                )
-            if self.data.too_long == "drop":
-                return trees.tree(status=trees.TOO_LONG)
-            example, status = _cut(example, self.data.max_tokens), trees.CUT
+        status = self._status(example)
+        if status == trees.TOO_LONG:
+            return trees.tree(status=status)
+        if status == trees.CUT:
+            example = _cut(example, self.data.max_tokens)
             after, labels = num_predictions(example), num_labels(example)
+        labels_cut = labels_before - labels
         lost = any(was and not left for was, left in zip(before, after, strict=True))
         bare = any(not len(answer.tokens) for answer in example.answers)
         alike = status == trees.CUT and _alike(example)
         if lost or bare or alike or not sum(after) + labels:
-            return trees.tree(status=trees.EMPTY, labels_cut=labels_before - labels)
+            return trees.tree(status=trees.EMPTY, labels_cut=labels_cut)
         return trees.tree(
-            example,
-            status=status,
-            predictions=sum(after),
-            labels=labels,
-            labels_cut=labels_before - labels,
+            example, status=status, predictions=sum(after), labels=labels, labels_cut=labels_cut
         )
+
+    def _status(self, example: Example) -> int:
+        """Return the status that an example has by its length. Raises RLHFError if it may not be
+        too long."""
+        path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
+        if path <= self.data.max_tokens:
+            return trees.KEPT
+        if self.data.too_long == "error":
+            raise RLHFError(
+                f"the row has {path} tokens, more than data.max_tokens "
+                f"{self.data.max_tokens}; raise it or set data.too_long to drop or cut"
+            )
+        return trees.TOO_LONG if self.data.too_long == "drop" else trees.CUT
 
 
 def _cut(example: Example, size: int) -> Example:

@@ -97,7 +97,7 @@ class RunOrder:
         epoch, place = divmod(number, self.steps_per_epoch)
         rows, counts, surveyed = self.rows(number), self.examples.counts, self.surveyed(epoch)
         numbers = self._lay_out(self.examples, rows)
-        own = surveyed is not self.examples
+        survey = [] if surveyed is self.examples else self._lay_out(surveyed, rows)
         return StepPlan(
             step=number,
             epoch=epoch,
@@ -109,10 +109,7 @@ class RunOrder:
             totals={name: float(count[rows].sum()) for name, count in counts.items()},
             layout=numbers,
             micro=[micro[self.rank] for micro in numbers],
-            survey=[
-                SurveyRows(epoch, micro[self.rank])
-                for micro in (self._lay_out(surveyed, rows) if own else ())
-            ],
+            survey=[SurveyRows(epoch, micro[self.rank]) for micro in survey],
         )
 
     def rows(self, number: int) -> Rows:
@@ -177,9 +174,8 @@ class RunOrder:
         if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
             return self.examples
         if epoch not in self._surveyed:
-            draw = np.random.Generator(
-                np.random.PCG64([self.config.train.seed, epoch, SURVEY_STREAM])
-            )
+            stream = [self.config.train.seed, epoch, SURVEY_STREAM]
+            draw = np.random.Generator(np.random.PCG64(stream))
             self._surveyed.clear()
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]

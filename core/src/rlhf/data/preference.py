@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rlhf.data.columns import Columns, as_messages, has, missing_columns, type_name
-from rlhf.data.encode import Rendered
+from rlhf.data.encode import Rendered, common_prefix
 from rlhf.data.tokens import (
     Reader,
     Unencoded,
@@ -102,9 +102,7 @@ def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
 
 def _margin(row: Columns) -> dict[str, float]:
     """Return the row's `margin` as a number, if it has one."""
-    if not has(row, "margin"):
-        return {}
-    return {"margin": _numbers("margin", [row["margin"]])[0]}
+    return {"margin": _numbers("margin", [row["margin"]])[0]} if has(row, "margin") else {}
 
 
 def _numbers(name: str, values: Sequence[Any]) -> list[float]:
@@ -119,8 +117,7 @@ def _numbers(name: str, values: Sequence[Any]) -> list[float]:
 def _shared_text(one: str, other: str) -> int:
     """Return where the answers of two texts begin: after the last speaker's name that both share,
     else at the last word (with its blank) or line break before the first difference."""
-    shortest = min(len(one), len(other))
-    size = next((n for n in range(shortest) if one[n] != other[n]), shortest)
+    size = len(common_prefix([one, other]))
     speaker = one.rfind(SPEAKER, 0, size)
     if speaker >= 0:
         return speaker + len(SPEAKER)

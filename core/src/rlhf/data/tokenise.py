@@ -80,7 +80,8 @@ def _prepare_entry(
         ) as scratch:
             rows = source.read(Path(scratch))
             numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
-            table = _tokenised(rows, numbers, source, data, trainer, tokenizer, Path(scratch))
+            mapping = RowsToTrees(source, numbers, data, trainer, _reader(trainer, tokenizer))
+            table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
             (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
 
@@ -111,34 +112,29 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
     return np.concatenate([np.tile(np.arange(count), whole), extra])
 
 
-def _tokenised(
-    rows: datasets.Dataset,
-    numbers: NDArray[np.int64],
-    source: Source,
-    data: DataConfig,
-    trainer: Trainer,
-    tokenizer: Any,
-    scratch: Path,
-) -> pa.Table:
+def _reader(trainer: Trainer, tokenizer: Any) -> Reader:
+    """Return the tokenizer with how the trainer's rows are rendered and its steps are marked."""
+    section = trainer.config
+    return Reader(
+        tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
+        placeholder=getattr(section, "placeholder", None),
+    )  # fmt: skip
+
+
+def _tokenised(rows: datasets.Dataset, mapping: RowsToTrees, scratch: Path) -> pa.Table:
+    numbers = mapping.numbers
     if not len(numbers):
         return trees.to_table([])
     if len(numbers) < len(rows):
         rows = rows.select(numbers)
-    wanted = data.processes or len(os.sched_getaffinity(0))
+    wanted = mapping.data.processes or len(os.sched_getaffinity(0))
     processes = min(wanted, len(numbers) // ROWS_PER_PROCESS)
-    section = trainer.config
-    reader = Reader(
-        tokenizer,
-        whole=trainer.renders_whole,
-        separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None),
-    )
     if processes > 1:
         # A forked process cannot end what an earlier run has left, such as groups with threads.
         gc.collect()
     with contextlib.nullcontext() if sys.stderr.isatty() else quiet():
         done = rows.with_format("arrow").map(
-            RowsToTrees(source, numbers, data, trainer, reader),
+            mapping,
             batched=True,
             batch_size=BATCH_ROWS,
             with_indices=True,
@@ -146,7 +142,7 @@ def _tokenised(
             cache_file_name=str(scratch / "part.arrow"),
             new_fingerprint=scratch.name,
             load_from_cache_file=False,
-            desc=f"tokenising {source.entry.path}",
+            desc=f"tokenising {mapping.source.entry.path}",
         )
     return done.data.table
 
@@ -154,27 +150,25 @@ def _tokenised(
 def _report(table: pa.Table) -> Report:
     """Return the counts of a table of trees, including dropped ones."""
     column = {name: table[name].to_numpy() for name in trees.NUMBERS}
-    status, kept = column["status"], column["status"] <= trees.CUT
+    kept = column["status"] <= trees.CUT
     rows, counts = np.unique(column["row"], return_counts=True)
-    lost = {}
-    for name, code in (("too_long", trees.TOO_LONG), ("cut", trees.CUT), ("empty", trees.EMPTY)):
-        places = np.flatnonzero(status == code)[:NAMED_ROWS]
-        lost[name] = tuple(
-            f"line {column['line'][i]}" if column["line"][i] else f"row {column['row'][i]}"
-            for i in places
-        )
+    codes = {"too_long": trees.TOO_LONG, "cut": trees.CUT, "empty": trees.EMPTY}
+    lost = {name: np.flatnonzero(column["status"] == code) for name, code in codes.items()}
+
+    def name_of(place: int) -> str:
+        line, row = column["line"][place], column["row"][place]
+        return f"line {line}" if line else f"row {row}"
+
     return Report(
         rows=len(rows),
         examples=int(kept.sum()),
-        too_long=int((status == trees.TOO_LONG).sum()),
-        cut=int((status == trees.CUT).sum()),
-        empty=int((status == trees.EMPTY).sum()),
+        **{name: len(places) for name, places in lost.items()},
         split=int((counts > 1).sum()),
         tokens=int(column["length"][kept].sum()),
         trained=int(column["predictions"][kept].sum()),
         labels=int(column["labels"].sum()),
         labels_cut=int(column["labels_cut"].sum()),
-        lost={name: rows for name, rows in lost.items() if rows},
+        lost={n: tuple(map(name_of, it[:NAMED_ROWS])) for n, it in lost.items() if len(it)},
     )
 
 

@@ -10,7 +10,7 @@ from attrs import Factory, define, field, frozen
 from rlhf.config.field_docs import documented
 from rlhf.data.chat import ChatTemplate, Messages
 from rlhf.data.columns import Columns, as_messages, errors_at, keywords_of, tools_of
-from rlhf.data.encode import Encoded, Encoder, Rendered
+from rlhf.data.encode import Encoded, Encoder, Rendered, common_prefix
 from rlhf.data.example import Answer
 from rlhf.errors import RLHFError
 
@@ -100,14 +100,8 @@ def join_paths(columns: Columns, paths: Sequence[Encoded]) -> Row:
 
     Its prompt is what all paths share before the first trained token of any.
     """
-    size = min(_prompt_size(path) for path in paths)
-    prompt = paths[0].ids[:size]
-    for path in paths[1:]:
-        if path.ids[:size] != prompt:
-            pairs = zip(path.ids, prompt, strict=False)
-            size = next(place for place, (one, other) in enumerate(pairs) if one != other)
-            prompt = prompt[:size]
-    return Row(prompt, [_answer(path, size) for path in paths], columns)
+    prompt = common_prefix([path.ids[: _prompt_size(path)] for path in paths])
+    return Row(prompt, [_answer(path, len(prompt)) for path in paths], columns)
 
 
 def render_text(prompt: str, answer: str) -> Rendered:

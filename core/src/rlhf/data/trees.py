@@ -145,8 +145,7 @@ def write(table: pa.Table, path: Path) -> None:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         for start in range(0, table.num_rows, CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
-            status = part["status"].to_numpy()
-            kept = part.filter(pa.array(status <= CUT)).combine_chunks()
+            kept = part.filter(pa.array(part["status"].to_numpy() <= CUT)).combine_chunks()
             if kept.num_rows:
                 writer.write_table(kept)
 

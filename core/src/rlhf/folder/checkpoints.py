@@ -76,24 +76,16 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     """Give the folder of `step` its manifest, made of the ranks' digests, then its name. Returns
     the renamed folder."""
     part = part_folder(checkpoints, step)
-    deadline = time.monotonic() + VISIBLE
-    while not digested(part, ranks=ranks):
-        if time.monotonic() > deadline:
-            raise RLHFError(
-                f"{part} does not have the files of all ranks; choose an --output that is the same "
-                "folder on all hosts"
-            )
-        time.sleep(0.1)
+    _await_digests(part, ranks=ranks)
     files: dict[str, dict[str, object]] = {}
     for path in part.glob(DIGESTS.format("*")):
         files |= json.loads(path.read_text())
         path.unlink()
-    content = {"format": FORMAT, "step": step, "files": files}
-    manifest = part / MANIFEST
-    manifest.write_text(json.dumps(content, indent=1, sort_keys=True))
-    _sync(manifest)
-    for folder in [*(path for path in part.rglob("*") if path.is_dir()), part]:
-        _sync(folder)
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    folders = (path for path in part.rglob("*") if path.is_dir())
+    for path in (part / MANIFEST, *folders, part):
+        _sync(path)
     target = step_folder(checkpoints, step)
     replaced = checkpoints / REPLACED.format(target.name)
     if target.exists():
@@ -105,16 +97,27 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     return target
 
 
+def _await_digests(part: Path, *, ranks: int) -> None:
+    """Wait until this host sees the files of all ranks."""
+    deadline = time.monotonic() + VISIBLE
+    while not digested(part, ranks=ranks):
+        if time.monotonic() > deadline:
+            raise RLHFError(
+                f"{part} does not have the files of all ranks; choose an --output that is the same "
+                "folder on all hosts"
+            )
+        time.sleep(0.1)
+
+
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:
     """Hide the checkpoints newer than step `after`, from which a run was resumed. The next rotation
     removes them, once a new checkpoint is complete. Returns their names."""
-    later = [folder for folder in all_checkpoints(checkpoints) if step_of(folder) > after]
-    names = [name_of(folder) for folder in later]
-    for folder, name in zip(later, names, strict=True):
+    later = {name_of(it): it for it in all_checkpoints(checkpoints) if step_of(it) > after}
+    for name, folder in later.items():
         aside = checkpoints / ASIDE.format(name)
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-    return names
+    return list(later)
 
 
 def all_checkpoints(checkpoints: Path) -> list[Path]:
@@ -157,8 +160,7 @@ def find(
     if folder is None:
         available = ", ".join(map(name_of, folders)) or "none"
         raise RLHFError(f"no checkpoint {name!r} in {checkpoints}; available: {available}")
-    problem = damage(folder, contents=contents)
-    if problem is not None:
+    if problem := damage(folder, contents=contents):
         what = f"checkpoint {name_of(folder)}" if name else "the newest checkpoint"
         older = reversed(folders[: folders.index(folder)])
         intact = next((each for each in older if damage(each) is None), None)

@@ -101,19 +101,10 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
 
 def _check_settings(request: Request, folder: Path) -> None:
     """Raise RLHFError for a changed setting that a resumed run may not change."""
-    before = load_recorded(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
-    if not before:
-        raise RLHFError(
-            f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
-            "it, or start again with --overwrite"
-        )
+    before = _settings_before(type(request.config), folder)
     free = [*MAY_CHANGE, request.config.backend_name]
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
-    # Read again, for the defaults of settings that an older release did not have.
-    cls = type(request.config)
-    config, _ = structure(without_removed(cls, before), cls)
-    before = before if config is None else to_tree(config)
     changes = {
         key: values
         for key, values in changed_keys(before, to_tree(request.config)).items()
@@ -127,6 +118,20 @@ def _check_settings(request: Request, folder: Path) -> None:
             f"{folder} cannot be resumed with another configuration: {changed}; set back what "
             "differs, or choose another --output"
         )
+
+
+def _settings_before(cls: type, folder: Path) -> dict[str, Any]:
+    """Return the settings that a run has recorded. Raises RLHFError if there are none."""
+    path = folder / "config.yaml"
+    before = load_recorded(path) if path.exists() else {}
+    if not before:
+        raise RLHFError(
+            f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
+            "it, or start again with --overwrite"
+        )
+    # Read as a configuration, for the defaults of settings that an older release did not have.
+    config, _ = structure(without_removed(cls, before), cls)
+    return before if config is None else to_tree(config)
 
 
 def is_running(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf.devices import Deferred
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.trainer import Loss, Term
+from rlhf.trainer import Loss
 
 Totals = Mapping[str, float | Tensor]
 """The counts of a whole step over all ranks, and the surveyed values, of which a sum is a count."""
@@ -43,10 +43,9 @@ def weighted_loss(loss: Loss, totals: Totals) -> Tensor:
 
 def by_role(loss: Loss) -> dict[str, Loss]:
     """Return the terms of each role as a loss of its own."""
-    parts: dict[str, list[Term]] = {}
-    for term in loss.terms:
-        parts.setdefault(term.role, []).append(term)
-    return {role: Loss(tuple(terms)) for role, terms in parts.items()}
+    terms = loss.terms
+    roles = dict.fromkeys(term.role for term in terms)
+    return {role: Loss(tuple(term for term in terms if term.role == role)) for role in roles}
 
 
 def total_of(per: str, totals: Totals) -> float:
@@ -58,8 +57,7 @@ def total_of(per: str, totals: Totals) -> float:
 def poison_unless_finite(loss: Tensor, whole: Tensor) -> Tensor:
     """Return the loss unchanged, with a gradient of nan if `whole`, the sum over all roles, is not
     finite: the backend's check of the gradient then sees it, and the host need not read it."""
-    factor = torch.where(torch.isfinite(whole.detach()), 1.0, torch.nan)
-    return loss * factor
+    return loss * torch.where(torch.isfinite(whole.detach()), 1.0, torch.nan)
 
 
 class Sums:

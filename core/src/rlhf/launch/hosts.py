@@ -39,8 +39,7 @@ def place_of_host() -> Place:
     nproc = int(text) if text.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
     if env.get("PET_NNODES", "1") == "1":
         return Place(nproc=nproc)
-    missing = [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]
-    if missing:
+    if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]:
         raise RLHFError(
             f"PET_NNODES is {env['PET_NNODES']}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; set the rank of this host and the "

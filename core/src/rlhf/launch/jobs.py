@@ -103,8 +103,7 @@ def read_hosts(path: Path) -> list[tuple[str, int]]:
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
-        match = re.fullmatch(r"(\S+)\s+slots=0*([1-9][0-9]*)", text)
-        if match:
+        if match := re.fullmatch(r"(\S+)\s+slots=0*([1-9][0-9]*)", text):
             hosts.append((match[1], int(match[2])))
         elif text:
             raise RLHFError(f"{path}, line {number}: expected NAME slots=N, got {text!r}")

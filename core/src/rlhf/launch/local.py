@@ -118,8 +118,7 @@ class Ranks:
                     return self._exit_code(codes)
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     return self._end(self._grace)
-                late = self._late()
-                if late is not None:
+                if late := self._late():
                     print(f"error: {late}", file=sys.stderr)
                     self._kill()
                     return STOPPED

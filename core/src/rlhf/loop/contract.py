@@ -72,12 +72,11 @@ class Contract:
             yield None
             return
         self._watched.add(name)
-        modules = {role: model.engine.module for role, model in self.trained.items()}
         nodes: set[Any] = set()
         with ExitStack() as stack:
-            for role, module in modules.items():
-                if isinstance(module, PackedModel):
-                    watch(module, role, call, nodes, stack)
+            for role, model in self.trained.items():
+                if isinstance(model.engine.module, PackedModel):
+                    watch(model.engine.module, role, call, nodes, stack)
             yield nodes
 
 
@@ -188,7 +187,12 @@ def check_loss(loss: Any, call: str, *, training: bool) -> None:
                 f"{call} returned a term {number} whose sum has no gradient; compute it from what "
                 "an engine returned, and do not detach it"
             )
-    for name, metric in loss.metrics.items():
+    check_metrics(loss.metrics, call)
+
+
+def check_metrics(metrics: Mapping[str, Any], call: str) -> None:
+    """Raise RLHFError unless each metric is a sum with what it is per."""
+    for name, metric in metrics.items():
         if not isinstance(metric, tuple) or len(metric) != 2:
             raise RLHFError(
                 f"{call} returned the metric {name!r} as {type(metric).__name__}; return a pair "
@@ -301,8 +305,12 @@ def check_rollout(examples: Any, trainer: Trainer, *, num_rows: int, step: int, 
             check_example(example, call)
             if not all(len(answer.tokens) for answer in example.answers):
                 raise RLHFError(f"{call} returned an answer without tokens")
-    if mesh.world == 1:
-        return
+    if mesh.world > 1:
+        check_same(examples, call, step=step, mesh=mesh)
+
+
+def check_same(examples: Sequence[Example], call: str, *, step: int, mesh: Mesh) -> None:
+    """Raise RLHFError unless all ranks have the same examples. Collective."""
     digests = mesh.gather(digest(examples))
     if len(set(digests)) > 1:
         other = next(rank for rank, each in enumerate(digests) if each != digests[0])

@@ -49,10 +49,8 @@ def _export(session: Session, role: str) -> None:
         session.mesh.barrier()
         session.hooks.export_weights(engine=engine, directory=part)
         if writes and isinstance(engine.module, PackedModel):
-            more = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
-            model = engine.module.model
-            save_tokenizer_and_config(model, session.trainer.tokenizer, part, more)
-            verify_export(part, model, engine.module.extra_parameters)
+            usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
+            _complete(part, engine.module, session.trainer.tokenizer, usage)
             write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
 
@@ -90,27 +88,37 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     if plan.get("model") is not None:
         model, _ = structure(plan["model"], ModelConfig)
         config = attrs.evolve(config, model=model, lora=None)
-    backend, _ = load_hooks(config)
     tokenizer = load_tokenizer(config)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
-    # The machine that exports need not have what only speeds up training.
-    plain = attrs.evolve(config.model, kernels="none", fp8=None, recompute="none")
-    config = attrs.evolve(config, model=plain)
-    whole = Plan(stage=0, precision=config.model.dtype)
+    spec = ModelSpec(role=role, config=config, task=task, labels=plan.get("labels"))
+    module = _plain_model(spec, weights)
+    module.save_weights(_with_tied(weights, module), target)
+    records = logged(run, until=step_of(folder))
+    newest = {name: value for record in records for name, value in record.items()}
+    _complete(target, module, tokenizer, _usage(trainer, role, request.name, newest))
+    write_card(target, run, role=role, until=step_of(folder))
+
+
+def _plain_model(spec: ModelSpec, weights: Mapping[str, Tensor]) -> PackedModel:
+    """Return the model of a checkpoint's `weights` without what only speeds up training, which the
+    machine that exports need not have."""
+    backend, _ = load_hooks(spec.config)
+    plain = attrs.evolve(spec.config.model, kernels="none", fp8=None, recompute="none")
+    config = attrs.evolve(spec.config, model=plain)
     extra = {
         name.removeprefix(EXTRA_PREFIX): value
         for name, value in weights.items()
         if name.startswith(EXTRA_PREFIX)
     }
-    spec = ModelSpec(role=role, config=config, task=task, labels=plan.get("labels"), extra=extra)
-    module = load_model(spec, plan=whole, mesh=Mesh(), hooks=backend)
-    module.save_weights(_with_tied(weights, module), target)
-    records = logged(run, until=step_of(folder))
-    newest = {name: value for record in records for name, value in record.items()}
-    more = _usage(trainer, role, request.name, newest)
-    save_tokenizer_and_config(module.model, tokenizer, target, more)
-    verify_export(target, module.model, module.extra_parameters)
-    write_card(target, run, role=role, until=step_of(folder))
+    spec = attrs.evolve(spec, config=config, extra=extra)
+    whole = Plan(stage=0, precision=config.model.dtype)
+    return load_model(spec, plan=whole, mesh=Mesh(), hooks=backend)
+
+
+def _complete(folder: Path, module: PackedModel, tokenizer: Any, usage: Mapping[str, Any]) -> None:
+    """Write what belongs to the weights in `folder`, and check that all of them are there."""
+    save_tokenizer_and_config(module.model, tokenizer, folder, usage)
+    verify_export(folder, module.model, module.extra_parameters)
 
 
 def _usage(trainer: Trainer, role: str, name: str, metrics: Mapping[str, float]) -> dict[str, Any]:

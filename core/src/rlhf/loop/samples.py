@@ -12,7 +12,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.errors import RLHFError
 from rlhf.loop.session import Session
-from rlhf.trainer import Trainer
+from rlhf.trainer import Sample, Trainer
 
 MAX_NEW_TOKENS = 256
 """Longest answer that is written."""
@@ -46,31 +46,28 @@ def take_samples(session: Session) -> list[Shown]:
     held_out = order.examples
     rows = rows_to_show(trainer, held_out, session.config.train.samples)
     examples = [held_out[row] for row in rows]
-    shown: list[Shown] = [
-        {"row": held_out.name(row), "prompt": _text(trainer, example.prompt)}
-        for row, example in zip(rows, examples, strict=True)
-    ]
-    if scores_answers(trainer):
-        by_row = _scores(session, rows)
-        for sample, row, example in zip(shown, rows, examples, strict=True):
-            sample["answers"] = [_text(trainer, answer.tokens) for answer in example.answers]
-            sample["scores"] = by_row[row]
-        return shown
-    prompts = [example.prompt for example in examples]
-    written = session.sample(
-        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0,
-        max_new_tokens=_room(session, max(map(len, prompts))),
-    )  # fmt: skip
-    for sample, answer in zip(shown, written, strict=True):
-        sample["answers"] = [_text(trainer, answer.tokens)]
-    return shown
+    answers: list[Sequence[Any]] = [example.answers for example in examples]
+    scores = _scores(session, rows) if scores_answers(trainer) else None
+    if scores is None:
+        answers = [[answer] for answer in _written(session, [each.prompt for each in examples])]
+    return [
+        {
+            "row": held_out.name(row), "prompt": _text(trainer, example.prompt),
+            "answers": [_text(trainer, answer.tokens) for answer in own],
+        } | ({} if scores is None else {"scores": scores[row]})
+        for row, example, own in zip(rows, examples, answers, strict=True)
+    ]  # fmt: skip
 
 
-def _room(session: Session, prompt: int) -> int:
-    """Return how many tokens may follow the longest prompt."""
+def _written(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
+    """Return the policy's most likely answer to each prompt, within its positions. Collective."""
+    longest = max(map(len, prompts))
     text_config = session.engine.module.causal.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None) or prompt + MAX_NEW_TOKENS
-    return max(1, min(MAX_NEW_TOKENS, positions - prompt))
+    positions = getattr(text_config, "max_position_embeddings", None) or longest + MAX_NEW_TOKENS
+    room = max(1, min(MAX_NEW_TOKENS, positions - longest))
+    return session.sample(
+        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0, max_new_tokens=room
+    )
 
 
 def _text(trainer: Trainer, tokens: Sequence[int]) -> str:

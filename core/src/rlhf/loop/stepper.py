@@ -10,7 +10,7 @@ from rlhf.engine import StepOutcome
 from rlhf.errors import SameOnAllRanks
 from rlhf.journal.journal import StepResult
 from rlhf.journal.names import NameCheck
-from rlhf.journal.sums import Sums, by_role, poison_unless_finite, weighted_loss
+from rlhf.journal.sums import Sums, Totals, by_role, poison_unless_finite, weighted_loss
 from rlhf.loop.session import Session
 
 
@@ -29,18 +29,7 @@ class Stepper:
         session, trained = self._session, self._session.trained
         session.place.enter("survey", step=plan.step + 1)
         batches, totals = session.survey.batches(plan, packed, session.engine.device)
-        sums = Sums(session.mesh)
-        for number, batch in enumerate(batches, start=1):
-            session.place.enter("forward", batch=number)
-            loss = session.contract.loss(batch, totals)
-            losses = {role: weighted_loss(part, totals) for role, part in by_role(loss).items()}
-            whole = torch.stack([*losses.values()]).sum()
-            sums.add(loss, whole)
-            session.place.enter("backward", batch=number)
-            for role, part in losses.items():
-                # Sequence ranks have the same loss, and gradients are summed over them.
-                share = poison_unless_finite(part, whole) / session.mesh.sequence.size
-                trained[role].engine.backward(share, last=number == len(batches))
+        sums = _sum_gradients(session, batches, totals)
         session.place.enter("update")
         self._names.check(sums)
         self.raise_if_not_finite()
@@ -68,6 +57,24 @@ class Stepper:
                 moved = any(other.moved for other in outcomes.values())
                 weight = f"weight of the {role}" if moved else "weight"
                 raise _not_finite(self._session, pending, outcome.grad_norm, weight)
+
+
+def _sum_gradients(session: Session, batches: Sequence[PackedBatch], totals: Totals) -> Sums:
+    """Run forward and backward on the micro-batches; return the sums of their losses and metrics.
+    Collective."""
+    sums = Sums(session.mesh)
+    for number, batch in enumerate(batches, start=1):
+        session.place.enter("forward", batch=number)
+        loss = session.contract.loss(batch, totals)
+        losses = {role: weighted_loss(part, totals) for role, part in by_role(loss).items()}
+        whole = torch.stack([*losses.values()]).sum()
+        sums.add(loss, whole)
+        session.place.enter("backward", batch=number)
+        for role, part in losses.items():
+            # Sequence ranks have the same loss, and gradients are summed over them.
+            share = poison_unless_finite(part, whole) / session.mesh.sequence.size
+            session.trained[role].engine.backward(share, last=number == len(batches))
+    return sums
 
 
 def _not_finite(

@@ -3,6 +3,7 @@ accelerator and keeps it busy."""
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
@@ -70,13 +71,12 @@ def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choic
     least = max(fit.largest_example(), TOKENS_STEP)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []
-    layer = fit.layer
     deepest = levels[-1] if levels else configured.recompute
     costs = [(RECOMPUTE_COST[level], Choice(configured.tokens, level)) for level in levels]
     costs += [
         (HALVING_COST, Choice(tokens, configured.recompute))
         for tokens in fewer
-        if tokens * layer >= ENOUGH
+        if tokens * fit.layer >= ENOUGH
     ]
     costs += [(IDLE_COST, Choice(tokens, deepest)) for tokens in fewer]
     in_layouts = [
@@ -85,8 +85,8 @@ def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choic
         if layout.configured
         for cost, choice in [(0.0, configured), *costs]
     ]
-    ordered = sorted(in_layouts, key=lambda row: row[0])
-    return list(dict.fromkeys(choice for _, choice in ordered))
+    in_layouts.sort(key=itemgetter(0))
+    return list(dict.fromkeys(choice for _, choice in in_layouts))
 
 
 def first_that_fits(

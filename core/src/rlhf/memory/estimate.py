@@ -68,8 +68,7 @@ class Estimate:
                 each.pop("gradients", 0)
             growing = step.growing(self.gradients)
             if growing > self.step_peak:
-                activations = growing - self.gradients
-                parts = {"gradients": self.gradients, "activations": activations}
+                parts = {"gradients": self.gradients, "activations": growing - self.gradients}
         policy = states.pop("policy")
         others = {role: sum(each.values()) for role, each in states.items()}
         return policy | others | parts

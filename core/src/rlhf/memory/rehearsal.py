@@ -26,7 +26,16 @@ from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
-from rlhf.model.role import POLICY, ModelSpec, Role, config_with, layouts_of, memory_of, plan_model
+from rlhf.model.role import (
+    ELSEWHERE,
+    POLICY,
+    ModelSpec,
+    Role,
+    config_with,
+    layouts_of,
+    memory_of,
+    plan_model,
+)
 from rlhf.model.shape import shape_of
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
@@ -67,24 +76,14 @@ class Rehearsed:
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""
         states = {name: dict(memory) for name, memory in self.run.memory(layout).items()}
-        host, nvme = (
-            sum(parts.pop(name, 0) for parts in states.values()) for name in ("host", "nvme")
-        )
+        elsewhere = {name: [parts.pop(name, 0) for parts in states.values()] for name in ELSEWHERE}
         # Models are updated, and their gradients reduced, one after the other.
-        updating, reducing = (
-            max(parts.pop(name, 0) for parts in states.values())
-            for name in ("updating", "reducing")
-        )
+        updating, reducing = max(elsewhere["updating"]), max(elsewhere["reducing"])
         return Estimate(
-            states=states,
-            updating=updating,
-            step=self.step,
-            reducing=reducing,
-            tokens=self.tokens,
-            accumulates=self.accumulates,
-            host=host,
-            nvme=nvme,
-        )
+            states=states, updating=updating, step=self.step, reducing=reducing,
+            tokens=self.tokens, accumulates=self.accumulates, host=sum(elsewhere["host"]),
+            nvme=sum(elsewhere["nvme"]),
+        )  # fmt: skip
 
 
 @frozen
@@ -111,8 +110,7 @@ def rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed | NotRehearsed:
         if STRICT in os.environ and not isinstance(error, RLHFError):
             raise
         kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
-        reason = f"{kind}{first_line(error)}"
-        return NotRehearsed(reason, traceback.format_exc())
+        return NotRehearsed(f"{kind}{first_line(error)}", traceback.format_exc())
 
 
 def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -51,7 +52,7 @@ def count_step(
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
     total = sum(weight.numel() for weight in trained)
-    with LiveBytes(known=weights) as counter:
+    with LiveBytes(known=weights) as counter, ExitStack() as hooks:
         peaks: list[tuple[int, int, int]] = []
         complete = {"numel": 0, "nbytes": 0}
 
@@ -65,17 +66,14 @@ def count_step(
             weight.grad = None
             counter.take_peak()
 
-        hooks = [weight.register_post_accumulate_grad_hook(release) for weight in trained]
-        try:
-            if trainer.needs_survey():
-                batch = attrs.evolve(batch, step=_survey(trainer, batch))
-            loss = trainer.loss(batch)
-            activations = counter.live
-            weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
-            look()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for weight in trained:
+            hooks.callback(weight.register_post_accumulate_grad_hook(release).remove)
+        if trainer.needs_survey():
+            batch = attrs.evolve(batch, step=_survey(trainer, batch))
+        loss = trainer.loss(batch)
+        activations = counter.live
+        weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
+        look()
     return CountedStep(activations, tuple(peaks), total)
 
 

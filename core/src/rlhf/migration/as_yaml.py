@@ -52,11 +52,8 @@ def _sections(migration: Migration) -> Iterator[str]:
     """Yield the settings, section by section, each with the key that it comes from."""
     sections: dict[str, list[tuple[str, Any, str]]] = {name: [] for name in ORDER}
     for name, value in migration.settings.items():
-        section, _, field = name.partition(".")
-        line = field or section
-        sections.setdefault(section if field else "", []).append(
-            (line, value, migration.origins[name])
-        )
+        section, _, field = name.rpartition(".")
+        sections.setdefault(section, []).append((field, value, migration.origins[name]))
     for section, entries in sections.items():
         entries.sort(key=lambda entry: _place(section, entry[0]))
         if entries and section:

@@ -63,10 +63,8 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
             if each.get(name):
                 notes[f"datasets: {name}"] = "has no counterpart here"
         mapping = each.get("message_property_mappings") or {}
-        if (mapping.get("role", "role"), mapping.get("content", "content")) not in (
-            ("role", "content"),
-            ("from", "value"),
-        ):
+        theirs = (mapping.get("role", "role"), mapping.get("content", "content"))
+        if theirs not in (("role", "content"), ("from", "value")):
             notes["datasets: message_property_mappings"] = (
                 "messages have role and content here, or from and value; rename them in the rows"
             )
@@ -87,6 +85,13 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
     return train, [read(each) for each in keys.get("test_datasets") or ()]
 
 
+LLAMA_FACTORY_COLUMNS = {
+    "instruction": "prompt", "input": "query", "output": "response", "conversations": "messages",
+    **{each: each for each in ("history", "system", "tools", "chosen", "rejected", "kto_tag")},
+}  # fmt: skip
+"""Keys of `columns` in LLaMA-Factory's dataset_info.json, by the names of our columns."""
+
+
 def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
     place = located(str(keys.get("dataset_dir", "data")), folder)
     try:
@@ -103,17 +108,7 @@ def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tupl
             )
             return _entry(name, limit=keys.get("max_samples"))
         theirs = about.get("columns", {})
-        columns = _renamed(
-            (ours, theirs.get(name))
-            for ours, name in (
-                ("instruction", "prompt"),
-                ("input", "query"),
-                ("output", "response"),
-                ("conversations", "messages"),
-                *((each, each) for each in ("history", "system", "tools", "chosen", "rejected")),
-                ("kto_tag", "kto_tag"),
-            )
-        )
+        columns = _renamed((ours, theirs.get(name)) for ours, name in LLAMA_FACTORY_COLUMNS.items())
         if columns.get("conversations") == "messages":
             del columns["conversations"]
         file = about.get("file_name")

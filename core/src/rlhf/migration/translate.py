@@ -232,22 +232,7 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
 
 def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None:
     """Take the ZeRO stage and offload from DeepSpeed's JSON."""
-    chosen = keys.get("deepspeed")
-    if not chosen:
-        return
-    if not isinstance(chosen, Mapping):
-        file = located(str(chosen), folder)
-        if not file.is_file():
-            migration.notes[f"deepspeed {chosen}"] = (
-                "this file was not found; deepspeed.stage stays auto, which the curve does not "
-                "depend on"
-            )
-            return
-        try:
-            chosen = json.loads(file.read_text())
-        except ValueError as error:
-            raise RLHFError(f"{file} is not valid JSON: {error}") from error
-    zero = chosen.get("zero_optimization", {})
+    zero = _deepspeed(migration, keys.get("deepspeed"), folder).get("zero_optimization", {})
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
@@ -267,6 +252,23 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
                 migration.notes[f"deepspeed {name}"] = both
         else:
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
+
+
+def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:
+    """Return DeepSpeed's JSON, of which `chosen` may be the file; empty without it."""
+    if not chosen or isinstance(chosen, Mapping):
+        return chosen or {}
+    file = located(str(chosen), folder)
+    if not file.is_file():
+        migration.notes[f"deepspeed {chosen}"] = (
+            "this file was not found; deepspeed.stage stays auto, which the curve does not "
+            "depend on"
+        )
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise RLHFError(f"{file} is not valid JSON: {error}") from error
 
 
 def _data(

@@ -95,34 +95,8 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     """Return peft's settings for the section `lora`."""
     lora = config.lora
     assert lora is not None
-    targets: Any = lora.targets
-    if targets == "all-linear" and task != "causal":
-        # peft would add a token classifier's head to the targets.
-        targets = linear_names(causal)
-    elif targets != "all-linear":
-        targets = as_names(targets)
-        head = head_name(causal)
-        if head in targets:
-            raise RLHFError(
-                f"lora.targets names the head {head}, whose adapter would not affect the "
-                f"log-probabilities; remove {head}"
-            )
-        names = [f".{name}" for name, _ in causal.named_modules()]
-        unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
-        if unknown or not targets:
-            raise no_such_target(causal, unknown)
-    wholes = {
-        name.split(".")[-1]
-        for name, module in causal.named_modules()
-        if not isinstance(module, nn.ModuleList)
-    }
-    for name in lora.modules_to_save:
-        if name not in wholes:
-            near = difflib.get_close_matches(name, wholes - {""}, n=3, cutoff=0.0)
-            raise RLHFError(
-                f"lora.modules_to_save {name} names no module of {type(causal).__name__}; similar "
-                f"names: {', '.join(near)}"
-            )
+    targets = target_modules(causal, lora.targets, task)
+    check_saved(causal, lora.modules_to_save)
     check_stacked(causal, lora.parameters)
     return LoraConfig(
         r=lora.rank,
@@ -137,6 +111,41 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         and any(name in EMBEDDING_LAYER_NAMES for name in lora.modules_to_save),
         task_type=FORMS[task].peft,
     )
+
+
+def target_modules(causal: Any, chosen: str | Sequence[str], task: Task) -> str | list[str]:
+    """Return what `lora.targets` is for peft. Raises RLHFError for the head and for names that no
+    module has."""
+    if chosen == "all-linear":
+        # Of a token classifier peft would add the head to the targets.
+        return chosen if task == "causal" else linear_names(causal)
+    targets, head = as_names(chosen), head_name(causal)
+    if head in targets:
+        raise RLHFError(
+            f"lora.targets names the head {head}, whose adapter would not affect the "
+            f"log-probabilities; remove {head}"
+        )
+    names = [f".{name}" for name, _ in causal.named_modules()]
+    unknown = [one for one in targets if not any(n.endswith(f".{one}") for n in names)]
+    if unknown or not targets:
+        raise no_such_target(causal, unknown)
+    return targets
+
+
+def check_saved(causal: Any, names: Sequence[str]) -> None:
+    """Raise RLHFError for names in `lora.modules_to_save` that no module has."""
+    wholes = {
+        name.split(".")[-1]
+        for name, module in causal.named_modules()
+        if not isinstance(module, nn.ModuleList)
+    }
+    for name in names:
+        if name not in wholes:
+            near = difflib.get_close_matches(name, wholes - {""}, n=3, cutoff=0.0)
+            raise RLHFError(
+                f"lora.modules_to_save {name} names no module of {type(causal).__name__}; similar "
+                f"names: {', '.join(near)}"
+            )
 
 
 def check_stacked(causal: Any, names: Sequence[str]) -> None:
@@ -168,8 +177,7 @@ def as_names(targets: Any) -> list[str]:
 
 def head_name(causal: Any) -> str:
     """Return the last part of the output head's module name."""
-    labels = label_head(causal)
-    if labels is not None:
+    if labels := label_head(causal):
         return labels[0]
     head = causal.get_output_embeddings()
     return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]

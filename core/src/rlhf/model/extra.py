@@ -22,18 +22,8 @@ EXTRA_PREFIX = "extra."
 
 def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values with which `extra` begins: those of the model or adapter that is trained
-    further, if it has them. Raises RLHFError for a parameter that has another shape there, for a
-    scalar, and for a name that torch does not allow."""
-    for name, value in extra.items():
-        if "." in name or hasattr(nn.ParameterDict, name):
-            raise RLHFError(
-                f"run.load(): an extra parameter cannot have the name {name!r}; rename it"
-            )
-        if not value.dim():
-            # DeepSpeed cannot broadcast a scalar.
-            raise RLHFError(
-                f"run.load(): the extra parameter {name!r} is a scalar; give it the shape [1]"
-            )
+    further, if it has them. Raises RLHFError for a parameter that has another shape there."""
+    check_extra(extra)
     if not extra:
         return {}
     source = config.model.adapter or resolved(config.model.path)
@@ -45,6 +35,20 @@ def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tenso
                 f"trainer's has {list(extra[name].shape)}; choose the model it was trained from"
             )
     return {name: saved.get(name, value).detach() for name, value in extra.items()}
+
+
+def check_extra(extra: Mapping[str, Tensor]) -> None:
+    """Raise RLHFError for a name that torch does not allow, and for a scalar."""
+    for name, value in extra.items():
+        if "." in name or hasattr(nn.ParameterDict, name):
+            raise RLHFError(
+                f"run.load(): an extra parameter cannot have the name {name!r}; rename it"
+            )
+        if not value.dim():
+            # DeepSpeed cannot broadcast a scalar.
+            raise RLHFError(
+                f"run.load(): the extra parameter {name!r} is a scalar; give it the shape [1]"
+            )
 
 
 def exported_extra(folder: Path | str, *, revision: str | None = None) -> dict[str, Tensor]:

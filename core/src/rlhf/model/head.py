@@ -66,8 +66,7 @@ def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
 def read_head(causal: nn.Module) -> Head:
     """Return the head of a transformers causal LM, or of a classifier (weight [labels, H]). At
     ZeRO-3 only inside a forward, where the weight is gathered."""
-    labels = label_head(causal)
-    if labels is not None:
+    if labels := label_head(causal):
         linear: Any = labels[1]
         return Head(weight=linear.weight, bias=linear.bias)
     output = causal.get_output_embeddings()  # type: ignore[operator]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError
 from rlhf.model.adapters import adapter_settings
@@ -36,7 +36,7 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
     if plan.stage == 3:
-        causal = load_sharded(architecture, spec, dtype, plan, mesh, hooks)
+        causal = load_sharded(architecture, spec, plan, mesh, hooks)
     else:
         # A device need not have room for layers that are divided later.
         device = mesh.device if plan.tensor == 1 else torch.device("cpu")
@@ -81,29 +81,15 @@ def load_whole(
 
 
 def load_sharded(
-    architecture: Any,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    plan: Plan,
-    mesh: Mesh,
-    hooks: BackendGateway,
+    architecture: Any, spec: ModelSpec, plan: Plan, mesh: Mesh, hooks: BackendGateway
 ) -> Any:
     """Return the model in shards: an accelerator holds at most its share and one layer, and one
     host holds one whole copy. Collective.
 
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
-    config, task = spec.config, spec.task or "causal"
-    if config.model.quantize is not None:
-        raise RLHFError(
-            "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
-            "remove model.quantize"
-        )
-    if config.model.adapter and adapter_settings(config.model.adapter).use_dora:
-        raise RLHFError(
-            f"model.adapter {config.model.adapter} is a DoRA adapter, which cannot be trained at "
-            "ZeRO stage 3; choose stage 2 or lower"
-        )
+    config, task, dtype = spec.config, spec.task or "causal", DTYPES[plan.precision]
+    check_shardable(config.model)
     with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
@@ -116,6 +102,20 @@ def load_sharded(
     assert not missing, f"transformers' loader returned no {missing}"
     copy_buffers(causal, source, mesh)
     return causal
+
+
+def check_shardable(model: ModelConfig) -> None:
+    """Raise RLHFError for what cannot be in shards."""
+    if model.quantize is not None:
+        raise RLHFError(
+            "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
+            "remove model.quantize"
+        )
+    if model.adapter and adapter_settings(model.adapter).use_dora:
+        raise RLHFError(
+            f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
+            "ZeRO stage 3; choose stage 2 or lower"
+        )
 
 
 def copy_buffers(module: nn.Module, source: Any, mesh: Mesh) -> None:

@@ -173,17 +173,10 @@ def block_mask(mask: TreeMask) -> BlockMask:
     """
     length = len(mask.tree.owner)
     partial, full = block_kinds(mask)
-    num_partial, partial_indices = ordered(partial)
-    num_full, full_indices = ordered(full)
     blocks = BlockMask.from_kv_blocks(
-        num_partial,
-        partial_indices,
-        num_full,
-        full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask.visible,
+        *ordered(partial), *ordered(full), BLOCK_SIZE=BLOCK, mask_mod=mask.visible,
         seq_lengths=(length, length),
-    )
+    )  # fmt: skip
     for item in blocks.as_tuple():
         if isinstance(item, Tensor):
             mark_any_size(item, *range(2, item.dim()))

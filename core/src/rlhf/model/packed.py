@@ -116,8 +116,7 @@ class PackedModel(nn.Module):
         axis = self.sequence
         logits = [all_rows(part, axis.size * len(part), axis) for part in logits]
         top = self.causal.config.get_text_config().num_experts_per_tok
-        examples = batch.num_examples
-        loss = balance_loss(logits, batch.example, examples=examples, top=top)
+        loss = balance_loss(logits, batch.example, examples=batch.num_examples, top=top)
         self.router_losses.append(loss)
         return hidden
 

@@ -98,8 +98,7 @@ def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: in
             # is not for it.
             reason = f"{path} failed with {type(error).__name__}: {first_line(error)}"
             continue
-        exact = engine.precision == "fp32"
-        distance = largest_error(hidden, truth, batch.spans, exact=exact)
+        distance = largest_error(hidden, truth, batch.spans, exact=engine.precision == "fp32")
         if distance <= TOLERANCE[engine.precision]:
             return AttentionPath(path=path, reason=reason)
         reason = f"{path} was off by {distance:.1e}"
@@ -119,8 +118,7 @@ def candidates_of(
             if longest > before:
                 kind = rope["rope_type"]
                 return (), f"its {kind} positions depend on the longest row beyond {before} tokens"
-    refusal = takes_our_attention(causal)
-    if refusal is not None:
+    if refusal := takes_our_attention(causal):
         return ("padded",), refusal
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ATTENTION_DROPOUTS)
     if dropout > 0 and device.type == "cuda":

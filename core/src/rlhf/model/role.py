@@ -82,8 +82,7 @@ def layouts_of(
     hooks: BackendGateway, config: Config, mesh: Mesh, shape: ModelShape
 ) -> Sequence[Layout]:
     """Return the backend's layouts of the trained model, or its plan if it knows of none."""
-    layouts = hooks.layouts(config=config, mesh=mesh, model_shape=shape)
-    if layouts:
+    if layouts := hooks.layouts(config=config, mesh=mesh, model_shape=shape):
         return layouts
     plan = hooks.configure_zero(
         config=config, mesh=mesh, model_shape=shape, role=POLICY, trained=True, occupied=0

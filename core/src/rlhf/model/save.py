@@ -84,8 +84,7 @@ def save_tokenizer_and_config(
     if classifies:
         return
     generation = GenerationConfig.from_dict(causal.generation_config.to_dict())
-    ends = end_tokens(tokenizer)
-    if ends:
+    if ends := end_tokens(tokenizer):
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
     if tokenizer.pad_token_id is not None:
         generation.pad_token_id = tokenizer.pad_token_id

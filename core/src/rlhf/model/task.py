@@ -1,5 +1,6 @@
 """The heads on a backbone: a language model's, a score per sequence, or scores per token."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -71,12 +72,19 @@ def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:
 
 
 def prepare_architecture(architecture: Any, task: Task, labels: int | None, path: str) -> None:
-    """Set the labels of `task` in a causal family's config, in place. Raises RLHFError if the
-    family has no class for the task, or `path` holds another kind of classifier."""
+    """Set the labels of `task` in a causal family's config, in place."""
     names = names_of_labels(task, labels)
-    form = FORMS[task]
     if task == "causal":
         return
+    check_classifier(architecture, task, names, path)
+    architecture.id2label = dict(enumerate(names))
+    architecture.label2id = {name: number for number, name in enumerate(names)}
+
+
+def check_classifier(architecture: Any, task: Task, names: Sequence[str], path: str) -> None:
+    """Raise RLHFError if the family has no class for `task`, or `path` holds another classifier
+    than one whose head has the labels `names`."""
+    form = FORMS[task]
     if not form.supports(architecture):
         raise RLHFError(
             f"transformers has no {form.auto.__name__} for {architecture.model_type} "
@@ -96,8 +104,6 @@ def prepare_architecture(architecture: Any, task: Task, labels: int | None, path
             f"trainer's head has {len(names)} ({', '.join(names)}); choose the "
             "language model it was trained from"
         )
-    architecture.id2label = dict(enumerate(names))
-    architecture.label2id = {name: number for number, name in enumerate(names)}
 
 
 def written_class(architecture: Any) -> str:

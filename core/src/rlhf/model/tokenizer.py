@@ -25,13 +25,11 @@ BYTE_ZERO = ("<0x00>", "\u0100")
 
 def load_tokenizer(config: Config) -> Any:
     """Return the tokenizer of a configuration, with its chat template and arguments."""
-    tokenizer = read_tokenizer(config.model)
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = read_template(config.data.chat_template)
-    if config.data.chat_template_kwargs:
-        tokenizer.chat_template = with_defaults(
-            tokenizer.chat_template, config.data.chat_template_kwargs
-        )
+    tokenizer, data = read_tokenizer(config.model), config.data
+    if data.chat_template is not None:
+        tokenizer.chat_template = read_template(data.chat_template)
+    if data.chat_template_kwargs:
+        tokenizer.chat_template = with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     return tokenizer
 
 
@@ -104,9 +102,8 @@ def with_padding(tokenizer: Any, num_embeddings: int) -> Any:
     if len(tokenizer) < num_embeddings:
         tokenizer.add_special_tokens({"pad_token": PADDING})
         return tokenizer
-    candidates = [tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO]
     known = tokenizer.get_vocab()
-    for token in candidates:
+    for token in (tokenizer.unk_token, tokenizer.bos_token, *BYTE_ZERO):
         if token in known and known[token] not in ends:
             tokenizer.pad_token = token
             return tokenizer
@@ -130,8 +127,7 @@ def turn_end(tokenizer: Any) -> int | None:
         return None
     marker = "qwxz"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    _, _, after = text.rpartition(marker)
+    _, _, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     tokens = tokenizer(after, add_special_tokens=False)["input_ids"]
     return next((token for token in tokens if token in special), None)

@@ -66,22 +66,19 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     Only matrices outside of norms decay. Norm weights, biases and all parameters that were created
     with fewer than two dimensions do not.
     """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    seen: set[int] = set()
+    decays: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
         # Families name their own RMS norm classes `...Norm`.
         is_norm = isinstance(owner, NORMS) or type(owner).__name__.endswith("Norm")
         for name, parameter in owner.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
             # At ZeRO-3 the parameter itself is flat.
             matrix = len(whole_shape(parameter)) >= 2
-            decays = matrix and not is_norm and not name.endswith("bias")
-            (decayed if decays else kept).append(parameter)
-    groups = [(decayed, weight_decay), (kept, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+            decays.setdefault(parameter, matrix and not is_norm and not name.endswith("bias"))
+    return [
+        {"params": params, "weight_decay": rate}
+        for rate, decayed in ((weight_decay, True), (0.0, False))
+        if (params := [p for p, own in decays.items() if own == decayed and p.requires_grad])
+    ]
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

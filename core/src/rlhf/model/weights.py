@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,16 +79,7 @@ def check_loading_report(
             f"{path} has {name} of shape {list(actual)} where its config.json specifies "
             f"{list(expected)}: weights and config must belong to one model"
         )
-    kind = type(causal).__name__
-    # A classifier does not use the vocabulary's head.
-    unneeded = "" if task == "causal" else "lm_head."
-    unused = sorted(k for k in report["unexpected_keys"] if not unneeded or unneeded not in k)
-    if unused and os.environ.get("RANK", "0") == "0":
-        print(
-            f"warning: {path} has {len(unused)} weights that {kind} does not use, "
-            f"such as {unused[0]}",
-            file=sys.stderr,
-        )
+    warn_of_unused(path, causal, report["unexpected_keys"], task)
     missing, new_head = sorted(report["missing_keys"]), set[str]()
     labels = label_head(causal)
     if labels is not None and not written_class(architecture).endswith(FORMS[task].suffix):
@@ -97,10 +88,22 @@ def check_loading_report(
     if missing and {*missing} != new_head:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise RLHFError(
-            f"{path} has no weights for {missing[0]}{others} of {kind}: model.path must be a "
-            "complete causal language model"
+            f"{path} has no weights for {missing[0]}{others} of {type(causal).__name__}: "
+            "model.path must be a complete causal language model"
         )
     return bool(missing)
+
+
+def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str], task: Task) -> None:
+    """Print a warning on rank 0 if a folder has weights that the model does not use."""
+    # A classifier does not use the vocabulary's head.
+    unused = sorted(key for key in unexpected if task == "causal" or "lm_head." not in key)
+    if unused and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: {path} has {len(unused)} weights that {type(causal).__name__} does not use, "
+            f"such as {unused[0]}",
+            file=sys.stderr,
+        )
 
 
 @contextmanager

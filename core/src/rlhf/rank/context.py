@@ -1,17 +1,19 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import define, field
+from attrs import Factory, define, field
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.config.sections import ModelConfig
-from rlhf.engine import Engine
+from rlhf.config.sections import Config, ModelConfig
+from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.startup import Startup
 from rlhf.loop.fragments import check_model
@@ -46,16 +48,13 @@ class RunContext(RunModels):
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
     startup: Startup = field(factory=Startup)
-    phases: Phases = field(init=False)
-
-    @phases.default
-    def _phases(self) -> Phases:
-        return Phases(self.roles, self.mesh, self.hooks, self.fit)
+    phases: Phases = Factory(
+        lambda it: Phases(it.roles, it.mesh, it.hooks, it.fit), takes_self=True
+    )
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
-        name = f"{role} {config.model.path}"
-        self.notes += check_positions(empty.causal, self.longest, name)
+        self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
         check_packed(best, reason, config.model, self.mesh.sequence)
@@ -68,18 +67,21 @@ class RunContext(RunModels):
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
             module.layers = compile_layers(decoder(module.causal), config.model.fp8)
-        if module.layers and spec.trained:
-            self.notes.append(module.layers)
-        if module.router_loss and spec.trained:
-            self.notes.append(router_note(module, config.model))
-        written, form = written_class(empty.causal.config), FORMS[spec.task or "causal"]
-        is_new_head = spec.task != "causal" and not written.endswith(form.suffix)
-        if is_new_head and not spec.trained and config.model != self.config.model:
-            self.notes.append(
-                f"{role:<10} a new head with random values: {config.model.path} has none"
-            )
+        self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
+
+    def _notes_on(self, spec: ModelSpec, module: PackedModel, written: str) -> Iterator[str]:
+        """Yield what the run prints of a loaded model, whose folder has weights of the class
+        `written`."""
+        model, form = spec.config.model, FORMS[spec.task or "causal"]
+        if module.layers and spec.trained:
+            yield module.layers
+        if module.router_loss and spec.trained:
+            yield router_note(module, model)
+        is_new_head = spec.task != "causal" and not written.endswith(form.suffix)
+        if is_new_head and not spec.trained and model != self.config.model:
+            yield f"{spec.role:<10} a new head with random values: {model.path} has none"
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
         return self._add(spec, module, lambda *, plan: module)
@@ -101,16 +103,7 @@ class RunContext(RunModels):
         with self.startup.part("loading"):
             module = read(plan=plan)
         with self.startup.part("engine"):
-            optimizer = schedule = None
-            if trained:
-                groups = parameter_groups(module, config.optim.weight_decay)
-                optimizer = hooks.build_optimizer(
-                    groups=groups, config=config, plan=plan, model=module
-                )
-                self.notes += getattr(optimizer, "notes", ())
-                schedule = hooks.build_schedule(
-                    optimizer=optimizer, config=config, steps=self.steps
-                )
+            optimizer, schedule = self._updates(config, plan, module) if trained else (None, None)
             engine = hooks.prepare(
                 model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan,
                 mesh=mesh,
@@ -121,6 +114,18 @@ class RunContext(RunModels):
         if trained and role != "policy":
             self.notes.append(f"{role:<10} {shape.parameters:,} parameters, trained")
         return engine
+
+    def _updates(
+        self, config: Config, plan: Plan, module: nn.Module
+    ) -> tuple[Optimizer, LRScheduler]:
+        """Return the optimizer of a trained model, and the schedule of its learning rate."""
+        groups = parameter_groups(module, config.optim.weight_decay)
+        optimizer = self.hooks.build_optimizer(
+            groups=groups, config=config, plan=plan, model=module
+        )
+        self.notes += getattr(optimizer, "notes", ())
+        schedule = self.hooks.build_schedule(optimizer=optimizer, config=config, steps=self.steps)
+        return optimizer, schedule
 
     def release(self, role: str) -> None:
         """Release an engine that is not used again, with the memory of its weights."""

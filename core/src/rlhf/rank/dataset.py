@@ -94,8 +94,7 @@ def _check_tokens(data: Dataset, config: Config) -> None:
     if known is None or (not makes_tokens and max(tokenizer.get_vocab().values()) < known):
         return
     for part in data.parts.values():
-        beyond = part.first_beyond(known)
-        if beyond is not None:
+        if beyond := part.first_beyond(known):
             where, number = beyond
             token = tokenizer.convert_ids_to_tokens(number)
             raise RLHFError(

@@ -1,5 +1,6 @@
 """Answers sampled from a live engine, on any number of ranks and at every ZeRO stage."""
 
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,10 +69,8 @@ def sample(
         for place, answer, known in zip(group, answers, logprobs, strict=True):
             last = next((n for n, token in enumerate(answer) if token in ends), len(answer))
             own[place] = Sample(answer[: last + 1], known[: last + 1])
-    shares = mesh.shards.gather(own)
-    return [
-        next(share[place] for share in shares if place in share) for place in range(len(prompts))
-    ]
+    answered = ChainMap(*mesh.shards.gather(own))
+    return [answered[place] for place in range(len(prompts))]
 
 
 class Noise(LogitsProcessor):

@@ -5,10 +5,12 @@ from typing import Any
 
 import attrs
 
+from rlhf.config.sections import ModelConfig
 from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.dropout import largest_dropout
+from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
 from rlhf.request.reader import Request
@@ -77,35 +79,31 @@ def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> No
         trainer=request.trainer, trust_remote_code=run.config.model.trust_remote_code
     )
     config, policy = request.config, run.roles["policy"]
-    shape, plan = policy.shape, policy.plan
-    trained = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
-    lines = [
-        f"backend    {config.backend_name}: {plan.summary}",
-        *(
-            f"           {name}: {role.plan.summary}"
-            for name, role in run.roles.items()
-            if role.plan.summary != plan.summary
-        ),
+    lines = [f"backend    {config.backend_name}: {policy.plan.summary}"]
+    lines += [
+        f"           {name}: {role.plan.summary}"
+        for name, role in run.roles.items()
+        if role.plan.summary != policy.plan.summary
     ]
+    lines += [*policy_lines(policy, config.model), *run.notes, *curve_line(run)]
+    print("\n".join(lines), flush=True)
+
+
+def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
+    """Return what the run prints of its policy: size, precision, and how it runs packed batches."""
+    shape = policy.shape
+    trained = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
+    size = f"{shape.parameters:,} parameters{trained}, {policy.plan.precision}"
     if policy.spec.task is None:
-        name = type(policy.engine.module).__name__
-        lines.append(
-            f"model      {name}: {shape.parameters:,} parameters{trained}, {plan.precision}"
-        )
-    else:
-        lines += [
-            f"model      {config.model.path}: {shape.parameters:,} parameters{trained}, "
-            f"{plan.precision}{', random weights' * (config.model.init == 'random')}",
-            f"attention  {policy.attention}",
-        ]
-    print("\n".join([*lines, *run.notes, *curve_line(run)]), flush=True)
+        return [f"model      {type(policy.engine.module).__name__}: {size}"]
+    random = ", random weights" * (model.init == "random")
+    return [f"model      {model.path}: {size}{random}", f"attention  {policy.attention}"]
 
 
 def curve_line(run: RunContext) -> list[str]:
     """Return why the loss curve of this run differs on other hardware, if it does."""
     reasons = []
-    dropout = max(largest_dropout(role.engine.module) for role in run.trained.values())
-    if dropout:
+    if dropout := max(largest_dropout(role.engine.module) for role in run.trained.values()):
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
         reasons.append("products in FP8 are scaled per micro-batch")

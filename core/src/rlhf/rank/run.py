@@ -124,7 +124,6 @@ def opened(
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     """Resume, train, export. Returns why the training ended. Collective."""
     step, line, folder = 0, "", session.record.folder
-    tell = print if session.folder is not None else lambda *_, **__: None
     if resumed is not None:
         step, line = resume(session, resumed)
     elif request.resume is not None:
@@ -132,14 +131,11 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     best, steps = session.best, session.record.steps
     at_end = step >= (session.config.train.stop_at or steps)
     if (at_end or best.exhausted) and is_exported(session, step):
-        tell(f"nothing left to do: {folder / 'model'} is finished", flush=True)
+        say(session, f"nothing left to do: {folder / 'model'} is finished")
         return "patience" if best.exhausted else "done" if step == steps else "stop_at"
-    if line:
-        tell(line, flush=True)
+    say(session, line)
     limits, size = session.config.checkpoint, session.checkpoint_bytes
-    warning = session.mesh.on_rank_zero(lambda: retention.check_room(folder, size, limits))
-    if warning:
-        tell(warning, flush=True)
+    say(session, session.mesh.on_rank_zero(lambda: retention.check_room(folder, size, limits)))
     if session.folder is not None:
         # An evaluation at the end is after the checkpoint, so that it is made again.
         session.folder.cut(step, evaluated=not (at_end or session.evaluation_owed))
@@ -148,20 +144,33 @@ def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
     finally:
         session.journal.close()
     if reason == "signal":
-        tell("stopped by a signal after saving; continue with --resume", flush=True)
-        return reason
+        say(session, "stopped by a signal after saving; continue with --resume")
+    else:
+        export_at_end(session, reason, step)
+    return reason
+
+
+def say(session: Session, line: str) -> None:
+    """Print a line of the run, unless it is empty, on rank 0."""
+    if line and session.folder is not None:
+        print(line, flush=True)
+
+
+def export_at_end(session: Session, reason: str, step: int) -> None:
+    """Write the model, unless that of the best evaluation is there already, and say where it is.
+    Collective."""
+    best, record = session.best, session.record
     if best.step is None:
         export_model(session)
         if session.folder is not None:
             session.folder.write_summary(exported=step)
     if reason == "patience":
-        tell(f"stopped    after {best.waited} evaluations without an improvement", flush=True)
+        say(session, f"stopped    after {best.waited} evaluations without an improvement")
     if reason == "stop_at":
-        at = f"at step {step:,} of {steps:,} by train.stop_at"
-        tell(f"stopped    {at}; remove it and pass --resume to continue", flush=True)
+        at = f"at step {step:,} of {record.steps:,} by train.stop_at"
+        say(session, f"stopped    {at}; remove it and pass --resume to continue")
     of = "" if best.step is None else f", the best by {best}"
-    tell(f"model      {folder / 'model'}{of}", flush=True)
-    return reason
+    say(session, f"model      {record.folder / 'model'}{of}")
 
 
 def is_exported(session: Session, step: int) -> bool:
@@ -212,18 +221,14 @@ def restore_best(session: Session, *, step: int) -> str:
 
 def ran_out(error: BaseException) -> bool:
     """Return whether an accelerator ran out of memory, whichever library reports it."""
-    reported = isinstance(error, RuntimeError) and re.search(
-        "out of memory|ALLOC_FAILED", str(error)
-    )
-    return isinstance(error, torch.OutOfMemoryError) or bool(reported)
+    reported = re.search("out of memory|ALLOC_FAILED", str(error))
+    return isinstance(error, RuntimeError if reported else torch.OutOfMemoryError)
 
 
 def lost_contact(error: BaseException) -> bool:
     """Return whether a collective failed: a rank has ended, or did not come in time."""
-    reported = isinstance(error, RuntimeError) and re.search(
-        "Connection (closed|reset)|Timed out waiting|timed out", str(error)
-    )
-    return isinstance(error, torch.distributed.DistError) or bool(reported)
+    reported = re.search("Connection (closed|reset)|Timed out waiting|timed out", str(error))
+    return isinstance(error, RuntimeError if reported else torch.distributed.DistError)
 
 
 def explain_loss(path: Path, rank: int) -> str:

@@ -47,8 +47,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:3])
-        gradients = Gradients(hidden, weight, bias, needed, ctx.chunk)
+        gradients = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.chunk)
 
         def differentiate(rows: slice, logits: Tensor) -> None:
             for_logits = chunks.logit_gradient(
@@ -155,7 +154,7 @@ class Gradients:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        needed: list[bool],
+        needed: Sequence[bool],
         chunk: int,
         *,
         unscaled: bool = False,

@@ -70,8 +70,7 @@ def _against_whole(
     measure: Measure,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values = chunks.transformed(raw, scale, softcap)
-    teacher = (values / temperature).log_softmax(-1)
+    teacher = (chunks.transformed(raw, scale, softcap) / temperature).log_softmax(-1)
     divergence, gradient = measure(student, teacher)
     return divergence, forward_kl(student, teacher), gradient, teacher.argmax(-1)
 

@@ -37,8 +37,7 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             "choose a teacher with the policy's vocabulary"
         )
     ours, other = tokenizer.get_vocab(), read_tokenizer(teacher.model).get_vocab()
-    differ = sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0]))
-    if differ:
+    if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
         token, number = differ[0]
         raise RLHFError(
             f"{setting} has different tokens than the policy {policy}, although both "

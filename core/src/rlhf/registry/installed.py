@@ -65,8 +65,7 @@ def find(kind: str, name: str) -> Installed:
         rows = [row for row in rows if _canonical(row.distribution) == _canonical(distribution)]
     if not rows:
         raise NotInstalled(_not_installed(kind, name))
-    problem = _ambiguity(rows) or rows[0].problem
-    if problem is not None:
+    if problem := _ambiguity(rows) or rows[0].problem:
         raise RLHFError(f"{kind} '{plain}' cannot be used: {problem}")
     return rows[0]
 

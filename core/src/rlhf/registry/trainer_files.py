@@ -25,9 +25,13 @@ def load_trainer(name: str) -> tuple[Installed, TrainerPlugin]:
     """Return a trainer and its record: of the class that FILE.py:CLASS names, or of an installed
     distribution."""
     file, _, cls = name.partition(":")
-    if not file.endswith(".py"):
-        trainer = find("trainer", name)
-        return trainer, load_record(trainer)
+    if file.endswith(".py"):
+        return _load_file(file, cls)
+    trainer = find("trainer", name)
+    return trainer, load_record(trainer)
+
+
+def _load_file(file: str, cls: str) -> tuple[Installed, TrainerPlugin]:
     if not cls:
         raise RLHFError(f"{file} names no class; write {file}:CLASS, as in {file}:MyTrainer")
     path = Path(file).resolve()
@@ -39,13 +43,9 @@ def load_trainer(name: str) -> tuple[Installed, TrainerPlugin]:
     if problem := name_problem("trainer", path.stem):
         raise RLHFError(f"{file}: {problem}; rename the file")
     trainer = Installed(
-        name=path.stem,
-        kind="trainer",
-        distribution=str(path),
-        version="",
-        summary="",
+        name=path.stem, kind="trainer", distribution=str(path), version="", summary="",
         value=f"{path}:{cls}",
-    )
+    )  # fmt: skip
     return trainer, _record(_class_in(_import(path), cls, file), f"{path.stem}:{cls}", file)
 
 

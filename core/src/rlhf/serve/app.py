@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -72,7 +73,8 @@ class Service:
             self.check_token(request)
         except HTTPException as refused:
             return answer(refused.status_code, refused.detail)
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        metrics = generate_latest(self.metrics.registry)
+        return Response(metrics, media_type="text/plain; version=0.0.4")
 
     async def score(self, request: Request) -> Response:
         """Answer a request in the dialect of its path."""

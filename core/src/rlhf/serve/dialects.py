@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf.data.columns import errors_at, type_name
+from rlhf.data.encode import common_prefix
 from rlhf.data.example import Answer
 from rlhf.data.tokens import Row
 from rlhf.errors import RLHFError
@@ -56,14 +57,9 @@ def get_reward(body: Body, scorer: Scorer) -> Reading:
     rows = [whole([ids[number] for number in group]) for group in groups.values()]
 
     def response(logits: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
-        found = dict(
-            zip(
-                (number for group in groups.values() for number in group),
-                (reward for answers in logits for reward in scores_of(answers, scorer)),
-                strict=True,
-            )
-        )
-        rewards = [found[number] for number in range(len(texts))]
+        order = [number for group in groups.values() for number in group]
+        scores = [score for answers in logits for score in scores_of(answers, scorer)]
+        rewards = [score for _, score in sorted(zip(order, scores, strict=True))]
         return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
 
     return rows, response
@@ -72,29 +68,17 @@ def get_reward(body: Body, scorer: Scorer) -> Reading:
 def classify(body: Body, scorer: Scorer) -> Reading:
     """Read `{"input"}` of vLLM, one or several texts or lists of token ids, or `{"messages"}`. The
     response has the logits of each: `use_activation` must not be true."""
-    options = ("model", "user", "use_activation", "add_special_tokens")
     if body.get("use_activation"):
         raise RLHFError("use_activation must be false: a reward has no activation")
-    if "messages" in body:
-        check_keys(body, "messages", optional=options)
+    kind = "messages" if "messages" in body else "input"
+    check_keys(body, kind, optional=("model", "user", "use_activation", "add_special_tokens"))
+    if kind == "messages":
         messages = as_list("messages", body["messages"])
         raise_if_many_ends(scorer)
         rows = [scorer.encode(messages[:-1], [messages[-1:]])]
     else:
-        check_keys(body, "input", optional=options)
-        given = body["input"]
-        if is_ids(given) or isinstance(given, str):
-            given = [given]
-        if all(map(is_ids, as_list("input", given))):
-            raise_if_many_ends(scorer)
-            size = scorer.config.get_text_config().vocab_size
-            for token in (token for path in given for token in path if not 0 <= token < size):
-                raise RLHFError(f"token {token} is not one of the model's {size}")
-        else:
-            texts = as_texts("input", given)
-            special = body.get("add_special_tokens", True)
-            given = whole_texts("input", texts, scorer, special=bool(special))
-        rows = [whole([ids]) for ids in given]
+        special = bool(body.get("add_special_tokens", True))
+        rows = [whole([ids]) for ids in ids_of(body["input"], scorer, special=special)]
     names = scorer.config.id2label
     tokens = sum(len(row.prompt) + len(row.answers[0].tokens) for row in rows)
 
@@ -129,12 +113,10 @@ def scores_of(answers: Sequence[Tensor], scorer: Scorer) -> list[Any]:
 
 def whole(paths: Sequence[list[int]]) -> Row:
     """Return whole texts as one row: what all begin with is the prompt."""
-    first, last = min(paths), max(paths)
-    size = min(len(path) - 1 for path in paths)
-    size = next((place for place in range(size) if first[place] != last[place]), size)
-    answers = [Answer(path[size:]) for path in paths]
+    prompt = common_prefix([path[:-1] for path in paths])
+    answers = [Answer(path[len(prompt) :]) for path in paths]
     ends = [[len(answer.tokens) - 1] for answer in answers]
-    return Row(paths[0][:size], answers, {"ends": ends})
+    return Row(prompt, answers, {"ends": ends})
 
 
 def whole_texts(
@@ -149,6 +131,18 @@ def whole_texts(
         if not path:
             raise RLHFError(f"{name}[{number}] has no tokens")
     return ids
+
+
+def ids_of(value: Any, scorer: Scorer, *, special: bool) -> list[list[int]]:
+    """Return one or several texts or lists of token ids as lists of token ids."""
+    paths = [value] if is_ids(value) or isinstance(value, str) else value
+    if not all(map(is_ids, as_list("input", paths))):
+        return whole_texts("input", as_texts("input", paths), scorer, special=special)
+    raise_if_many_ends(scorer)
+    size = scorer.config.get_text_config().vocab_size
+    for token in (token for path in paths for token in path if not 0 <= token < size):
+        raise RLHFError(f"token {token} is not one of the model's {size}")
+    return paths
 
 
 def raise_if_many_ends(scorer: Scorer) -> None:

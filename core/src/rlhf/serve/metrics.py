@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 TOKENS = tuple(2**power for power in range(6, 18))
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -28,7 +28,3 @@ class Metrics:
             "rlhf_open_requests", "Requests that are accepted and not yet answered",
             registry=self.registry,
         ).set_function(num_open)  # fmt: skip
-
-    def text(self) -> bytes:
-        """Return all metrics."""
-        return generate_latest(self.registry)

@@ -36,6 +36,9 @@ def run(case, compiler=True):
     state = engine.deepspeed.basic_optimizer.state
     masters = engine.deepspeed.optimizer.fp32_partitioned_groups_flat
     kinds = [(master.numel(), type(state[master]["step"]).__name__) for master in masters]
+    for master, (_, kind) in zip(masters, kinds, strict=True):
+        place = "cpu" if kind == "int" else engine.device.type
+        assert not compiler or {master.device.type, state[master]["exp_avg"].device.type} == {place}
     rates = [group["lr"] for group in engine.deepspeed.basic_optimizer.param_groups]
     assert rates == engine.schedule.get_last_lr()
     backend.close_mesh(mesh)

@@ -22,6 +22,7 @@ LAYOUTS = {
     "zero3": ("--deepspeed", "zero3", "--deepspeed.persistence_threshold", "0"),
     "zero2_offload": ("--deepspeed", "zero2_offload"),
     "zero3_offload": ("--deepspeed", "zero3_offload"),
+    "part on the CPU": ("--deepspeed", "zero3_offload", "--deepspeed.offload_ratio", "0.5"),
     "second copy": ("--deepspeed", "zero3", "--deepspeed.hpz_partition_size", "2"),
     "nvme": (
         *("--deepspeed", "zero3_offload", "--deepspeed.frozen", "offload"),

@@ -186,6 +186,13 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
     assert "- template llama3: the tokenizer's own chat template is used here" in text
 
 
+def test_a_part_of_the_optimizer_on_the_cpu_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    ours, _ = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["deepspeed"] == {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.3}
+
+
 def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/nvme"}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": disk}

@@ -21,6 +21,7 @@ def config(**settings):
 
 VALUES = {
     "deepspeed.offload_optimizer": "true",
+    "deepspeed.offload_ratio": "0.5",
     "deepspeed.nvme_path": "/nvme",
     "checkpoint.async": "true",
     "deepspeed.offload_param": "true",
@@ -80,12 +81,15 @@ def test_a_setting_is_taken_where_the_table_says(row):
     ids=lambda value: getattr(value, "setting", value),
 )
 def test_another_stage_is_refused(row, stage):
-    first, last = row.stages[0], row.stages[-1]
-    where = f"stage {first}" if first == last else f"stages {first} to {last}"
     # What it needs is refused first.
-    needed = [row.needs] if row.needs else []
-    text = refusal(row.setting, *needed, stage=stage, dtype=row.precisions[0])
-    begin = f"{row.needs or row.setting} works only at ZeRO {where}, not at stage {stage}; "
+    needed = [each for each in ROWS if each.setting == row.needs]
+    refused = next(each for each in (*needed, row) if stage not in each.stages)
+    first, last = refused.stages[0], refused.stages[-1]
+    where = f"stage {first}" if first == last else f"stages {first} to {last}"
+    text = refusal(
+        row.setting, *(each.setting for each in needed), stage=stage, dtype=row.precisions[0]
+    )
+    begin = f"{refused.setting} works only at ZeRO {where}, not at stage {stage}; "
     assert text.startswith(begin)
     assert text.removeprefix(begin).startswith(("remove it", "use the preset zero"))
 
@@ -189,10 +193,7 @@ ABSENT = {
     "expert_parallel": (
         "AutoEP is not offered: its groups are not those of the run's axes; stage 3 shards experts"
     ),
-    "ratio": (
-        "DeepSpeed keeps the first learning rate for what stays on the device; "
-        "deepspeed.offload_optimizer moves all states"
-    ),
+    "ratio": "deepspeed.offload_ratio decides it",
     "zero_quantized_gradients": (
         "it rounds what ranks exchange to 8 or 4 bits, which changes the curve; "
         "deepspeed.hpz_partition_size does not"

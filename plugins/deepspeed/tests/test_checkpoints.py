@@ -22,6 +22,7 @@ LAYOUTS = (
     {"preset": "zero1_offload"},
     {"preset": "zero2_offload"},
     {"preset": "zero3_offload", "persistence_threshold": 0},
+    {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 0},
 )
 FROZEN = ("model.layers.0.up.weight", "model.layers.1.norm.bias")
 
@@ -102,12 +103,18 @@ PLACES = {
     "2 ranks, stage 2": (2, {"stage": 2}),
     "2 ranks, stage 3": (2, {"stage": 3, "persistence_threshold": 40}),
     "2 ranks, offload": (2, {"preset": "zero2_offload"}),
+    "2 ranks, part offloaded": (
+        2,
+        {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 40},
+    ),
     "4 ranks, stage 3": (4, {"stage": 3, "persistence_threshold": 0}),
 }
 QUICK = {
     ("1 rank, stage 0", "2 ranks, stage 3"),
     ("2 ranks, stage 2", "1 rank, stage 0"),
     ("2 ranks, stage 3", "2 ranks, stage 2"),
+    ("2 ranks, part offloaded", "2 ranks, offload"),
+    ("2 ranks, offload", "2 ranks, part offloaded"),
 }
 
 

@@ -24,6 +24,7 @@ LAYOUTS = (
     {"preset": "zero2_offload"},
     {"preset": "zero3", "offload_optimizer": True, "persistence_threshold": 0},
     {"preset": "zero3_offload", "persistence_threshold": 0},
+    {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 0},
     {
         "stage": 3,
         "hpz_partition_size": 2,

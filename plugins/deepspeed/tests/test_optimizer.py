@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from rlhf_plugin_deepspeed import building
+from rlhf_plugin_deepspeed.quiet import silenced
 
 
 class Builder:
@@ -74,3 +76,15 @@ def test_a_file_system_without_locks_builds_all_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(fcntl, "flock", refused)
     with building._one_build(tmp_path):
         assert FileBaton(str(tmp_path / "lock")).try_acquire()
+
+
+def test_a_build_during_a_run_does_not_end_its_silence(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    accelerator = SimpleNamespace(create_op_builder=lambda name: Builder(0.0))
+    monkeypatch.setattr(building, "get_accelerator", lambda: accelerator)
+    logger = logging.getLogger("DeepSpeed")
+    warning = logger.makeRecord("DeepSpeed", logging.WARNING, __file__, 1, "careful", (), None)
+    with silenced():
+        assert building.compiled.__wrapped__("CPUAdamBuilder") == ""
+        assert not logger.filter(warning)
+    assert logger.filter(warning)

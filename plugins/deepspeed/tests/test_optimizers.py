@@ -26,6 +26,7 @@ LAYOUTS = (
     {"stage": 3, "persistence_threshold": 40},
     {"preset": "zero2_offload"},
     {"preset": "zero3_offload", "persistence_threshold": 0},
+    {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.5, "persistence_threshold": 0},
 )
 
 

@@ -252,6 +252,10 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
                 migration.notes[f"deepspeed {name}"] = both
         else:
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
+    ratio = zero.get("offload_optimizer", {}).get("ratio", 1)
+    on_cpu = "deepspeed.offload_optimizer" in migration.settings
+    if on_cpu and "deepspeed.nvme_path" not in migration.settings and 0 < ratio < 1:
+        migration.set("deepspeed.offload_ratio", ratio, "deepspeed")
 
 
 def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:

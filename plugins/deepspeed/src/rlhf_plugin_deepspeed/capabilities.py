@@ -56,6 +56,14 @@ CAPABILITIES = (
         stages=(1, 2, 3),
         alternative="remove it or use the preset zero1_offload",
     ),
+    Capability(
+        feature="a part of the optimizer on the CPU (Twin-Flow of ZeRO-Offload++)",
+        setting="deepspeed.offload_ratio",
+        stages=(3,),
+        needs="deepspeed.offload_optimizer",
+        excludes=("deepspeed.nvme_path",),
+        alternative="remove it or use the preset zero3_offload",
+    ),
     # A checkpoint that is written beside the next steps is copied to the host's memory before.
     Capability(
         feature="optimizer and offloaded parameters on NVMe",

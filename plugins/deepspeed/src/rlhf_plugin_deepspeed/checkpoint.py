@@ -153,7 +153,9 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
                 steps.append(torch.zeros(1))
                 saved.read(name, "step", 0, steps[-1])
         if steps:
-            counts_in_tensors = not isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW)
+            counts_in_tensors = master in getattr(optimizer, "on_accelerator", ()) or (
+                not isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW)
+            )
             step = torch.tensor(float(max(steps)), device=master.device)
             optimizer.state[master]["step"] = step if counts_in_tensors else int(step)
     replay_steps(optimizer)

@@ -72,6 +72,7 @@ REFUSED = {
         "deepspeed.offload_param": "zero_optimization.offload_param",
         "deepspeed.nvme_path": "zero_optimization.offload_optimizer.nvme_path "
         "zero_optimization.offload_param.nvme_path",
+        "deepspeed.offload_ratio": "zero_optimization.offload_optimizer.ratio",
         "deepspeed.bucket_size": "zero_optimization.reduce_bucket_size "
         "zero_optimization.allgather_bucket_size",
         "deepspeed.persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
@@ -85,8 +86,6 @@ REFUSED = {
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
     "expert_parallel": "AutoEP is not offered: its groups are not those of the run's axes; stage 3 "
     "shards experts",
-    "zero_optimization.offload_optimizer.ratio": "DeepSpeed keeps the first learning rate for what "
-    "stays on the device; deepspeed.offload_optimizer moves all states",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"
@@ -152,6 +151,12 @@ class DeepSpeedConfig:
     default: the preset's."""
     offload_param: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
     """Weights on the CPU between uses, stage 3; default: the preset's."""
+    offload_ratio: float = field(
+        default=1.0, validator=validators.and_(validators.gt(0), validators.le(1))
+    )
+    """Stage 3: the share of the masters and the optimizer's states that offload_optimizer puts on
+    the CPU. The rest stays on the accelerator and is updated there (Twin-Flow of
+    ZeRO-Offload++)."""
     nvme_path: str | None = None
     """A folder on a local disk of each host for what offload_optimizer and offload_param put on the
     CPU: master weights, the optimizer's states and parameters (ZeRO-Infinity, arXiv 2104.07857).
@@ -200,7 +205,9 @@ def resolve(section: DeepSpeedConfig) -> Resolved:
     """Return the section with its preset filled in. Raises RLHFError where they contradict."""
     preset = PRESETS.get(OTHER_NAMES.get(section.preset, section.preset))
     if preset is None:
-        only_3 = section.offload_param or section.hpz_partition_size > 1
+        only_3 = (
+            section.offload_param or section.offload_ratio < 1 or section.hpz_partition_size > 1
+        )
         preset = Resolved(stage=3 if only_3 and section.stage == "auto" else section.stage)
     elif section.stage not in ("auto", preset.stage):
         raise RLHFError(
@@ -248,6 +255,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
     settings = {
         "deepspeed.offload_optimizer": resolved.offload_optimizer,
         "deepspeed.offload_param": resolved.offload_param,
+        "deepspeed.offload_ratio": section.offload_ratio < 1,
         "deepspeed.nvme_path": section.nvme_path is not None,
         "checkpoint.async": config.checkpoint.async_,
         "deepspeed.offload_states": section.offload_states == "always",

@@ -8,6 +8,7 @@ from attrs import frozen
 from rlhf.engine import ModelShape, Plan, fused_on
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.muon import AT_ONCE
+from rlhf_plugin_deepspeed.partial import host_share
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
@@ -51,10 +52,11 @@ def states(
     size = bytes_per_parameter(config, shape, stage=stage)
     weights = shape.parameters * size.weight
     gradients = shape.trainable * size.gradient
-    updated = 0 if offloaded else shape.trainable // (world if stage >= 1 else 1)
+    updated = int((1 - host_share(zero)) * shape.trainable) // (world if stage >= 1 else 1)
     if stage >= 2:
-        # With the optimizer on the host, gradients are added up there.
-        gradients = 0 if offloaded else gradients // world
+        # With the optimizer on the host, gradients are added up there; masters on the accelerator
+        # have theirs beside them.
+        gradients = 4 * updated if offloaded else gradients // world
     if stage == 3:
         second = zero.get("zero_hpz_partition_size")
         shards = weights // world + (weights // second if second else 0)
@@ -89,7 +91,8 @@ def estimate(
     if not trained:
         return {name: parts[name] for name in ("weights", "host", "nvme")}
     if offloaded:
-        parts[place] += int(shape.trainable * (size.master + size.optimizer)) // world
+        updated = host_share(zero) * shape.trainable
+        parts[place] += int(updated * (size.master + size.optimizer)) // world
         # Gradients are added up in float32 there; stages 1 and 2 copy updated weights through it.
         through = size.weight if plan.stage < 3 else 0
         parts["host"] += (4 + through) * shape.trainable // world
@@ -113,7 +116,7 @@ def _buffers(
     bucket = zero.get("reduce_bucket_size", 0) * size.weight
     if zero["stage"] == 3:
         # One bucket is reduced while the next is filled.
-        return {"buffers": 0 if offloaded else gradients, "reducing": 2 * bucket}
+        return {"buffers": gradients, "reducing": 2 * bucket}
     buffers = {"buffers": bucket * (2 if zero.get("overlap_comm") else 1)}
     if offloaded:
         # Sums come back from the host through room for the largest parameter, at most a layer.

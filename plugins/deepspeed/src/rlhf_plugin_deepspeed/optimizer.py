@@ -15,6 +15,7 @@ from rlhf.plugin import Config, OptimConfig
 from rlhf_plugin_deepspeed.building import compiled
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.muon import Muon, hidden_matrices
+from rlhf_plugin_deepspeed.partial import PartialCPUAdam, host_share
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
@@ -57,6 +58,8 @@ def build(
     name, _ = choose(optim, offloaded=offloaded)
     if name == ROUNDED:
         return RoundedAdamW(groups, seed=config.train.seed, **settings)
+    if name == "DeepSpeedCPUAdam" and host_share(plan.settings["zero_optimization"]) < 1:
+        return PartialCPUAdam(groups, **settings)
     if name == "DeepSpeedCPUAdam":
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     return FlatAdamW([dict(group) for group in groups], **settings)

@@ -20,6 +20,7 @@ from rlhf_plugin_deepspeed.mesh import groups_of
 from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.nvme import StateFiles, is_in_file, state_files
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
+from rlhf_plugin_deepspeed.partial import keep_on_accelerator
 from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
@@ -55,6 +56,8 @@ def prepare_training(
         )
     # Its hooks would keep the weights and the process groups in memory after the run.
     run_scope.callback(runner.destroy)
+    if plan.stage == 3 and "offload_optimizer" in plan.settings["zero_optimization"]:
+        keep_on_accelerator(runner.optimizer, plan, mesh.device)
     if plan.stage == 0 and has_masters(plan):
         forget_first_step(runner.basic_optimizer)
     scaler = getattr(runner.optimizer, "loss_scaler", None)
@@ -105,6 +108,8 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
     """Return a copy of the plan's settings for training, since DeepSpeed writes into it."""
     settings = copy.deepcopy(plan.settings)
     zero = settings["zero_optimization"]
+    # DeepSpeed would make a second optimizer.
+    zero.get("offload_optimizer", {}).pop("ratio", None)
     if rounded or (plan.stage == 0 and (mesh.tensor.size > 1 or not has_masters(plan))):
         # Clipped by the update over bf16 states, or by our step; DeepSpeed's clipping at stage 0
         # takes a loop over all gradients, twice.

@@ -13,6 +13,7 @@ def silenced() -> Iterator[None]:
     """Hide DeepSpeed's log messages below ERROR, and torch's warnings about functions that
     DeepSpeed calls; the plan's summary has what matters."""
     logger = logging.getLogger("DeepSpeed")
+    outermost = _is_error not in logger.filters
     logger.addFilter(_is_error)
     try:
         with warnings.catch_warnings():
@@ -22,7 +23,8 @@ def silenced() -> Iterator[None]:
             )
             yield
     finally:
-        logger.removeFilter(_is_error)
+        if outermost:
+            logger.removeFilter(_is_error)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -20,6 +20,9 @@ BUCKET = 200_000_000
 LEAST_BUCKET = 50_000_000
 """Elements that are reduced at once during backward, or those of a mean layer if they are more, up
 to BUCKET. At 1.5B as fast as BUCKET, in less memory."""
+SUB_GROUPS = 32
+"""Least parts of about the same size of which `deepspeed.offload_ratio` chooses those on the CPU;
+DeepSpeed's own have 1e9 elements."""
 
 
 def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> Plan:
@@ -93,7 +96,9 @@ def _ranks(mesh: Mesh) -> str:
 
 def offloads(resolved: Resolved, section: DeepSpeedConfig) -> str:
     """Return what is not on the accelerators, for the end of a summary or a name."""
-    names = ["optimizer"] * resolved.offload_optimizer + ["parameters"] * resolved.offload_param
+    part = "" if section.offload_ratio == 1 else f"{section.offload_ratio:.0%} of the "
+    names = [f"{part}optimizer"] * resolved.offload_optimizer
+    names += ["parameters"] * resolved.offload_param
     place = "the CPU" if section.nvme_path is None else "NVMe"
     return f", {' and '.join(names)} on {place}" if names else ""
 
@@ -160,6 +165,9 @@ def _zero(
         zero["overlap_comm"] = True
     if resolved.offload_optimizer:
         zero["offload_optimizer"] = dict(host)
+        if section.offload_ratio < 1:
+            zero["offload_optimizer"]["ratio"] = section.offload_ratio
+            zero["sub_group_size"] = max(shape.trainable // mesh.shards.size // SUB_GROUPS, 1)
     if resolved.offload_param:
         zero["offload_param"] = dict(host)
     return zero

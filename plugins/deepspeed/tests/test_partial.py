@@ -1,0 +1,167 @@
+"""A part of the optimizer on the CPU (Twin-Flow): two updates on one curve, the share of each,
+another share at a resume, and what the plan says of it."""
+
+import pytest
+from attrs import evolve
+from plans import SHAPE, config, half, plan
+
+from rlhf.engine import GIB
+from rlhf.errors import RLHFError
+from rlhf.plugin import ModelConfig, OptimConfig
+from rlhf.testing.plain import PlainBackend
+from rlhf.testing.problem import Case, configure, follow
+from rlhf.testing.ranks import shared
+from rlhf_plugin_deepspeed import optimizer as optimizers
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
+from rlhf_plugin_deepspeed.memory import estimate
+from rlhf_plugin_deepspeed.weights import gathered
+
+WHOLE = {"stage": 3, "offload_optimizer": True, "persistence_threshold": 40}
+
+
+def partly(share, **settings):
+    return configure(DeepSpeedConfig(offload_ratio=share, **WHOLE | settings))
+
+
+def run(case, compiler=True):
+    """The outcome, the final weights, and for each master its elements and the type of its number
+    of steps: DeepSpeedCPUAdam counts in integers, torch in tensors."""
+    backend = DeepSpeedBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiler:
+            patch.setattr(optimizers, "compiled", lambda _: "no compiler")
+        outcome, engine, mesh = follow(backend, case)
+    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    state = engine.deepspeed.basic_optimizer.state
+    masters = engine.deepspeed.optimizer.fp32_partitioned_groups_flat
+    kinds = [(master.numel(), type(state[master]["step"]).__name__) for master in masters]
+    for master, (_, kind) in zip(masters, kinds, strict=True):
+        place = "cpu" if kind == "int" else engine.device.type
+        assert not compiler or {master.device.type, state[master]["exp_avg"].device.type} == {place}
+    rates = [group["lr"] for group in engine.deepspeed.basic_optimizer.param_groups]
+    assert rates == engine.schedule.get_last_lr()
+    backend.close_mesh(mesh)
+    return outcome, weights, kinds
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_both_updates_follow_one_curve_under_a_schedule(pair, share, adapter):
+    options = {"steps": 6, "micro_batches": 2, "adapter": adapter}
+    plain = follow(PlainBackend(), Case(config=configure(), **options | {"micro_batches": 1}))[0]
+    assert len(set(plain.rates)) == 6
+    whole = pair.run(run, Case(config=partly(1.0), **options))
+    found = pair.run(run, Case(config=partly(share), **options))
+    for (all_there, _, kinds_there), (outcome, _, kinds) in zip(whole, found, strict=True):
+        assert {kind for _, kind in kinds_there} == {"int"}
+        assert outcome.losses == pytest.approx(plain.losses, rel=1e-5)
+        assert outcome.norms == pytest.approx(plain.norms, rel=1e-5)
+        assert outcome.losses == pytest.approx(all_there.losses, rel=1e-5)
+        assert outcome.rates == plain.rates
+        assert {kind for _, kind in kinds} == {"int", "Tensor"}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_the_share_counts_elements(pair, share):
+    for _, _, kinds in pair.run(run, Case(config=partly(share), steps=1)):
+        sizes = [size for size, _ in kinds]
+        there = sum(size for size, kind in kinds if kind == "int") / sum(sizes)
+        assert share <= there < share + max(sizes) / sum(sizes)
+
+
+def test_without_a_compiler_torch_updates_both(pair):
+    case = Case(config=partly(0.5))
+    found, other = pair.run(run, case)[0], pair.run(run, case, False)[0]
+    assert other[0].losses == pytest.approx(found[0].losses, rel=1e-5)
+    assert {kind for _, kind in other[2]} == {"Tensor"}
+
+
+def test_a_checkpoint_continues_with_another_share(tmp_path):
+    straight, *_ = shared(2).run(run, Case(config=partly(0.3), steps=5, save=(2, tmp_path)))[0]
+    for share in (0.7, 1.0):
+        later, *_ = shared(2).run(run, Case(config=partly(share), steps=5, load=tmp_path))[0]
+        assert later.losses == pytest.approx(straight.losses[2:], rel=1e-5)
+        assert later.norms == pytest.approx(straight.norms[2:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"preset": "zero2_offload"},
+            "deepspeed.offload_ratio works only at ZeRO stage 3, not at stage 2; remove it or use "
+            "the preset zero3_offload",
+        ),
+        (
+            {},
+            "deepspeed.offload_ratio needs deepspeed.offload_optimizer; set both, or remove it",
+        ),
+        (
+            {"offload_optimizer": True, "nvme_path": "/nvme"},
+            "deepspeed.offload_ratio cannot be combined with deepspeed.nvme_path; remove one of "
+            "the two",
+        ),
+    ],
+    ids=str,
+)
+def test_what_has_no_part_on_the_cpu_is_refused(settings, text):
+    with pytest.raises(RLHFError) as error:
+        check(config(offload_ratio=0.5, **settings))
+    assert str(error.value) == text
+
+
+def test_states_in_bf16_have_no_part_on_the_cpu():
+    run = half(offload_ratio=0.5, offload_optimizer=True)
+    with pytest.raises(RLHFError) as error:
+        check(evolve(run, optim=OptimConfig(states="bf16")))
+    assert str(error.value) == (
+        "optim.states bf16 cannot be combined with deepspeed.offload_optimizer; remove one of the "
+        "two"
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_is_above_0_and_at_most_1(share):
+    with pytest.raises(ValueError, match="'offload_ratio' must be"):
+        DeepSpeedConfig(offload_ratio=share)
+
+
+def test_the_plan_and_the_estimate_count_the_part():
+    # 7 Gi parameters on 8 ranks: 12 bytes of master and moments for each, where they are, and on
+    # the accelerator 4 of the gradient.
+    settings = {"offload_optimizer": True}
+    made = [
+        plan(8, 80 * GIB, stage=3, **settings),
+        plan(8, 80 * GIB, offload_ratio=0.25, **settings),
+    ]
+    assert made[1].summary == (
+        "ZeRO 3, bf16, 8 ranks, torch AdamW (fused), 25% of the optimizer on the CPU"
+    )
+    zero = made[1].settings["zero_optimization"]
+    assert (zero["offload_optimizer"]["ratio"], zero["sub_group_size"]) == (
+        0.25,
+        7 * GIB // 8 // 32,
+    )
+    whole, part = (estimate(half(), each, SHAPE, world=8, trained=True) for each in made)
+    each_rank = SHAPE.trainable // 8
+    assert (part["masters"], part["optimizer"]) == (3 * each_rank, 6 * each_rank)
+    assert part["buffers"] - whole["buffers"] == 3 * each_rank
+    assert whole["host"] - part["host"] == 9 * each_rank
+    assert whole["masters"] == whole["optimizer"] == whole["buffers"] == 0
+
+
+def test_layouts_keep_the_part(pair):
+    run = evolve(config(offload_ratio=0.5, offload_optimizer=True), model=ModelConfig(dtype="bf16"))
+    assert pair.run(names_of_layouts, run)[0] == [
+        "ZeRO 3, 50% of the optimizer on the CPU",
+        "ZeRO 3, 50% of the optimizer and parameters on the CPU",
+    ]
+
+
+def names_of_layouts(run):
+    backend = DeepSpeedBackend()
+    mesh = backend.setup_mesh(run)
+    names = [layout.name for layout in backend.layouts(run, mesh, SHAPE)]
+    backend.close_mesh(mesh)
+    return names

@@ -28,6 +28,7 @@ class PartialCPUAdam(DeepSpeedCPUAdam):
         self.on_accelerator: set[Tensor] = set()
         self._fused = AdamW([torch.zeros(1)], fused=True)
         for group in self.param_groups:
+            # torch reads settings from each group that DeepSpeed's does not have.
             group.update(self._fused.defaults | group)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -14,6 +14,7 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError
 from rlhf.journal.progress import sample_line
+from rlhf.loop.samples import MAX_NEW_TOKENS
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.set_up import check_samples
 from rlhf.request.reader import read_config
@@ -23,7 +24,6 @@ from rlhf_plugin_prm.scorer import Scorer as ProcessScorer
 from rlhf_plugin_rm.scorer import Scorer
 from sft_runs import Inputs
 
-SHORT = ("--kd.max_new_tokens", "8")
 SAMPLES = ("--train.samples", "3", "--train.eval_every", "2", "--train.eval_at_start", "true")
 
 
@@ -45,7 +45,7 @@ def held_out(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()][:3]
 
 
-def most_likely(model: Path, prompts: list[Any], *, longest: int) -> list[str]:
+def most_likely(model: Path, prompts: list[Any]) -> list[str]:
     """The most likely answers of an exported model, by transformers."""
     written: Any = LlamaForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -57,7 +57,7 @@ def most_likely(model: Path, prompts: list[Any], *, longest: int) -> list[str]:
         length = ids["input_ids"].shape[1]
         room = written.config.max_position_embeddings - length
         with torch.no_grad():
-            out = written.generate(**ids, max_new_tokens=min(longest, room), do_sample=False)
+            out = written.generate(**ids, max_new_tokens=min(MAX_NEW_TOKENS, room), do_sample=False)
         answers.append(tokenizer.decode(out[0, length:], skip_special_tokens=True))
     return answers
 
@@ -89,7 +89,7 @@ def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
     for sample, row in zip(found[-3:], rows, strict=True):
         assert row["messages"][0]["content"] in sample["prompt"]
     prompts = [row["messages"][:1] for row in rows]
-    answers = most_likely(tmp_path / "two" / "run" / "model", prompts, longest=256)
+    answers = most_likely(tmp_path / "two" / "run" / "model", prompts)
     assert [sample["answers"] for sample in found[-3:]] == [[answer] for answer in answers]
 
 
@@ -98,17 +98,22 @@ def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
     [
         ("dpo", "preference", ()),
         ("kto", "unpaired", ()),
-        ("kd", "demonstration", ("--kd.teacher", "demo:base", "--kd.on_policy", "0.5", *SHORT)),
+        (
+            "kd",
+            "demonstration",
+            ("--kd.teacher", "demo:base", "--kd.on_policy", "0.5", "--kd.max_new_tokens", "8"),
+        ),
     ],
 )
 def test_a_preference_trainer_and_a_student_write_the_most_likely_answers(
     trainer: str, format: str, more: tuple[str, ...], two: Ranks, tmp_path: Path
 ) -> None:
-    found = taken(trainer, format, two, tmp_path, "--model", "demo:base", *more)
+    rate = ("--optim.lr", "1e-4")  # So that answers end, and none is nearly as likely as another.
+    found = taken(trainer, format, two, tmp_path, "--model", "demo:base", *rate, *more)
     assert len(found) == 9
     rows = held_out(tmp_path)
     prompts = [row["prompt"] if "prompt" in row else row["messages"][:1] for row in rows]
-    answers = most_likely(tmp_path / "run" / "model", prompts, longest=256)
+    answers = most_likely(tmp_path / "run" / "model", prompts)
     assert [sample["answers"] for sample in found[-3:]] == [[answer] for answer in answers]
     assert not any("scores" in sample for sample in found)
 

@@ -287,7 +287,7 @@ REFUSED = {
         {"num_key_value_heads": 1},
         "2",
         "deepspeed.tensor_parallel is 2, but the layers of {model} cannot be divided: 4 attention "
-        "heads, 1 key-value heads and a feed-forward width of 64 have no common divisor but 1; set "
+        "and 1 key-value heads and a feed-forward width of 64 have no common divisor but 1; set "
         "deepspeed.stage to 3 instead",
     ),
     "a mixture of experts": (

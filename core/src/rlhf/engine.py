@@ -65,7 +65,7 @@ class ModelShape:
     it."""
     tensor: int = 1
     """The largest number of ranks over which its layers can be divided; its divisors can too."""
-    undivided: str = ""
+    undivided: str = "it is not a transformers model"
     """Why its layers cannot be divided, if `tensor` is 1."""
 
     @property
@@ -362,8 +362,8 @@ class Engine(Protocol):
 def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Write whole weights from the host, for the hook `export_weights`: a model folder, or
     model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
-    if own := getattr(module, "save_weights", None):
-        own(weights, directory)
+    if save := getattr(module, "save_weights", None):
+        save(weights, directory)
         return
     first = {value.data_ptr() or name: name for name, value in reversed([*weights.items()])}
     once = {name: weights[name].contiguous() for name in first.values()}

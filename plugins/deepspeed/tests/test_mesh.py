@@ -15,7 +15,7 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch
 from rlhf.testing.ranks import ranks_fixture
-from rlhf_plugin_deepspeed import mesh
+from rlhf_plugin_deepspeed import mesh as mesh_module
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.mesh import axis_sizes, close_groups, with_groups
@@ -57,12 +57,12 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
 
 def test_more_ranks_than_devices_are_refused(monkeypatch):
     accelerator = SimpleNamespace(device_count=lambda: 2, device_name=lambda: "cuda")
-    monkeypatch.setattr(mesh, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(mesh_module, "get_accelerator", lambda: accelerator)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert mesh._local_rank() == 1
+    assert mesh_module._local_rank() == 1
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(RLHFError) as error:
-        mesh._local_rank()
+        mesh_module._local_rank()
     assert str(error.value) == (
         "LOCAL_RANK is 2 but this machine has 2 devices; start at most 2 ranks per machine"
     )

@@ -100,7 +100,7 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
 
 
 def _answer(answer: Answer, labels: Mapping[int, str], tokenizer: Any) -> Text:
-    """Return an answer as text, with each of its `labels` after so many tokens."""
+    """Return an answer as text with its `labels`, whose keys count the tokens before them."""
     size, text = len(answer.tokens), Text()
     mask = np.ones(size, bool) if answer.trained is None else np.asarray(answer.trained)
     edges = sorted({*(np.flatnonzero(np.diff(mask)) + 1).tolist(), *labels, size})

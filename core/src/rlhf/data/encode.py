@@ -13,7 +13,8 @@ ANCHORS = ("\n", ".", "a", "(")
 """Texts that are put before a continuation and cut off again, for tokenizers that put a blank
 before every text."""
 
-S = TypeVar("S", str, list[int])
+Sequential = TypeVar("Sequential", str, list[int])
+"""A text or its token ids."""
 Tokens = tuple[list[int], int]
 """Token ids, and how many of the first of them are trained on."""
 
@@ -226,11 +227,13 @@ class Encoder:
         return False
 
 
-def common_prefix(sequences: Sequence[S]) -> S:
+def common_prefix(sequences: Sequence[Sequential]) -> Sequential:
     """Return what all of the texts, or lists of token ids, begin with."""
     low, high = min(sequences), max(sequences)
     size = min(len(low), len(high))
-    return low[: next((place for place in range(size) if low[place] != high[place]), size)]
+    if low[:size] == high[:size]:
+        return low[:size]
+    return low[: next(place for place in range(size) if low[place] != high[place])]
 
 
 def _calls_backend(tokenizer: Any) -> bool:

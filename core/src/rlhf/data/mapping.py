@@ -69,8 +69,8 @@ class RowsToTrees:
         )
 
     def _status(self, example: Example) -> int:
-        """Return the status that an example has by its length. Raises RLHFError if it may not be
-        too long."""
+        """Return the status that an example has by its length. Raises RLHFError if it is too long
+        and `data.too_long` is `error`."""
         path = len(example.prompt) + max(len(answer.tokens) for answer in example.answers)
         if path <= self.data.max_tokens:
             return trees.KEPT

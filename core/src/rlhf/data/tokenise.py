@@ -113,7 +113,8 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
 
 
 def _reader(trainer: Trainer, tokenizer: Any) -> Reader:
-    """Return the tokenizer with how the trainer's rows are rendered and its steps are marked."""
+    """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
+    are marked."""
     section = trainer.config
     return Reader(
         tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
@@ -168,7 +169,11 @@ def _report(table: pa.Table) -> Report:
         trained=int(column["predictions"][kept].sum()),
         labels=int(column["labels"].sum()),
         labels_cut=int(column["labels_cut"].sum()),
-        lost={n: tuple(map(name_of, it[:NAMED_ROWS])) for n, it in lost.items() if len(it)},
+        lost={
+            name: tuple(map(name_of, places[:NAMED_ROWS]))
+            for name, places in lost.items()
+            if len(places)
+        },
     )
 
 

@@ -112,7 +112,8 @@ def _await_digests(part: Path, *, ranks: int) -> None:
 def set_aside(checkpoints: Path, *, after: int) -> list[str]:
     """Hide the checkpoints newer than step `after`, from which a run was resumed. The next rotation
     removes them, once a new checkpoint is complete. Returns their names."""
-    later = {name_of(it): it for it in all_checkpoints(checkpoints) if step_of(it) > after}
+    every = all_checkpoints(checkpoints)
+    later = {name_of(folder): folder for folder in every if step_of(folder) > after}
     for name, folder in later.items():
         aside = checkpoints / ASIDE.format(name)
         shutil.rmtree(aside, ignore_errors=True)

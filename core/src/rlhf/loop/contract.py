@@ -306,10 +306,10 @@ def check_rollout(examples: Any, trainer: Trainer, *, num_rows: int, step: int, 
             if not all(len(answer.tokens) for answer in example.answers):
                 raise RLHFError(f"{call} returned an answer without tokens")
     if mesh.world > 1:
-        check_same(examples, call, step=step, mesh=mesh)
+        check_same_examples(examples, call, step=step, mesh=mesh)
 
 
-def check_same(examples: Sequence[Example], call: str, *, step: int, mesh: Mesh) -> None:
+def check_same_examples(examples: Sequence[Example], call: str, *, step: int, mesh: Mesh) -> None:
     """Raise RLHFError unless all ranks have the same examples. Collective."""
     digests = mesh.gather(digest(examples))
     if len(set(digests)) > 1:

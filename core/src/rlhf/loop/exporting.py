@@ -50,7 +50,7 @@ def _export(session: Session, role: str) -> None:
         session.hooks.export_weights(engine=engine, directory=part)
         if writes and isinstance(engine.module, PackedModel):
             usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
-            _complete(part, engine.module, session.trainer.tokenizer, usage)
+            _add_tokenizer_and_config(part, engine.module, session.trainer.tokenizer, usage)
             write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
 
@@ -95,7 +95,9 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
     module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
-    _complete(target, module, tokenizer, _usage(trainer, role, request.name, newest))
+    _add_tokenizer_and_config(
+        target, module, tokenizer, _usage(trainer, role, request.name, newest)
+    )
     write_card(target, run, role=role, until=step_of(folder))
 
 
@@ -115,7 +117,9 @@ def _plain_model(spec: ModelSpec, weights: Mapping[str, Tensor]) -> PackedModel:
     return load_model(spec, plan=whole, mesh=Mesh(), hooks=backend)
 
 
-def _complete(folder: Path, module: PackedModel, tokenizer: Any, usage: Mapping[str, Any]) -> None:
+def _add_tokenizer_and_config(
+    folder: Path, module: PackedModel, tokenizer: Any, usage: Mapping[str, Any]
+) -> None:
     """Write what belongs to the weights in `folder`, and check that all of them are there."""
     save_tokenizer_and_config(module.model, tokenizer, folder, usage)
     verify_export(folder, module.model, module.extra_parameters)

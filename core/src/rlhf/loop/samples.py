@@ -46,20 +46,23 @@ def take_samples(session: Session) -> list[Shown]:
     held_out = order.examples
     rows = rows_to_show(trainer, held_out, session.config.train.samples)
     examples = [held_out[row] for row in rows]
-    answers: list[Sequence[Any]] = [example.answers for example in examples]
-    scores = _scores(session, rows) if scores_answers(trainer) else None
-    if scores is None:
-        answers = [[answer] for answer in _written(session, [each.prompt for each in examples])]
-    return [
-        {
-            "row": held_out.name(row), "prompt": _text(trainer, example.prompt),
-            "answers": [_text(trainer, answer.tokens) for answer in own],
-        } | ({} if scores is None else {"scores": scores[row]})
-        for row, example, own in zip(rows, examples, answers, strict=True)
-    ]  # fmt: skip
+    shown: list[Shown] = [
+        {"row": held_out.name(row), "prompt": _text(trainer, example.prompt)}
+        for row, example in zip(rows, examples, strict=True)
+    ]
+    if scores_answers(trainer):
+        by_row = _scores(session, rows)
+        for sample, row, example in zip(shown, rows, examples, strict=True):
+            sample["answers"] = [_text(trainer, answer.tokens) for answer in example.answers]
+            sample["scores"] = by_row[row]
+        return shown
+    written = _most_likely(session, [example.prompt for example in examples])
+    for sample, answer in zip(shown, written, strict=True):
+        sample["answers"] = [_text(trainer, answer.tokens)]
+    return shown
 
 
-def _written(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
+def _most_likely(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
     """Return the policy's most likely answer to each prompt, within its positions. Collective."""
     longest = max(map(len, prompts))
     text_config = session.engine.module.causal.config.get_text_config()

@@ -12,6 +12,12 @@ Keys = Mapping[str, Any]
 Entries = list[Any]
 Notes = dict[str, str]
 
+LLAMA_FACTORY_COLUMNS = {
+    "instruction": "prompt", "input": "query", "output": "response", "conversations": "messages",
+    **{each: each for each in ("history", "system", "tools", "chosen", "rejected", "kto_tag")},
+}  # fmt: skip
+"""Keys of `columns` in LLaMA-Factory's dataset_info.json, by the names of our columns."""
+
 
 def _entry(path: Any, **options: Any) -> Any:
     """Return an entry, or only its path if it has no other key."""
@@ -85,13 +91,6 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
     return train, [read(each) for each in keys.get("test_datasets") or ()]
 
 
-LLAMA_FACTORY_COLUMNS = {
-    "instruction": "prompt", "input": "query", "output": "response", "conversations": "messages",
-    **{each: each for each in ("history", "system", "tools", "chosen", "rejected", "kto_tag")},
-}  # fmt: skip
-"""Keys of `columns` in LLaMA-Factory's dataset_info.json, by the names of our columns."""
-
-
 def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
     place = located(str(keys.get("dataset_dir", "data")), folder)
     try:
@@ -108,7 +107,7 @@ def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tupl
             )
             return _entry(name, limit=keys.get("max_samples"))
         theirs = about.get("columns", {})
-        columns = _renamed((ours, theirs.get(name)) for ours, name in LLAMA_FACTORY_COLUMNS.items())
+        columns = _renamed((ours, theirs.get(key)) for ours, key in LLAMA_FACTORY_COLUMNS.items())
         if columns.get("conversations") == "messages":
             del columns["conversations"]
         file = about.get("file_name")

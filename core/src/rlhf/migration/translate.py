@@ -259,7 +259,7 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
 
 
 def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:
-    """Return DeepSpeed's JSON, of which `chosen` may be the file; empty without it."""
+    """Return the content of `chosen`, DeepSpeed's JSON or its path; empty if there is none."""
     if not chosen or isinstance(chosen, Mapping):
         return chosen or {}
     file = located(str(chosen), folder)

@@ -117,7 +117,7 @@ def target_modules(causal: Any, chosen: str | Sequence[str], task: Task) -> str 
     """Return what `lora.targets` is for peft. Raises RLHFError for the head and for names that no
     module has."""
     if chosen == "all-linear":
-        # Of a token classifier peft would add the head to the targets.
+        # peft would add a token classifier's head to the targets.
         return chosen if task == "causal" else linear_names(causal)
     targets, head = as_names(chosen), head_name(causal)
     if head in targets:

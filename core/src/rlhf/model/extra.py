@@ -22,7 +22,8 @@ EXTRA_PREFIX = "extra."
 
 def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the values with which `extra` begins: those of the model or adapter that is trained
-    further, if it has them. Raises RLHFError for a parameter that has another shape there."""
+    further, if it has them. Raises RLHFError for a parameter that has another shape there, for a
+    name that torch does not allow and for a scalar."""
     check_extra(extra)
     if not extra:
         return {}

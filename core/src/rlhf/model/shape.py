@@ -23,8 +23,8 @@ TENSOR_FAMILIES = (
     "qwen3", "smollm3", "starcoder2",
 )  # fmt: skip
 """`model_type`s whose layers can be divided, as tests show. transformers' plans of others divide
-more than linear layers, or nobody has tried them. Models that also read images have types of their
-own."""
+more than linear layers, or nobody has tried them. Models that also read images are refused, since
+their `model_type` is another."""
 
 
 def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
@@ -48,7 +48,7 @@ def shape_of(module: nn.Module) -> ModelShape:
         largest = max(sum(p.numel() for p in part) for part in own)
         return ModelShape(
             parameters=num_parameters(module), trainable=trainable, largest_layer=largest,
-            hidden=0, layers=0, head=0, undivided="its parts are not known",
+            hidden=0, layers=0, head=0,
         )  # fmt: skip
     causal = module.causal
     text = causal.config.get_text_config()
@@ -70,17 +70,16 @@ def shape_of(module: nn.Module) -> ModelShape:
 
 
 def tensor_ranks(config: Any) -> tuple[int, str]:
-    """Return over how many ranks the layers of a model can be divided at most by transformers' plan
-    of its family; for 1, also the reason."""
+    """Return the largest number of ranks that can divide the layers of a model by transformers'
+    plan of its family, and the reason if it is 1."""
     if config.model_type not in TENSOR_FAMILIES:
         return 1, f"{config.model_type} is not among the families in docs/backends.md"
     heads, width = config.num_attention_heads, config.intermediate_size
     groups = getattr(config, "num_key_value_heads", None) or heads
     most = math.gcd(heads, groups, width)
-    counts = (
-        f"{heads} attention heads, {groups} key-value heads and a feed-forward width of {width}"
-    )
-    return most, f"{counts} have no common divisor but 1" if most == 1 else ""
+    both = f"{heads} attention and {groups} key-value heads"
+    reason = f"{both} and a feed-forward width of {width} have no common divisor but 1"
+    return most, reason if most == 1 else ""
 
 
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:

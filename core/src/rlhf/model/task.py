@@ -72,7 +72,8 @@ def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:
 
 
 def prepare_architecture(architecture: Any, task: Task, labels: int | None, path: str) -> None:
-    """Set the labels of `task` in a causal family's config, in place."""
+    """Set the labels of `task` in a causal family's config, in place. Raises RLHFError for labels
+    that the task cannot have and for a family or a model that cannot be such a classifier."""
     names = names_of_labels(task, labels)
     if task == "causal":
         return

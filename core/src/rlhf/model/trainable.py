@@ -66,19 +66,24 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     Only matrices outside of norms decay. Norm weights, biases and all parameters that were created
     with fewer than two dimensions do not.
     """
-    decays: dict[nn.Parameter, bool] = {}
+    decayed: dict[nn.Parameter, bool] = {}
     for owner in module.modules():
         # Families name their own RMS norm classes `...Norm`.
         is_norm = isinstance(owner, NORMS) or type(owner).__name__.endswith("Norm")
         for name, parameter in owner.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
             # At ZeRO-3 the parameter itself is flat.
             matrix = len(whole_shape(parameter)) >= 2
-            decays.setdefault(parameter, matrix and not is_norm and not name.endswith("bias"))
-    return [
-        {"params": params, "weight_decay": rate}
-        for rate, decayed in ((weight_decay, True), (0.0, False))
-        if (params := [p for p, own in decays.items() if own == decayed and p.requires_grad])
+            decayed.setdefault(parameter, matrix and not is_norm and not name.endswith("bias"))
+    groups = [
+        {
+            "params": [item for item, decays in decayed.items() if decays],
+            "weight_decay": weight_decay,
+        },
+        {"params": [item for item, decays in decayed.items() if not decays], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import Factory, define, field
+from attrs import define, field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,9 +48,11 @@ class RunContext(RunModels):
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
     startup: Startup = field(factory=Startup)
-    phases: Phases = Factory(
-        lambda it: Phases(it.roles, it.mesh, it.hooks, it.fit), takes_self=True
-    )
+    phases: Phases = field(init=False)
+
+    @phases.default
+    def _phases(self) -> Phases:
+        return Phases(self.roles, self.mesh, self.hooks, self.fit)
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
@@ -103,7 +105,9 @@ class RunContext(RunModels):
         with self.startup.part("loading"):
             module = read(plan=plan)
         with self.startup.part("engine"):
-            optimizer, schedule = self._updates(config, plan, module) if trained else (None, None)
+            optimizer, schedule = (
+                self._optimizer_and_schedule(config, plan, module) if trained else (None, None)
+            )
             engine = hooks.prepare(
                 model=module, optimizer=optimizer, schedule=schedule, role=role, plan=plan,
                 mesh=mesh,
@@ -115,7 +119,7 @@ class RunContext(RunModels):
             self.notes.append(f"{role:<10} {shape.parameters:,} parameters, trained")
         return engine
 
-    def _updates(
+    def _optimizer_and_schedule(
         self, config: Config, plan: Plan, module: nn.Module
     ) -> tuple[Optimizer, LRScheduler]:
         """Return the optimizer of a trained model, and the schedule of its learning rate."""

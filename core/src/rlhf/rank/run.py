@@ -221,14 +221,18 @@ def restore_best(session: Session, *, step: int) -> str:
 
 def ran_out(error: BaseException) -> bool:
     """Return whether an accelerator ran out of memory, whichever library reports it."""
-    reported = re.search("out of memory|ALLOC_FAILED", str(error))
-    return isinstance(error, RuntimeError if reported else torch.OutOfMemoryError)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    reported = "out of memory|ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and re.search(reported, str(error)) is not None
 
 
 def lost_contact(error: BaseException) -> bool:
     """Return whether a collective failed: a rank has ended, or did not come in time."""
-    reported = re.search("Connection (closed|reset)|Timed out waiting|timed out", str(error))
-    return isinstance(error, RuntimeError if reported else torch.distributed.DistError)
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    reported = "Connection (closed|reset)|Timed out waiting|timed out"
+    return isinstance(error, RuntimeError) and re.search(reported, str(error)) is not None
 
 
 def explain_loss(path: Path, rank: int) -> str:

@@ -6,6 +6,7 @@ Weights stay plain tensors, so that ZeRO, peft and the kernels need not know. De
 replaces modules, so it does not reach peft's adapters and models without an engine.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -64,7 +65,8 @@ def check_divides(shape: ModelShape, mesh: Mesh, *, path: str) -> None:
             f"deepspeed.tensor_parallel is {size}, but the layers of {path} cannot be divided: "
             f"{shape.undivided}; set deepspeed.stage to 3 instead"
         )
-    sizes = [str(each) for each in range(1, most + 1) if most % each == 0 == mesh.world % each]
+    both = math.gcd(most, mesh.world)
+    sizes = [str(each) for each in range(1, both + 1) if both % each == 0]
     raise RLHFError(
         f"deepspeed.tensor_parallel is {size}, which does not divide the heads and the "
         f"feed-forward layers of {path}; set it to {' or '.join(sizes)}"

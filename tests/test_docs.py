@@ -184,6 +184,32 @@ def run_apart(words: list[str], place: Path, inputs: Inputs) -> None:
     assert done.returncode == 0, (words, done.stderr)
 
 
+VALUES = {
+    "lora.dora": "true", "lora.dropout": "0.1", "lora.parameters": "[experts.down_proj]",
+    "model.adapter": "adapter", "model.fp8": "rowwise", "model.quantize": "nf4",
+    "model.router_loss": "0.01",
+}  # fmt: skip
+"""Values of settings that the table of exclusions names without one."""
+
+
+def test_settings_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    table = (ROOT / "docs" / "backends.md").read_text().split("With any backend, ")[1]
+    rows = re.findall(r"^\| (`.+) \| (`.+) \|$", table.split("\n## ")[0], re.MULTILINE)[:6]
+    pairs = [(name, other) for name, others in rows for other in others.split(", ")]
+    assert len(pairs) == 11
+
+    def words(cell: str) -> list[str]:
+        name, *value = cell.strip("`").split()
+        return [f"--{name}", *(value or [VALUES[name]])]
+
+    for name, other in pairs:
+        given = [*words(name), *words(other)]
+        if "quantize" in name:
+            given += ["--lora.rank", "4"]
+        assert main(["config", "sft", *given]) == 2
+        assert "cannot be combined with" in capsys.readouterr().err, given
+
+
 @pytest.mark.parametrize("kind", ["slurm", "hostfile"])
 def test_the_jobs_of_the_docs_are_as_printed(
     kind: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -193,6 +193,23 @@ def test_a_part_of_the_optimizer_on_the_cpu_is_read_from_deepspeeds_json(tmp_pat
     assert ours["deepspeed"] == {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.3}
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is not valid JSON: Expecting property name enclosed in double quotes"),
+        ("[]", "has no settings of DeepSpeed: it is not a JSON object"),
+    ],
+)
+def test_deepspeeds_json_must_have_settings(
+    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, file = tmp_path / "dpo.yaml", tmp_path / "ds.json"
+    theirs.write_text(LLAMA_FACTORY)
+    file.write_text(text)
+    assert main(["migrate", str(theirs)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {file} {problem}")
+
+
 def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/nvme"}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": disk}

@@ -270,9 +270,12 @@ def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:
         )
         return {}
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise RLHFError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, Mapping):
+        raise RLHFError(f"{file} has no settings of DeepSpeed: it is not a JSON object")
+    return content
 
 
 def _data(

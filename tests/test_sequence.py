@@ -161,21 +161,25 @@ def test_ranks_of_a_row_share_a_second_copy_of_the_weights(bench: Bench, tmp_pat
     same_curve(found, bench.plain("dpo"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "sft" else pytest.param(name, marks=pytest.mark.matrix) for name in TRAINERS],
+)
 def test_a_run_continues_with_another_sequence_size_and_exports_the_same_model(
-    bench: Bench, tmp_path: Path
+    name: str, bench: Bench, tmp_path: Path
 ) -> None:
     first, last = ("--train.stop_at", "2"), ("--resume",)
     places = ((4, 2, "1", first), (2, 1, "3", (*last, "--train.stop_at", "3")), (2, 2, "2", last))
     for world, size, stage, more in places:
-        found = bench.divided("sft", tmp_path / "run", shared(world), size, *STAGES[stage], *more)
+        found = bench.divided(name, tmp_path / "run", shared(world), size, *STAGES[stage], *more)
         if world == 4:
             # Ranks with other tokens of the same rows have other random numbers too.
             states = (tmp_path / "run/checkpoints/step-000002").glob("random-*")
             assert len({path.read_bytes() for path in states}) == 4
-    same_curve(found, bench.plain("sft"))
+    same_curve(found, bench.plain(name))
     ours, plain = (
         load_file(folder / "model" / "model.safetensors")
-        for folder in (tmp_path / "run", bench.folder / "sft-plain")
+        for folder in (tmp_path / "run", bench.folder / f"{name}-plain")
     )
     assert ours.keys() == plain.keys()
     for weight, value in ours.items():

@@ -238,24 +238,41 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("trained", ["all weights", "LoRA"])
+TRAINED = {
+    "all weights": ("sft", ()),
+    "LoRA": ("sft", ("--lora.rank", "4")),
+    **{trainer: (trainer, ()) for trainer in WORKFLOWS if trainer != "sft"},
+}
+
+
 @pytest.mark.parametrize(
-    "move",
-    [name if "by" not in name else pytest.param(name, marks=pytest.mark.matrix) for name in MOVES],
+    ("move", "trained"),
+    [
+        *(
+            pytest.param(move, trained, marks=[pytest.mark.matrix] if "by" in move else [])
+            for trained in ("all weights", "LoRA")
+            for move in MOVES
+        ),
+        *(
+            pytest.param("two parts to two rows", trainer, marks=pytest.mark.matrix)
+            for trainer in WORKFLOWS
+            if trainer != "sft"
+        ),
+    ],
 )
 def test_a_run_continues_at_another_tensor_size(
     move: str, trained: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    words = words_of(tmp_path, "sft", "--train.steps", "4", "--checkpoint.every", "2")
-    words += ["--lora.rank", "4"] * (trained == "LoRA")
+    trainer, settings = TRAINED[trained]
+    words = words_of(tmp_path, trainer, "--train.steps", "4", "--checkpoint.every", "2", *settings)
     cache, whole = str(tmp_path / "cache"), tmp_path / "whole"
     one: Ranks = request.getfixturevalue("one")
-    ((expected),) = one.run(run, "sft", [*words, "--output", str(whole)], cache, True)
+    ((expected),) = one.run(run, trainer, [*words, "--output", str(whole)], cache, True)
     moved = ["--output", str(tmp_path / "moved")]
     halves = ("--train.stop_at", "2"), ("--resume",)
     for (place, layout), more in zip(MOVES[move], halves, strict=True):
         ranks: Ranks = request.getfixturevalue(place)
-        metrics = ranks.run(run, "sft", [*words, *moved, *layout, *more], cache)[0]
+        metrics = ranks.run(run, trainer, [*words, *moved, *layout, *more], cache)[0]
     same_curve(metrics, expected)
     same_weights(tmp_path / "moved", whole)
     # A checkpoint is exported without the ranks that wrote it.

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from doc_blocks import in_place
 from guide_package import install_guide
 from rlhf.readouts import exported_extra
-from rlhf.testing import RankFailure, Ranks, command
+from rlhf.testing import Ranks, command
 from sft_runs import Inputs
 
 
@@ -77,6 +78,6 @@ def test_a_rating_out_of_range_is_reported_with_its_line(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b", "rating": 6}\n')
     words = ["inspect", "ordinal", "--model", str(inputs.model), "--data", str(rows)]
-    with pytest.raises(RankFailure) as error:
-        one.run(train, str(site), str(inputs.cache), words)
-    assert f"{rows} line 1: `rating` must be an integer from 1 to 5, got 6" in str(error.value)
+    ((code, error),) = one.run(in_place, words, str(site), str(inputs.cache))
+    assert code == 2
+    assert f"{rows} line 1: `rating` must be an integer from 1 to 5, got 6" in error

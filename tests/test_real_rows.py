@@ -1,6 +1,7 @@
 """A short run on real rows with a real pretrained model, where they are at hand."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def test_the_held_out_loss_of_a_pretrained_model_falls(
     spec.loader.exec_module(module)
     words = module.words(real_data, rows, 2, 3, tmp_path / "run")
     words += ["--train.steps", "20", "--optim.warmup", "2"]
+    # The rows of these steps, and enough held-out ones.
+    for split, file, limit in (("train", "train.jsonl.gz", 320), ("eval", "eval.jsonl", 100)):
+        source = {"path": str(real_data / "sft" / f"{rows}.{file}"), "limit": limit}
+        words += [f"--data.{split}", json.dumps([source])]
     (code, metrics), _ = two.run(sft_runs.run, words, str(inputs.cache), timeout=300)
     assert code == 0
     before, after = (line["eval/loss"] for line in metrics if "eval/loss" in line)

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf.commands import doctor
 from rlhf.commands.main import main
+from rlhf.folder import disk
 from rlhf.folder.disk import write_speed
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.launch import machine
@@ -29,6 +30,7 @@ LIBAIO = Finding(
 def only_backends(monkeypatch, tmp_path):
     """Only one finding beside the backends', and no file in a folder of the user's."""
     monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
+    monkeypatch.setattr(disk, "SPEED_SECONDS", 0.0)
     monkeypatch.setattr(doctor, "_versions", lambda: [Finding(subject="versions", here="1.0")])
     for name in ("_packages", "describe_machine"):
         monkeypatch.setattr(doctor, name, list)

@@ -7,6 +7,8 @@ import pytest
 from attrs import frozen
 from torch import distributed, ones
 
+from rlhf.errors import RLHFError
+from rlhf.testing import ranks
 from rlhf.testing.ranks import RankFailure, Ranks
 
 
@@ -19,9 +21,9 @@ class Note:
 
 @pytest.fixture(scope="module")
 def pool():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    made = Ranks(2)
+    yield made
+    made.close()
 
 
 def total(values, note):
@@ -51,6 +53,15 @@ def sleep(seconds):
     time.sleep(seconds)
 
 
+def refuse(note):
+    raise RLHFError(f"rank {distributed.get_rank()} refuses {note.text}")
+
+
+def fail_in_another_way_or_not():
+    if distributed.get_rank() == 1:
+        raise ValueError("rank one has had enough")
+
+
 def unpicklable():
     return (number for number in range(2))
 
@@ -66,7 +77,8 @@ def test_the_processes_stay_between_runs(pool):
     assert len(set(first)) == 2
 
 
-def test_a_failure_names_its_rank_and_the_pool_recovers(pool):
+def test_a_failure_names_its_rank_and_the_pool_recovers(pool, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE", 0.5)  # Rank 0 waits for rank 1.
     with pytest.raises(RankFailure) as error:
         pool.run(fail_on_one)
     text = str(error.value)
@@ -74,6 +86,21 @@ def test_a_failure_names_its_rank_and_the_pool_recovers(pool):
     assert "ValueError: rank one has had enough" in text
     assert "what was printed" in text
     assert pool.run(total, [1.0, 1.0], Note(""))[0][0] == 2.0
+
+
+def test_errors_for_users_are_texts_after_which_the_processes_stay(pool):
+    first = pool.run(process)
+    assert pool.errors(refuse, Note("both")) == ["rank 0 refuses both", "rank 1 refuses both"]
+    assert pool.run(process) == first
+
+
+def test_another_error_or_none_where_errors_are_expected_is_a_failure(pool):
+    with pytest.raises(RankFailure) as error:
+        pool.errors(fail_in_another_way_or_not)
+    none, another = str(error.value).split("rank 1 of 2")
+    assert none.startswith("rank 0 of 2 in fail_in_another_way_or_not: Traceback")
+    assert "AssertionError: the function raised no RLHFError" in none
+    assert "ValueError: rank one has had enough" in another
 
 
 def test_the_error_of_a_dead_process_has_its_exit_code(pool):

@@ -10,10 +10,10 @@ import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from streams import Stream, Streams, seen_by
 from torch import distributed, nn
-from uneven import Changed, case_of
+from uneven import Changed, case_of, train
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import ROWS, follow, losses, make_batch, start
+from rlhf.testing.problem import ROWS, losses, make_batch, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.patches import stages_1_and_2
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import backward_order
@@ -35,14 +35,6 @@ def reductions_in(calls):
         patch.setattr(stages_1_and_2, "distributed", SimpleNamespace(**vars(distributed)))
         patch.setattr(stages_1_and_2.distributed, "all_reduce", record)
         yield
-
-
-def train(settings, more=None):
-    """The outcome of a short training."""
-    backend = DeepSpeedBackend()
-    outcome, _, mesh = follow(backend, case_of(settings, **(more or {})))
-    backend.close_mesh(mesh)
-    return outcome
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -246,34 +238,6 @@ def test_reduction_waits_for_a_gradient_from_another_stream(pair):
         "copied on compute",
         "other waits for compute",
     ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "more"),
-    [
-        ({"stage": 1, "bucket_size": 400}, {}),
-        pytest.param(
-            {"stage": 2, "bucket_size": 1100}, {"micro_batches": 2}, marks=pytest.mark.matrix
-        ),
-        ({"stage": 2, "bucket_size": 40}, {"adapter": True, "micro_batches": 2}),
-        pytest.param(
-            {"preset": "zero1_offload", "bucket_size": 400},
-            {"micro_batches": 2},
-            marks=pytest.mark.matrix,
-        ),
-        pytest.param(
-            {"preset": "zero2_offload", "bucket_size": 400},
-            {"adapter": True, "micro_batches": 2},
-            marks=pytest.mark.matrix,
-        ),
-    ],
-    ids=str,
-)
-def test_over_one_rank_and_three_the_curve_is_the_same(three, single, settings, more):
-    (whole,) = single.run(train, {"stage": 0}, more)
-    for outcome in (*three.run(train, settings, more), *single.run(train, settings, more)):
-        assert outcome.norms == pytest.approx(whole.norms, rel=1e-4)
-        assert outcome.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 class Model(nn.Module):

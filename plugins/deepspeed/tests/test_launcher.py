@@ -24,17 +24,17 @@ from datetime import timedelta
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.rendezvous import meet
 try:
-    meet(timedelta(seconds=3))
+    meet(timedelta(seconds=float(sys.argv[1])))
 except RLHFError as error:
     print(error)
 """
 
 
-def started(rank: int, port: int) -> subprocess.Popen[str]:
+def started(rank: int, port: int, *, seconds: float) -> subprocess.Popen[str]:
     place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
     place |= {"LOCAL_RANK": "0", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = {name: value for name, value in os.environ.items() if "ELASTIC" not in name}
-    command = [sys.executable, "-c", MEETS]
+    command = [sys.executable, "-c", MEETS, str(seconds)]
     return subprocess.Popen(command, env=environment | place, stdout=subprocess.PIPE, text=True)
 
 
@@ -46,9 +46,8 @@ def test_ranks_that_do_not_come_are_named() -> None:
         f"2 of 4 ranks did not connect to 127.0.0.1:{port} within 0.05 minutes: 1, 3; see "
         "their output, or raise deepspeed.timeout\n"
     )
-    messages = [
-        process.communicate(timeout=120)[0] for process in [started(0, port), started(2, port)]
-    ]
+    processes = [started(rank, port, seconds=3) for rank in (0, 2)]
+    messages = [process.communicate(timeout=120)[0] for process in processes]
     assert messages[0] == missing
     # Rank 0 may have ended already.
     assert messages[1] in (missing, "rank 0 ended before all ranks had connected\n")
@@ -58,6 +57,6 @@ def test_a_rank_that_does_not_reach_rank_0_names_the_address() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # Nothing listens here.
         port = probe.getsockname()[1]
-        message = started(1, port).communicate(timeout=120)[0]
+        message = started(1, port, seconds=0.2).communicate(timeout=120)[0]
     assert message.startswith(f"rank 1 cannot connect to rank 0 at 127.0.0.1:{port} (")
     assert message.endswith("); check MASTER_ADDR and MASTER_PORT, or raise deepspeed.timeout\n")

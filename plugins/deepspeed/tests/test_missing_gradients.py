@@ -4,26 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from uneven import HEADS, Changed, case_of, step, without_head
+from uneven import HEADS, Changed, case_of, norms_of, step, without_head
 
-from rlhf.testing.problem import losses, make_batch, start
+from rlhf.testing.problem import make_batch, start
 from rlhf.testing.ranks import RankFailure
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.patches import stages_1_and_2
 from rlhf_plugin_deepspeed.versions import installed_version, older
-
-
-def norms_of(settings, readouts_by_rank):
-    """The gradient's norms in a step whose micro-batches have these losses and in the one after it;
-    all losses before and after have gradients for the head."""
-    backend = DeepSpeedBackend()
-    mesh, engine, _ = start(backend, case_of(settings, tied=False))
-    readouts = readouts_by_rank[mesh.rank]
-    everywhere = (losses,) * len(readouts)
-    _, *found = [step(mesh, engine, each) for each in (everywhere, readouts, everywhere)]
-    backend.close_mesh(mesh)
-    return found
-
 
 ON_ANY_RANK = [
     {"stage": stage, "offload_optimizer": offload} for stage in (1, 2) for offload in (False, True)
@@ -55,13 +42,6 @@ def test_a_gradient_counts_in_any_micro_batch(single, heads):
     (expected,) = single.run(norms_of, {"stage": 0}, HEADS[heads])
     for settings in (*ON_ANY_RANK, *SHARDED):
         (found,) = single.run(norms_of, settings, HEADS[heads])
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_shards_with_padding_count_too(three):
-    heads = [(without_head, losses)] * 3
-    expected, *_ = three.run(norms_of, {"stage": 0}, heads)
-    for found in three.run(norms_of, {"preset": "zero3_offload"}, heads):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,20 @@ def shards(module):
     return [item for each in module.parameters() for item in BackendSharding().shards(each)]
 
 
+@contextmanager
+def disk_measured_quickly():
+    """In this block the disk's speed is measured by the first blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf.folder.disk.SPEED_SECONDS", 0.0)
+        yield
+
+
 def run(case, folder=None):
     """The curve, the final weights, and how many states lie in files of the folder and how many
     elsewhere, on whichever rank this is."""
     backend = DeepSpeedBackend()
-    outcome, engine, mesh = follow(backend, case)
+    with disk_measured_quickly():
+        outcome, engine, mesh = follow(backend, case)
     weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
     state = backend.save_checkpoint(engine).fragments
     moments = [item.values for item in state if item.kind.startswith("exp_avg")]
@@ -147,7 +157,8 @@ def run_frozen(case, folder):
     """What a frozen model in shards on the CPU computes: at first, with weights that stay whole,
     and after its weights changed and were moved. And its shards, in files and elsewhere."""
     backend = DeepSpeedBackend()
-    mesh, engine, _ = start(backend, case)
+    with disk_measured_quickly():
+        mesh, engine, _ = start(backend, case)
     plan, module = load(backend, case, mesh, "reference", trained=False)
     frozen = backend.prepare(
         model=module, optimizer=None, schedule=None, role="reference", plan=plan, mesh=mesh

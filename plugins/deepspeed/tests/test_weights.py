@@ -277,33 +277,50 @@ def test_blocks_on_a_device_grow(monkeypatch):
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-ALONE = [
-    "import torch",
-    "from rlhf_plugin_deepspeed.backend import DeepSpeedBackend",
-    "from rlhf_plugin_deepspeed.config import DeepSpeedConfig",
-    "from rlhf.testing.problem import Case, configure, follow",
-    "case = Case(config=configure(DeepSpeedConfig(stage=2)), steps=1)",
-    "for _ in range(2):",
-    "    backend = DeepSpeedBackend()",
-    "    outcome, engine, mesh = follow(backend, case)",
-    "    assert mesh.world == 1",
-    "    backend.close_mesh(mesh)",
-    "    assert not torch.distributed.is_initialized()",
-    "print(outcome.moved)",
-]
+ALONE = """
+import torch
+from attrs import evolve
+from rlhf.config.sections import TrainConfig
+from rlhf.testing.problem import Case, configure, follow
+from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
+from rlhf_plugin_deepspeed.config import DeepSpeedConfig
+
+case = Case(config=configure(DeepSpeedConfig(stage=2)), steps=1)
+for _ in range(2):
+    backend = DeepSpeedBackend()
+    outcome, engine, mesh = follow(backend, case)
+    assert mesh.world == 1
+    backend.close_mesh(mesh)
+    assert not torch.distributed.is_initialized()
+print(outcome.moved)
+
+run = configure(DeepSpeedConfig(timeout=45))
+run = evolve(run, train=TrainConfig(seed=7, deterministic=True))
+mesh = DeepSpeedBackend().setup_mesh(run)
+group = torch.distributed.group.WORLD._get_backend(mesh.device)
+drawn = float(torch.rand(()))
+torch.manual_seed(7)
+print(group.options._timeout, torch.are_deterministic_algorithms_enabled(),
+      drawn == float(torch.rand(())))
+"""
 
 
-def alone(lines):
-    """A program in a process of its own, without a launcher's variables."""
+@pytest.fixture(scope="module")
+def alone():
+    """What a program prints in a process of its own, without a launcher's variables."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    program = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.run(program, capture_output=True, text=True, env=environment)
-
-
-def test_without_a_launcher_one_process_runs_twice():
-    shown = alone(ALONE)
+    program = [sys.executable, "-c", ALONE]
+    shown = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout == "[True]\n"
+    return shown.stdout.splitlines()
+
+
+def test_without_a_launcher_one_process_runs_twice(alone):
+    assert alone[0] == "[True]"
+
+
+def test_the_timeout_determinism_and_the_seed_are_as_configured(alone):
+    assert alone[1:] == ["0:45:00 True True"]
 
 
 def sharded_over_a_group():
@@ -340,46 +357,14 @@ def test_a_process_can_have_axes_of_several_sizes(pair):
     assert pair.run(axes_of_two_sizes) == [[2, 1]] * 2
 
 
-def half_a_launcher():
-    keep = dict(os.environ)
-    code = (
-        "from rlhf.testing.problem import configure\nfrom rlhf_plugin_deepspeed.backend import "
-        "DeepSpeedBackend\nfrom rlhf_plugin_deepspeed.config import "
-        "DeepSpeedConfig\nDeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig()))\n"
-    )
+def test_half_a_rendezvous_is_refused(monkeypatch):
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        keep.pop(name, None)
-    keep |= {"RANK": "0", "WORLD_SIZE": "2"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=keep)
-
-
-PATIENT = (
-    "import torch",
-    "from attrs import evolve",
-    "from rlhf.config.sections import TrainConfig",
-    "from rlhf.testing.problem import configure",
-    "from rlhf_plugin_deepspeed.backend import DeepSpeedBackend",
-    "from rlhf_plugin_deepspeed.config import DeepSpeedConfig",
-    "run = configure(DeepSpeedConfig(timeout=45))",
-    "run = evolve(run, train=TrainConfig(seed=7, deterministic=True))",
-    "mesh = DeepSpeedBackend().setup_mesh(run)",
-    "group = torch.distributed.group.WORLD._get_backend(mesh.device)",
-    "drawn = float(torch.rand(()))",
-    "torch.manual_seed(7)",
-    "print(group.options._timeout, torch.are_deterministic_algorithms_enabled(),",
-    "      drawn == float(torch.rand(())))",
-)
-
-
-def test_the_timeout_determinism_and_the_seed_are_as_configured():
-    shown = alone(PATIENT)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "0:45:00 True True"
-
-
-def test_half_a_rendezvous_is_refused():
-    assert half_a_launcher().stderr.splitlines()[-1] == (
-        "rlhf.errors.RLHFError: the launcher set RANK, WORLD_SIZE but not LOCAL_RANK, "
-        "MASTER_ADDR, MASTER_PORT; start the ranks with torchrun, or unset them to run one "
-        "process"
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RLHFError) as error:
+        DeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig()))
+    assert str(error.value) == (
+        "the launcher set RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start the "
+        "ranks with torchrun, or unset them to run one process"
     )

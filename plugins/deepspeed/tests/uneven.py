@@ -2,7 +2,7 @@
 
 from attrs import evolve
 
-from rlhf.testing.problem import ROWS, Case, configure, losses, make_batch
+from rlhf.testing.problem import ROWS, Case, configure, follow, losses, make_batch, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 
@@ -38,6 +38,26 @@ def step(mesh, engine, readouts):
         loss = engine(make_batch(0, rows, engine.device), readout)["loss"].sum() / ROWS
         engine.backward(loss, last=number == len(readouts))
     return engine.step().read().grad_norm
+
+
+def train(settings, more=None):
+    """The outcome of a short training."""
+    backend = DeepSpeedBackend()
+    outcome, _, mesh = follow(backend, case_of(settings, **(more or {})))
+    backend.close_mesh(mesh)
+    return outcome
+
+
+def norms_of(settings, readouts_by_rank):
+    """The gradient's norms in a step whose micro-batches have these losses and in the one after it;
+    all losses before and after have gradients for the head."""
+    backend = DeepSpeedBackend()
+    mesh, engine, _ = start(backend, case_of(settings, tied=False))
+    readouts = readouts_by_rank[mesh.rank]
+    everywhere = (losses,) * len(readouts)
+    _, *found = [step(mesh, engine, each) for each in (everywhere, readouts, everywhere)]
+    backend.close_mesh(mesh)
+    return found
 
 
 HEADS = {

@@ -22,12 +22,15 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import field, frozen
+
+from rlhf.errors import RLHFError
 
 GRACE = 5.0
 """Seconds that the other ranks get once one has failed: most wait in a collective for it."""
@@ -69,13 +72,31 @@ class Ranks:
         The function lives at the top of a module or of a test file; arguments and results are
         pickled. Raises RankFailure, after which the next run starts new processes.
         """
+        return self._run(function, arguments, timeout=timeout, fails=False)
+
+    def errors(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
+    ) -> list[str]:
+        """Call a function that raises RLHFError on every rank; return the errors' texts in the
+        order of ranks.
+
+        The processes stay, with all that the call has left in them, which after a run on several
+        ranks includes its process groups. Raises RankFailure if a rank raises something else or
+        nothing.
+        """
+        return self._run(function, arguments, timeout=timeout, fails=True)
+
+    def _run(
+        self, function: Callable[..., Any], arguments: Any, *, timeout: float, fails: bool
+    ) -> list[Any]:
         if not self._processes:
             self._start()
         source = sys.modules[function.__module__].__file__
-        request = (function.__module__, source, function.__qualname__, pickle.dumps(arguments))
+        name = function.__qualname__
+        request = (function.__module__, source, name, pickle.dumps(arguments), fails)
         for pipe in self._pipes:
             pipe.send(request)
-        answers = self._collect(timeout, doing=function.__qualname__)
+        answers = self._collect(timeout, doing=name)
         return [answer.value for answer in answers]
 
     def close(self) -> None:
@@ -219,13 +240,14 @@ def _work(pipe: connection.Connection, store: str, environment: dict[str, str]) 
 
 
 def _answer(rank: int, request: Sequence[Any]) -> Answer:
-    module, source, name, arguments = request
+    module, source, name, arguments, fails = request
     output = io.StringIO()
     stdout, stderr = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = output
     try:
         function = getattr(_load(module, source), name)
-        answer = Answer(rank, value=function(*pickle.loads(arguments)))
+        call = partial(function, *pickle.loads(arguments))
+        answer = Answer(rank, value=_error(call) if fails else call())
         pickle.dumps(answer)
     except BaseException:
         # Whatever it was, the test has to hear of it and not only this process.
@@ -233,6 +255,14 @@ def _answer(rank: int, request: Sequence[Any]) -> Answer:
     finally:
         sys.stdout, sys.stderr = stdout, stderr
     return answer
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RLHFError as error:
+        return str(error)
+    raise AssertionError("the function raised no RLHFError")
 
 
 def _load(name: str, source: str) -> Any:

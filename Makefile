@@ -15,17 +15,17 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint docs venv operator base clean
+.PHONY: demo test test-rest test-all lint docs venv base clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
 
 # Every promise once.
-test: venv lint operator
+test: venv lint
 	$(PYTEST) -m "not matrix" $(TESTS)
 
 # The same promises under more settings.
-test-rest: venv operator
+test-rest: venv
 	$(PYTEST) -m matrix $(TESTS)
 
 test-all: test test-rest
@@ -41,10 +41,6 @@ lint: venv
 # The documentation as a site, in site/.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Compiled at first use, which on a slow machine would take longer than a test may.
-operator: venv
-	$(BIN)/python -c 'from rlhf_plugin_deepspeed.building import compiled; compiled("CPUAdamBuilder")'
 
 venv: $(VENV)/.installed
 

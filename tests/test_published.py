@@ -59,7 +59,7 @@ def test_the_summary_has_the_rows_the_end_and_the_time_of_each_phase(run: Path) 
     phases = {"set-up", "forward", "backward", "update", "evaluation", "checkpoint", "export"}
     assert phases <= summary["seconds"].keys()
     assert all(seconds > 0 for seconds in summary["seconds"].values())
-    parts = {"imports", "tokenising", "rehearsal", "operators", "loading", "engine", "first step"}
+    parts = {"imports", "tokenising", "rehearsal", "planning", "loading", "engine", "first step"}
     assert parts <= summary["startup"].keys()
     assert all(seconds >= 0 for seconds in summary["startup"].values())
 

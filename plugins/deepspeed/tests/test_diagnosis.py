@@ -1,10 +1,7 @@
 """What `rlhf doctor` says about DeepSpeed."""
 
 import pytest
-import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
-from torch.utils import cpp_extension
 
 from rlhf_plugin_deepspeed import diagnosis
 
@@ -16,13 +13,6 @@ def found(subject):
 @pytest.fixture
 def version(monkeypatch):
     return lambda number: monkeypatch.setattr(diagnosis, "installed_version", lambda: number)
-
-
-@pytest.fixture
-def cpu_adam(monkeypatch, tmp_path):
-    """The finding on an operator that was never compiled here."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return lambda: found("cpu_adam")
 
 
 def test_a_deepspeed_out_of_range_is_missing_with_the_command(version):
@@ -63,33 +53,3 @@ def test_ranks_use_the_communication_of_the_accelerator():
     name, _, version = found("communication").here.partition(" ")
     assert name == get_accelerator().communication_backend_name()
     assert bool(version) is (name == "nccl")
-
-
-def test_an_operator_is_compiled_or_will_be(cpu_adam, tmp_path):
-    assert cpu_adam().here == "not compiled yet; its first use takes half a minute"
-    (folder,) = tmp_path.rglob("cpu_adam")
-    (folder / "cpu_adam.so").touch()
-    assert cpu_adam().here == "compiled"
-
-
-def test_a_missing_compiler_is_reported_with_the_optimizer_used_instead(cpu_adam, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    lacks = cpu_adam()
-    assert lacks.here == "cannot be compiled: no-such-compiler is missing"
-    assert lacks.feature == "deepspeed.offload_optimizer; torch's AdamW takes its place"
-    assert (lacks.state, lacks.remedy) == ("optional", "apt install g++")
-    monkeypatch.undo()
-
-
-def test_missing_ninja_is_reported(cpu_adam, monkeypatch):
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
-    assert cpu_adam().remedy == "pip install ninja"
-
-
-def test_a_missing_nvcc_is_reported_for_an_operator_of_cuda(monkeypatch):
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/no/toolkit")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert diagnosis._obstacle(FusedAdamBuilder()) == (
-        "cannot be compiled: nvcc is missing",
-        "install the CUDA toolkit 13.0 and set CUDA_HOME to it",
-    )

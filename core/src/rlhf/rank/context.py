@@ -99,7 +99,7 @@ class RunContext(RunModels):
         hooks, mesh, shape = self.hooks, self.mesh, shape_of(empty)
         if trained and self.resumed is not None:
             check_model(self.resumed / role, empty)
-        with self.startup.part("operators"):
+        with self.startup.part("planning"):
             plan = plan_model(hooks, spec, mesh, shape, others=self.roles.values())
             memory = memory_of(hooks, spec, mesh, shape, plan)
         with self.startup.part("loading"):

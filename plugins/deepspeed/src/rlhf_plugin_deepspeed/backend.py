@@ -105,7 +105,7 @@ class DeepSpeedBackend:
     def build_optimizer(
         self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
     ) -> Optimizer:
-        return optimizers.build(groups, model, config, plan)
+        return optimizers.build(groups, model, config)
 
     @hookimpl
     def prepare(

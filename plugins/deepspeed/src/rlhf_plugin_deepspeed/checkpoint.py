@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from attrs import frozen
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,6 @@ from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
-from rlhf_plugin_deepspeed.optimizer import replay_steps
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.weights import buffers, gathered
 
@@ -153,12 +151,9 @@ def _restore_optimizer(engine: TrainingEngine, saved: SavedState) -> None:
                 steps.append(torch.zeros(1))
                 saved.read(name, "step", 0, steps[-1])
         if steps:
-            counts_in_tensors = master in getattr(optimizer, "on_accelerator", ()) or (
-                not isinstance(optimizer, DeepSpeedCPUAdam | RoundedAdamW)
-            )
             step = torch.tensor(float(max(steps)), device=master.device)
+            counts_in_tensors = not isinstance(optimizer, RoundedAdamW)
             optimizer.state[master]["step"] = step if counts_in_tensors else int(step)
-    replay_steps(optimizer)
     _publish(engine, chain.from_iterable(by_master.values()))
 
 

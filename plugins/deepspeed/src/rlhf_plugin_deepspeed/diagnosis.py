@@ -1,20 +1,11 @@
-"""What this machine has for DeepSpeed, for `rlhf doctor`. Nothing is compiled."""
+"""What this machine has for DeepSpeed, for `rlhf doctor`."""
 
-import io
-import os
-import shutil
 from collections.abc import Iterator
-from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import evolve
 from deepspeed.accelerator import get_accelerator
-from deepspeed.git_version_info import accelerator_name, installed_ops
-from deepspeed.ops.op_builder import builder as builders
 from torch import distributed
-from torch.utils import cpp_extension
 
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding
@@ -25,9 +16,9 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 
 
 def diagnose() -> list[Finding]:
-    """Return the findings on DeepSpeed's version, precisions, communication and operators."""
+    """Return the findings on DeepSpeed's version, precisions and communication."""
     version = installed_version()
-    return [_version(version), *_too_new_for(version), _precisions(), _communication(), _cpu_adam()]
+    return [_version(version), *_too_new_for(version), _precisions(), _communication()]
 
 
 def _version(version: str) -> Finding:
@@ -80,38 +71,3 @@ def _communication() -> Finding:
         state="missing",
         remedy="install a build of torch for this accelerator",
     )
-
-
-def _cpu_adam() -> Finding:
-    builder: Any = get_accelerator().create_op_builder("CPUAdamBuilder")
-    library = Path(cpp_extension._get_build_directory(builder.name, False), f"{builder.name}.so")
-    here, remedy = "compiled", ""
-    if installed_ops.get(builder.name) and accelerator_name == get_accelerator().device_name():
-        here = "installed with DeepSpeed"
-    elif not library.is_file():
-        here, remedy = _obstacle(builder)
-    finding = Finding(subject=builder.name, here=here)
-    if not remedy:
-        return finding
-    feature = "deepspeed.offload_optimizer; torch's AdamW takes its place"
-    return evolve(finding, state="optional", feature=feature, remedy=remedy)
-
-
-def _obstacle(builder: Any) -> tuple[str, str]:
-    """Return what prevents the operator from being compiled, and the remedy, or "" for it."""
-    compiler = os.environ.get("CXX") or "c++"
-    if not shutil.which(compiler):
-        return f"cannot be compiled: {compiler} is missing", "apt install g++"
-    if not cpp_extension.is_ninja_available():
-        return "cannot be compiled: ninja is missing", "pip install ninja"
-    if isinstance(builder, builders.CUDAOpBuilder) and not builder.is_rocm_pytorch():
-        try:
-            builders.installed_cuda_version()
-        except builders.MissingCUDAException:
-            remedy = f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it"
-            return "cannot be compiled: nvcc is missing", remedy
-    with redirect_stdout(io.StringIO()):
-        fits = builder.is_compatible(verbose=False)
-    if not fits:
-        return "cannot be compiled here", "python -m deepspeed.env_report"
-    return "not compiled yet; its first use takes half a minute", ""

@@ -1,21 +1,17 @@
-"""Optimizers by `optim.name`. AdamW (arXiv 1711.05101) is torch's; on the CPU for an accelerator it
-is DeepSpeed's compiled one, where that can be built."""
+"""Optimizers by `optim.name`. AdamW (arXiv 1711.05101) is torch's fused one, on the CPU too, where
+it is as fast as DeepSpeed's, which has to be compiled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import FusedAdam
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from rlhf.engine import Plan
 from rlhf.plugin import Config, OptimConfig
-from rlhf_plugin_deepspeed.building import compiled
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.muon import Muon, hidden_matrices
-from rlhf_plugin_deepspeed.partial import PartialCPUAdam, host_share
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 
 TORCH = "torch AdamW (fused)"
@@ -23,14 +19,9 @@ ROUNDED = "AdamW in bf16 with stochastic rounding"
 TITLES = {"lion": "Lion", "muon": "Muon with AdamW", "sgd": "SGD with momentum"}
 
 
-def choose(config: OptimConfig, *, offloaded: bool) -> tuple[str, str]:
-    """Return the optimizer's name, and for `offloaded` states why it is not DeepSpeed's."""
-    if config.name in TITLES:
-        return TITLES[config.name], ""
-    if config.states == "bf16":
-        return ROUNDED, ""
-    problem = compiled("CPUAdamBuilder") if offloaded else ""
-    return ("DeepSpeedCPUAdam" if offloaded and not problem else TORCH), problem
+def title(config: OptimConfig) -> str:
+    """Return what the first lines of a run call the optimizer."""
+    return TITLES.get(config.name, ROUNDED if config.states == "bf16" else TORCH)
 
 
 class FlatAdamW(FusedAdam, AdamW):
@@ -44,24 +35,17 @@ class FlatAdamW(FusedAdam, AdamW):
     step, zero_grad = AdamW.step, AdamW.zero_grad
 
 
-def build(
-    groups: Sequence[Mapping[str, Any]], model: nn.Module, config: Config, plan: Plan
-) -> Optimizer:
+def build(groups: Sequence[Mapping[str, Any]], model: nn.Module, config: Config) -> Optimizer:
     """Return the optimizer of `groups`, the trained parameters of `model`."""
-    optim, offloaded = config.optim, "offload_optimizer" in plan.settings["zero_optimization"]
+    optim = config.optim
     settings: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas}
     if rule := RULES.get(optim.name):
         return FirstMomentOptimizer(groups, rule=rule, **settings)
     settings["eps"] = optim.eps
     if optim.name == "muon":
         return Muon(groups, matrices=hidden_matrices(model), **settings)
-    name, _ = choose(optim, offloaded=offloaded)
-    if name == ROUNDED:
+    if optim.states == "bf16":
         return RoundedAdamW(groups, seed=config.train.seed, **settings)
-    if name == "DeepSpeedCPUAdam" and host_share(plan.settings["zero_optimization"]) < 1:
-        return PartialCPUAdam(groups, **settings)
-    if name == "DeepSpeedCPUAdam":
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     return FlatAdamW([dict(group) for group in groups], **settings)
 
 
@@ -82,18 +66,3 @@ def rate_zero(optimizer: Optimizer) -> Iterator[None]:
     yield
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def replay_steps(optimizer: Optimizer) -> None:
-    """Advance DeepSpeedCPUAdam's hidden counter to the step of its loaded state. It keeps beta^t as
-    a running float product, which a loaded state does not hold and pow(beta, t) does not equal."""
-    if not isinstance(optimizer, DeepSpeedCPUAdam):
-        return
-    steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
-    group = optimizer.param_groups[0]
-    beta1, beta2 = group["betas"]
-    scrap = [torch.zeros(1) for _ in range(4)]
-    for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(
-            optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, True, *scrap
-        )

@@ -13,7 +13,6 @@ def silenced() -> Iterator[None]:
     """Hide DeepSpeed's log messages below ERROR, and torch's warnings about functions that
     DeepSpeed calls; the plan's summary has what matters."""
     logger = logging.getLogger("DeepSpeed")
-    outermost = _is_error not in logger.filters
     logger.addFilter(_is_error)
     try:
         with warnings.catch_warnings():
@@ -23,8 +22,7 @@ def silenced() -> Iterator[None]:
             )
             yield
     finally:
-        if outermost:
-            logger.removeFilter(_is_error)
+        logger.removeFilter(_is_error)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
 from rlhf_plugin_deepspeed.memory import states
-from rlhf_plugin_deepspeed.optimizer import choose
+from rlhf_plugin_deepspeed.optimizer import title
 from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
@@ -32,10 +32,10 @@ def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) ->
     if stage == "auto":
         stage, why = _choose_stage(config, resolved, shape, mesh, occupied)
     assert isinstance(stage, int)
-    optimizer, reason = choose(config.optim, offloaded=resolved.offload_optimizer)
-    made = plan_at(config, mesh, shape, evolve(resolved, stage=stage), why=why, trained=optimizer)
+    resolved, optimizer = evolve(resolved, stage=stage), title(config.optim)
+    made = plan_at(config, mesh, shape, resolved, why=why, trained=optimizer)
     skips = resolved.offload_optimizer and config.backend_section.offload_states == "always"
-    more = ", so that offload_states is skipped" * skips + f" ({reason})" * bool(reason)
+    more = ", so that offload_states is skipped" * skips
     return evolve(made, summary=made.summary + more + restricted(config))
 
 

@@ -1,5 +1,5 @@
-# rlhf for NVIDIA GPUs: `docker build -t rlhf .` in this folder. It has compilers, since DeepSpeed
-# compiles its optimizer on the CPU at its first use.
+# rlhf for NVIDIA GPUs: `docker build -t rlhf .` in this folder. It has compilers, since
+# Triton and torch compile kernels in a run.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update \

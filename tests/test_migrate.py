@@ -186,11 +186,17 @@ def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> No
     assert "- template llama3: the tokenizer's own chat template is used here" in text
 
 
-def test_a_part_of_the_optimizer_on_the_cpu_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+@pytest.mark.parametrize(
+    ("stage", "ratio", "expected"), [(3, 0.3, {"offload_ratio": 0.3}), (2, 0.3, {}), (3, 0, {})]
+)
+def test_a_part_of_the_optimizer_on_the_cpu_is_read_from_deepspeeds_json(
+    stage: int, ratio: float, expected: dict[str, float], tmp_path: Path
+) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    zero["offload_param"] = None
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
     ours, _ = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
-    assert ours["deepspeed"] == {"stage": 3, "offload_optimizer": True, "offload_ratio": 0.3}
+    assert ours["deepspeed"] == {"stage": stage, "offload_optimizer": True} | expected
 
 
 @pytest.mark.parametrize(

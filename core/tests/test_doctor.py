@@ -104,7 +104,7 @@ def test_the_compiler_is_reported_with_the_feature_that_needs_it(
         subject="compiler",
         here="no-such-compiler is missing",
         state="optional",
-        feature="model.kernels compile, and what a backend compiles",
+        feature="kernels that Triton and torch compile",
         remedy="apt install g++",
     )
 

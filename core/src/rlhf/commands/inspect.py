@@ -45,7 +45,7 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
 
 
 def show_report(which: str, report: Report, console: Console) -> None:
-    """Show what became of the rows of `data.WHICH`, and which were lost."""
+    """Show how many rows of `data.WHICH` are used, and which were lost."""
     console.print(Text(f"{which}: {report}", style="bold"))
     lines = [
         f"{reason.replace('_', ' ')}: {', '.join(rows)}" for reason, rows in report.lost.items()

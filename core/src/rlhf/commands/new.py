@@ -45,7 +45,7 @@ def check_name(kind: str, name: str) -> None:
             f"{name!r} cannot be the name of {_a(kind)}; use letters, digits and underscores, as "
             f"in my_{kind}"
         )
-    # An observer's name is no section, but a name that is good for all kinds is easy to keep.
+    # An observer's name is not a section, but one rule for all kinds is easier to remember.
     if problem := name_problem("trainer", name):
         raise RLHFError(problem.replace("its name ", "", 1) + "; choose another name")
     owners = {row.name: row.distribution for row in installed() if row.kind == kind}

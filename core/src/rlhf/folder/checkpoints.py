@@ -10,12 +10,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
-from multiprocessing.pool import ThreadPool
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256, write_whole
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -61,10 +63,16 @@ def begin(checkpoints: Path, step: int) -> Path:
 def digest(part: Path, paths: Iterable[Path], *, rank: int = 0) -> None:
     """Sync the files of a rank to disk, and note their sizes and SHA-256 for `commit`."""
     names = {str(path.relative_to(part)): path for path in paths}
+    files = dict(zip(names, _in_threads(_describe, names.values()), strict=True))
+    write_whole(part / DIGESTS.format(f"{rank:05d}"), json.dumps(files))
+
+
+def _in_threads(function: Callable[[Path], T], paths: Iterable[Path]) -> list[T]:
+    from multiprocessing.pool import ThreadPool  # late: start-up time
+
     # Daemon threads: those of an executor would hold up a second Ctrl-C.
     with ThreadPool(THREADS) as pool:
-        files = dict(zip(names, pool.map(_describe, names.values()), strict=True))
-    write_whole(part / DIGESTS.format(f"{rank:05d}"), json.dumps(files))
+        return pool.map(function, paths)
 
 
 def digested(part: Path, *, ranks: int) -> bool:
@@ -196,8 +204,7 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
             return f"{path} has {path.stat().st_size} bytes instead of {size}"
     if not contents:
         return None
-    with ThreadPool(THREADS) as pool:
-        digests = pool.map(sha256, [folder / name for name in expected])
+    digests = _in_threads(sha256, [folder / name for name in expected])
     pairs = zip(expected, digests, strict=True)
     changed = [name for name, current in pairs if current != expected[name]]
     return f"{folder / changed[0]} has changed since it was written" if changed else None

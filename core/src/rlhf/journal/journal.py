@@ -154,7 +154,7 @@ class Journal:
         self._not_finite |= names
 
     def _host_metrics(self, result: StepResult) -> dict[str, Any]:
-        """Return what is known without the device's sums, and measure the speed anew."""
+        """Return what is known without the device's sums, and start to measure the speed again."""
         speed, self.speed = self.speed, self.speed.restarted()
         host: dict[str, Any] = {
             **per_role("learning_rate", result.learning_rates),

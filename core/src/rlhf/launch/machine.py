@@ -94,6 +94,6 @@ def _compiler() -> Finding:
         subject="compiler",
         here=f"{program} is missing",
         state="optional",
-        feature="model.kernels compile, and what a backend compiles",
+        feature="kernels that Triton and torch compile",
         remedy="apt install g++",
     )

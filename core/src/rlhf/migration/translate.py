@@ -236,7 +236,7 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
-        offload = zero.get(name, {})
+        offload = zero.get(name) or {}
         if offload.get("device") in ("cpu", "nvme"):
             migration.set(f"deepspeed.{name}", True, "deepspeed")
         if offload.get("device") != "nvme":
@@ -252,9 +252,10 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
                 migration.notes[f"deepspeed {name}"] = both
         else:
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
-    ratio = zero.get("offload_optimizer", {}).get("ratio", 1)
-    on_cpu = "deepspeed.offload_optimizer" in migration.settings
-    if on_cpu and "deepspeed.nvme_path" not in migration.settings and 0 < ratio < 1:
+    optimizer = zero.get("offload_optimizer") or {}
+    # DeepSpeed reads it at this stage only.
+    ratio = optimizer.get("ratio", 1) if zero.get("stage") == 3 else 1
+    if optimizer.get("device") == "cpu" and 0 < ratio < 1:
         migration.set("deepspeed.offload_ratio", ratio, "deepspeed")
 
 

@@ -81,8 +81,8 @@ class Ranks:
         order of ranks.
 
         The processes stay, with all that the call has left in them, which after a run on several
-        ranks includes its process groups. Raises RankFailure if a rank raises something else or
-        nothing.
+        ranks includes its process groups and patches. Raises RankFailure if a rank raises something
+        else or nothing.
         """
         return self._run(function, arguments, timeout=timeout, fails=True)
 
@@ -96,7 +96,7 @@ class Ranks:
         request = (function.__module__, source, name, pickle.dumps(arguments), fails)
         for pipe in self._pipes:
             pipe.send(request)
-        answers = self._collect(timeout, doing=name)
+        answers = self._collect(timeout, doing=name, fails=fails)
         return [answer.value for answer in answers]
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Ranks:
         atexit.register(self.close)
         self._collect(START, doing="the start")
 
-    def _collect(self, timeout: float, *, doing: str) -> list[Answer]:
+    def _collect(self, timeout: float, *, doing: str, fails: bool = False) -> list[Answer]:
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout
         failed = False
@@ -155,9 +155,14 @@ class Ranks:
                 if answers[rank].problem and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)
+                if fails:
+                    # The others raise too, or wait for this rank.
+                    deadline = min(deadline, time.monotonic() + GRACE)
         if failed or len(answers) < self.world:
             self._kill()
-            raise RankFailure(_story(answers, world=self.world, doing=doing, timeout=timeout))
+            story = _story(answers, world=self.world, doing=doing, timeout=timeout)
+            errors = [f"rank {rank} raised: {each.value}" for rank, each in answers.items()]
+            raise RankFailure("\n".join([story, *(errors if fails else [])]))
         return [answers[rank] for rank in range(self.world)]
 
     def _receive(self, rank: int) -> Answer:

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend. Its record imports no torch, so a typo in a config is told at once."""
+"""The DeepSpeed backend. Its record imports no torch, so a typo in a config is reported at once."""
 
 from rlhf.plugin import BackendPlugin
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check, defaults

@@ -62,7 +62,7 @@ CAPABILITIES = (
         stages=(3,),
         needs="deepspeed.offload_optimizer",
         excludes=("deepspeed.nvme_path",),
-        alternative="remove it or use the preset zero3_offload",
+        alternative="remove it or set deepspeed.stage to 3",
     ),
     # A checkpoint that is written beside the next steps is copied to the host's memory before.
     Capability(

@@ -96,6 +96,10 @@ def estimate(
         # Gradients are added up in float32 there; stages 1 and 2 copy updated weights through it.
         through = size.weight if plan.stage < 3 else 0
         parts["host"] += (4 + through) * shape.trainable // world
+        if host_share(zero) < 1:
+            # At the start all masters and gradients are there, in two precisions.
+            at_start = (size.master + 4 + size.weight) * shape.trainable // world
+            parts["host"] = max(parts["host"], at_start)
     parts |= _buffers(zero, shape, size, gradients=parts["gradients"])
     if plan.stage == 3:
         # DeepSpeed allocates its share of the gradients at the start, as a buffer.

@@ -22,12 +22,14 @@ def host_share(zero: Mapping[str, Any]) -> float:
 
 def keep_on_accelerator(optimizer: Any, plan: Plan, device: torch.device) -> None:
     """Move the masters of sub-groups of `optimizer`, DeepSpeed's at stage 3, from the CPU to the
-    accelerator, with their gradients."""
+    accelerator, where their gradients are then copied to."""
     masters = optimizer.fp32_partitioned_groups_flat
     share = host_share(plan.settings["zero_optimization"])
     for place in staying([master.numel() for master in masters], share):
         master = masters[place]
-        master.data, master.grad.data = master.data.to(device), master.grad.data.to(device)
+        master.data = master.data.to(device)
+        # A new tensor: the one before is in pinned memory of the host.
+        master.grad = torch.zeros_like(master)
 
 
 def staying(sizes: Sequence[int], share: float) -> list[int]:

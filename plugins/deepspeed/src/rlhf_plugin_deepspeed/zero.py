@@ -21,8 +21,8 @@ LEAST_BUCKET = 50_000_000
 """Elements that are reduced at once during backward, or those of a mean layer if they are more, up
 to BUCKET. At 1.5B as fast as BUCKET, in less memory."""
 SUB_GROUPS = 32
-"""Least parts of about the same size of which `deepspeed.offload_ratio` chooses those on the CPU;
-DeepSpeed's own have 1e9 elements."""
+"""Number of parts of about the same size of which `deepspeed.offload_ratio` leaves some on the
+accelerator; large parameters make fewer."""
 
 
 def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> Plan:
@@ -96,9 +96,9 @@ def _ranks(mesh: Mesh) -> str:
 
 def offloads(resolved: Resolved, section: DeepSpeedConfig) -> str:
     """Return what is not on the accelerators, for the end of a summary or a name."""
-    part = "" if section.offload_ratio == 1 else f"{section.offload_ratio:.0%} of the "
-    names = [f"{part}optimizer"] * resolved.offload_optimizer
-    names += ["parameters"] * resolved.offload_param
+    names = ["optimizer"] * resolved.offload_optimizer + ["parameters"] * resolved.offload_param
+    if section.offload_ratio < 1 and names:
+        names = [*names[1:], f"{100 * section.offload_ratio:.3g} % of the optimizer"]
     place = "the CPU" if section.nvme_path is None else "NVMe"
     return f", {' and '.join(names)} on {place}" if names else ""
 

@@ -38,9 +38,9 @@ class KDConfig:
     others count as one further outcome. null runs the teacher alongside the student, over the whole
     vocabulary."""
     on_policy: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the student writes anew in every step (GKD's lambda)."""
+    """Share of the rows whose answer the student writes again in every step (GKD's lambda)."""
     teacher_answers: float = field(default=0.0, validator=share)
-    """Share of the rows whose answer the teacher writes anew in every step; 1 with sft 1 is
+    """Share of the rows whose answer the teacher writes again in every step; 1 with sft 1 is
     sequence-level distillation (arXiv 1606.07947)."""
     max_new_tokens: int = field(default=256, validator=validators.gt(0))
     """Maximum length of the new answers of on_policy and teacher_answers."""

@@ -25,7 +25,7 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
-FOR_PLUGINS = ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "testing")
+FOR_PLUGINS = ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "demo", "testing")
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS))
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
@@ -42,7 +42,11 @@ def hooks_page() -> str:
             del hook.args.args[0]  # self
             names = [parameter.arg for parameter in hook.args.args]
             parts += [f"### `{hook.name}({', '.join(names)})`", *_function(hook, "")]
-    return "\n\n".join(parts) + "\n"
+    others = {*_public_names(hookspecs)} - {specs.__name__ for specs in hooks.values()}
+    parts.append("## What hooks take and return")
+    for name in sorted(others, key=str.lower):
+        parts += _entry(hookspecs, name)
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def configuration_page() -> str:
@@ -294,6 +298,10 @@ def _constant(module: ModuleType, name: str) -> Iterator[str]:
             match below:
                 case ast.Expr(ast.Constant(str(text))):
                     yield _text(text)
+            return
+        if isinstance(item, ast.ImportFrom) and name in {each.name for each in item.names}:
+            yield from _constant(importlib.import_module(str(item.module)), name)
+            return
 
 
 def _definition(value: Any) -> ast.ClassDef | Function | None:

@@ -1,6 +1,7 @@
 """`rlhf new`: what it writes installs, passes its own tests at once, and is refused in one line."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,18 @@ def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProc
     )
 
 
+def run_commands(project: Path, site: Path) -> None:
+    """Run the commands of a distribution's README, training for two steps."""
+    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    lines = (project / "README.md").read_text().splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("rlhf ")]
+    assert commands
+    for words in commands:
+        more = ["--train.stop_at", "2"] if words[0] == "run" else []
+        command = [sys.executable, "-m", "rlhf", *words, *more]
+        subprocess.run(command, env=env, cwd=project.parent, check=True)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -58,6 +71,8 @@ def test_a_new_distribution_passes_its_own_tests(
     quick = ["-k", "not TestOddOne"] if kind == "trainer" else []
     done = run_tests(project, tmp_path / "site", *quick)
     assert done.returncode == 0, done.stdout + done.stderr
+    if kind != "trainer":
+        run_commands(project, tmp_path / "site")
 
 
 @pytest.mark.matrix
@@ -68,9 +83,7 @@ def test_a_new_trainer_passes_the_kit_and_runs_its_demo(
     install(project, tmp_path / "site")
     done = run_tests(project, tmp_path / "site")
     assert done.returncode == 0, done.stdout + done.stderr
-    env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
-    run = [sys.executable, "-m", "rlhf", "run", NAME, "--train.stop_at", "2"]
-    subprocess.run(run, env=env, cwd=tmp_path, check=True)
+    run_commands(project, tmp_path / "site")
 
 
 KIT = """

@@ -17,7 +17,6 @@ from rlhf.forwards import replace_forward
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
 from rlhf.model.kernels import fused, layers
-from rlhf.model.kernels.adapters import forward, is_plain
 from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
 from rlhf.model.kernels.layers import (
     check_compilable,
@@ -25,6 +24,7 @@ from rlhf.model.kernels.layers import (
     compile_layers,
     rehearse_layers,
 )
+from rlhf.model.kernels.lora import forward, is_plain
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.rank.context import RunContext

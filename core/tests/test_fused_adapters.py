@@ -13,8 +13,8 @@ from rlhf import sharding
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import rehearsing_on
 from rlhf.forwards import replace_forward, replaced_forward
-from rlhf.model.kernels.adapters import forward, fuse_adapters, is_plain
 from rlhf.model.kernels.gates import recompute_products
+from rlhf.model.kernels.lora import forward, fuse_adapters, is_plain
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.trainable import recompute

@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from rlhf.config.sections import ModelConfig
 from rlhf.forwards import replaced_forward
 from rlhf.model.head import Head
-from rlhf.model.kernels.adapters import fuse_adapters
 from rlhf.model.kernels.fused import FAMILIES as FUSED
 from rlhf.model.kernels.fused import fuse
 from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.kernels.lora import fuse_adapters
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.readouts import WholeTeacher, token_logprobs

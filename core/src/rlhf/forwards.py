@@ -9,7 +9,7 @@ reads what the ones before it left (1 to 5 in `rlhf.model.kernels`):
    it then replaces Liger's forwards by stand-ins.
 3. `gates.recompute_products`: gated layers keep both factors and not their product. It looks up in
    the forward of step 2 which fused product a layer uses.
-4. `adapters.fuse_adapters`: adapters, which peft has put around linear modules meanwhile.
+4. `lora.fuse_adapters`: adapters, which peft has put around linear modules meanwhile.
 5. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole
    decoder layers, whose compiled forwards contain all of it.

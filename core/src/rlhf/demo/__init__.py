@@ -1,6 +1,6 @@
 """The embedded demo: rows made by rule and a small base model that this project trained.
 
-For the demos and tests of this project's plugins.
+For the demos and tests of trainers.
 """
 
 import random
@@ -26,8 +26,8 @@ FORMATS: dict[str, Callable[[arithmetic.Problem, random.Random], dict[str, Any]]
 
 
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
-    """The rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four answers each)
-    or of `demo:equations` (plain text)."""
+    """Return the rows of `demo:arithmetic` in a trainer's row format, of `demo:ranked` (four
+    answers each) or of `demo:equations` (plain text)."""
     if split not in arithmetic.SIZES:
         raise RLHFError(f"demo:{name} has no split {split!r}; available: eval, train")
     if name == "equations":
@@ -42,6 +42,6 @@ def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
 
 
 def base_model_folder() -> Path:
-    """The base model `demo:base`: a Llama of 0.4 M parameters that has seen nothing but
-    equations."""
+    """Return the folder of the base model `demo:base`: a Llama of 0.4 M parameters that has seen
+    nothing but equations."""
     return Path(__file__).parent / "base"

@@ -30,7 +30,7 @@ class Problem:
 
 
 def problems(split: str) -> Iterator[Problem]:
-    """The problems of `train` or `eval`, each once, always in the same order."""
+    """Yield the problems of `train` or `eval`, each once, always in the same order."""
     draw = random.Random(f"arithmetic {split}")
     seen: set[str] = set()
     while len(seen) < SIZES[split]:
@@ -44,8 +44,8 @@ def problems(split: str) -> Iterator[Problem]:
 
 
 def with_a_slip(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
-    """The same problem with one wrong step whose result is carried on, and the number of that
-    step."""
+    """Return the same problem with one wrong step whose result is carried on, and the number of
+    that step."""
     operations = [step.split() for step in problem.steps[:-1]]
     place = draw.randrange(len(operations))
     value = int(operations[0][0])
@@ -59,8 +59,8 @@ def with_a_slip(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
 
 
 def with_a_stray_number(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
-    """The same problem with one step that takes a number which is not the question's, rightly
-    worked out from there on, and the number of that step."""
+    """Return the same problem with one step that takes a number which is not the question's,
+    rightly worked out from there on, and the number of that step."""
     operations = [step.split() for step in problem.steps[:-1]]
     place = draw.randrange(len(operations))
     value = int(operations[0][0])
@@ -83,7 +83,7 @@ def equations(split: str) -> Iterator[str]:
 
 
 def demonstration(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """A conversation of one question and its worked solution."""
+    """Return a conversation of one question and its worked solution."""
     return {
         "messages": [
             {"role": "user", "content": problem.question},
@@ -93,7 +93,7 @@ def demonstration(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def preference(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """The right solution against one with a slip."""
+    """Return the right solution against one with a slip."""
     wrong, _ = with_a_slip(problem, draw)
     return {
         "prompt": [{"role": "user", "content": problem.question}],
@@ -121,7 +121,7 @@ def ranked(problem: Problem, draw: random.Random) -> dict[str, Any]:
 
 
 def unpaired(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """A solution and whether it is right; half of them are."""
+    """Return a solution and whether it is right; half of them are."""
     right = draw.random() < 0.5
     shown = problem if right else with_a_slip(problem, draw)[0]
     return {
@@ -194,13 +194,13 @@ def _sentence(answer: int) -> str:
 
 
 def _other(right: int, draw: random.Random) -> int:
-    """A wrong result near the right one that still lies between 0 and 99."""
+    """Return a wrong result near the right one that still lies between 0 and 99."""
     near = [right + off for off in range(-10, 11) if off and 0 <= right + off <= LARGEST]
     return draw.choice(near) if near else draw.randint(0, LARGEST)
 
 
 def _far_from(number: int, draw: random.Random) -> int:
-    """A number from 1 to 99 that is not a neighbour of another one."""
+    """Return a number from 1 to 99 that is not a neighbour of another one."""
     return draw.choice([other for other in range(1, LARGEST + 1) if abs(other - number) > 10])
 
 

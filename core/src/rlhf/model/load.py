@@ -13,8 +13,8 @@ from rlhf.errors import RLHFError
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
-from rlhf.model.kernels.adapters import fuse_adapters
 from rlhf.model.kernels.layers import change_layers, check_layers
+from rlhf.model.kernels.lora import fuse_adapters
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import ModelSpec

@@ -37,9 +37,12 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
             names = SQLiteStorage.get_runs("rlhf")
             return {row["step"] for name in names for row in SQLiteStorage.get_logs("rlhf", name)}
 
-        # Trackio writes from another process.
+        def changed() -> float:
+            return max(path.stat().st_mtime for path in Path(folder, "trackio").rglob("*"))
+
+        # Trackio writes from another process, and may be busy after a run has finished.
         until = time.monotonic() + 60
-        while 2 not in written() and time.monotonic() < until:
+        while (2 not in written() or time.time() - changed() < 2) and time.monotonic() < until:
             time.sleep(0.1)
         _, metrics = sft_runs.run([*words, "--resume"], cache)
         wandb.teardown()

@@ -156,8 +156,8 @@ def test_collections_skip_libraries_but_not_what_a_run_leaves(
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "1")
     one.run(sft_runs.run, words, str(inputs.cache))
     ((before, after),) = one.run(skipped, [*words, "--overwrite"], str(inputs.cache))
-    assert before > 100_000
-    assert after == before
+    # What was skipped before can still be freed by its last reference.
+    assert 100_000 < after <= before
 
 
 def test_the_trainers_own_state_is_resumed(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved
 from rlhf_plugin_deepspeed.patches import table
 from rlhf_plugin_deepspeed.patches.install import fits, parameters, path_of, replace, run_scope
-from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, names_for
+from rlhf_plugin_deepspeed.patches.table import NEWEST, OLDEST, PATCHES, READ, names_for
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 
@@ -44,8 +44,8 @@ def test_the_source_of_each_target_is_that_of_the_tested_versions(target):
 
 
 def test_both_ends_of_the_tested_range_are_known():
-    for versions in json.loads(DIGESTS.read_text()).values():
-        assert OLDEST in versions
+    for target, versions in json.loads(DIGESTS.read_text()).items():
+        assert READ.get(target, OLDEST) in versions
         assert NEWEST in versions
 
 
@@ -62,6 +62,9 @@ def test_every_private_name_of_deepspeed_is_a_target():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
                 private.add(ast.unparse(node))
+            match node:
+                case ast.Call(ast.Name("getattr"), [_, ast.Constant(str(name)), *_]):
+                    private |= {name} if re.match("_[^_]", name) else set()
     known = {path_of(target)[-1] for target in TARGETS}
     others = re.compile(r"self\.|torch\.|nn\.|cpp_extension\.")
     names = {name.rpartition(".")[2] for name in private if not others.match(name)}

@@ -155,8 +155,15 @@ PATCHES = {
         reason="the stream that gathers waits for the update of the weights",
     ),
 }  # fmt: skip
-READ = ("deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",)
-"""Private names of DeepSpeed that are read and not replaced, as a patch's targets."""
+READ = {
+    "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping": OLDEST,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:SequenceTiledCompute.backward."
+    "ds_grad_is_ready": OLDEST,
+    f"{ZERO}.stage_1_and_2:IPGBucket.copy_streams": "0.19.3",
+    f"{STAGES_1_2}._zero_padding": "0.19.7",
+}
+"""Names inside DeepSpeed that are read and not replaced, as a patch's targets, each with the first
+version that has it."""
 
 
 def names_for(config: Config, resolved: Resolved) -> tuple[str, ...]:

@@ -151,6 +151,8 @@ def test_the_commands_of_the_docs_work(
                 assert "\nserve = [" in (ROOT / "core" / "pyproject.toml").read_text()
             case ["pip", "install", package]:
                 assert (ROOT / "plugins" / package.split("-", 2)[2]).is_dir()
+            case ["source", script]:
+                assert f"VENV := {Path(script).parts[0]}\n" in (ROOT / "Makefile").read_text()
             case ["make", target]:
                 assert f"\n{target}: " in (ROOT / "Makefile").read_text()
             case ["srun" | "git", *_] | ["rlhf", "push", *_]:

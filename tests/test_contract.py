@@ -165,17 +165,18 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
             (term(trainer, batch), Term(weights(trainer).square().sum(), per="examples"))
         ),
         "Mine.loss() reads the weight model.model.embed_tokens.weight of the policy outside of the "
-        "engine's forward, where ZeRO stage 3 has none; read it in a readout",
+        "engine's forward, where it is sharded at ZeRO stage 3; read it in a readout",
     ),
-    "the model by itself": (
+    "the model without its engine": (
         lambda trainer, batch: Loss((Term(alone(trainer, batch).sum(), per="tokens"),)),
-        "Mine.loss() calls the model of the policy by itself, where examples of a batch see each "
-        "other and ZeRO stage 3 has no weights; call the engine with a readout",
+        "Mine.loss() calls the model of the policy directly, without its engine: examples would "
+        "attend to each other, and at ZeRO stage 3 the weights are sharded; call the engine with a "
+        "readout",
     ),
     "the head taken out of a readout": (
         lambda trainer, batch: Loss((Term(leaked(trainer, batch).sum(), per="tokens"),)),
-        "of the policy outside of the engine's forward, where ZeRO stage 3 has none; read it in a "
-        "readout",
+        "of the policy outside of the engine's forward, where it is sharded at ZeRO stage 3; read "
+        "it in a readout",
     ),
 }
 
@@ -222,8 +223,9 @@ def test_a_survey_that_calls_the_model_by_itself_is_refused(session: Session) ->
     with pytest.raises(RLHFError) as error, torch.no_grad():
         checked.survey(first_batch(session))
     assert str(error.value) == (
-        "Mine.survey() calls the model of the policy by itself, where examples of a batch see each "
-        "other and ZeRO stage 3 has no weights; call the engine with a readout"
+        "Mine.survey() calls the model of the policy directly, without its engine: examples would "
+        "attend to each other, and at ZeRO stage 3 the weights are sharded; call the engine with a "
+        "readout"
     )
 
 
@@ -340,7 +342,7 @@ ROLLOUTS: dict[str, tuple[Any, str]] = {
     ),
     "too many values": (
         [GOOD[0], Example([5], [Answer([7])], {"reward": [0.5, 0.5]})],
-        "example 1 of the step: Mine.rollout() returned 2 of values 'reward' for 1 answers",
+        "example 1 of the step: Mine.rollout() returned 2 values 'reward' for 1 answers",
     ),
 }
 

@@ -180,11 +180,11 @@ def test_an_adapter_of_experts_follows_the_curve_resumes_and_merges(
         ),
         (
             ("--lora.parameters", STACKED, "--lora.dora", "true"),
-            "lora.parameters cannot be combined with lora.dora",
+            "lora.parameters cannot be combined with lora.dora; remove one of the two",
         ),
         (
             ("--lora.parameters", STACKED, "--lora.dropout", "0.1"),
-            "lora.parameters cannot be combined with lora.dropout",
+            "lora.parameters cannot be combined with lora.dropout; remove one of the two",
         ),
         (
             ("--lora.parameters", STACKED, "--model.kernels", "compile"),

@@ -214,8 +214,9 @@ def test_another_model_in_the_old_folder_is_refused_before_its_weights_are_read(
     config.write_text(json.dumps(wider))
     (model / "model.safetensors").unlink()
     message = (
-        r"step-000002 is of another model: model\.model\.layers\.0\.mlp\.gate_proj\.weight is of "
-        r"shape \[\d+, \d+\] there but has the shape \[24, \d+\] here; bring the old model back"
+        r"step-000002 is a checkpoint of another model: model\.model\.layers\.0\.mlp\.gate_proj"
+        r"\.weight is of shape \[\d+, \d+\] in it but has the shape \[24, \d+\] in this run; "
+        r"restore the old model, or start again with --overwrite"
     )
     (error,) = one.errors(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert re.search(message, error)

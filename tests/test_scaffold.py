@@ -133,8 +133,8 @@ def test_a_name_that_cannot_be_is_told_in_one_line(
         ("trainer", "sft"): "rlhf-plugin-sft has a trainer called 'sft'; choose another name",
         ("trainer", "taken"): "rlhf-trainer-taken already exists; choose another name or remove it",
         ("trainer", "taken", "--here"): "taken.py already exists; choose another name or remove it",
-        ("observer", "mine", "--here"): "--here writes a trainer only; rlhf finds an observer by "
-        "the metadata of its distribution",
+        ("observer", "mine", "--here"): "--here is only for trainers, since rlhf finds an "
+        "observer by the metadata of its distribution; remove --here",
     }
     for words, message in expected.items():
         assert main(["new", *words]) == 2

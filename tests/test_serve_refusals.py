@@ -125,8 +125,9 @@ def test_a_check_that_cannot_be_made_says_why(
     for url, data, reason in (
         ("http://127.0.0.1:1", rows, "--check http://127.0.0.1:1 must end with one of /v1/score, "
          "/get_reward, /classify"),
-        ("http://127.0.0.1:1/classify", rows, "cannot use http://127.0.0.1:1/classify (<urlopen "
-         "error [Errno 111] Connection refused>); check the address"),
+        ("http://127.0.0.1:1/classify", rows, "cannot reach http://127.0.0.1:1/classify, or its "
+         "response is not JSON (<urlopen error [Errno 111] Connection refused>); check the "
+         "address"),
         (f"{server.url}/classify", rows, f"{rows} line 1: {server.url}/classify answered 401: "
          '{"error":"send the header `Authorization: Bearer TOKEN` with this server\'s token"}'),
         (f"{server.url}/classify", f"{tmp_path}/gone.jsonl",

@@ -217,7 +217,7 @@ def test_a_run_that_fails_ends_the_command_with_its_error(check: Any) -> None:
 
 def test_ranks_of_a_launcher_are_refused(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    error = "error: rlhf verify starts ranks of its own on one machine; use no launcher"
+    error = "error: rlhf verify starts its own ranks on one machine; run it without a launcher"
     assert check() == (2, [error])
 
 

@@ -192,11 +192,11 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
     [
         (
             ["--model.fp8", "tensorwise", "--model.dtype", "fp32"],
-            "model.fp8 needs model.dtype bf16",
+            "model.fp8 needs model.dtype bf16; set model.dtype, or remove it",
         ),
         (
             ["--model.fp8", "tensorwise", "--lora.dora", "true"],
-            "lora.dora cannot be combined with model.fp8",
+            "lora.dora cannot be combined with model.fp8; remove one of the two",
         ),
         (
             ["--model.fp8", "rowwise", "--model.kernels", "liger"],
@@ -204,7 +204,7 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         ),
         (
             ["--model.kernels", "compile", "--lora", "4", "--model.quantize", "nf4"],
-            "model.quantize cannot be combined with model.kernels compile",
+            "model.quantize cannot be combined with model.kernels compile; remove one of the two",
         ),
         (
             ["--model.kernels", "compile", "--model.recompute", "selective"],

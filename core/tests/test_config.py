@@ -205,11 +205,11 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
         ("--model.adapter a --lora 8", "model.adapter continues an existing adapter; remove lora"),
         (
             "--model.adapter a --model.init random",
-            "model.adapter cannot be combined with model.init random",
+            "model.adapter cannot be combined with model.init random; remove one of the two",
         ),
         (
             "--model.quantize nf4 --lora 8 --model.init random",
-            "model.quantize cannot be combined with model.init random",
+            "model.quantize cannot be combined with model.init random; remove one of the two",
         ),
         ("--train.steps 5 --train.stop_at 6", "train.stop_at 6 is past train.steps 5"),
         ("--train.steps 5 --optim.warmup 6", "optim.warmup 6 is past train.steps 5"),

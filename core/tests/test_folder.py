@@ -116,7 +116,7 @@ def test_auto_does_not_raise_the_budget_with_fp8(tmp_path: Path) -> None:
         check_resumable(resumed(folder, *fp8, "--batch.tokens", "4096"), folder)
     assert str(error.value) == (
         f"{folder} cannot be resumed with another configuration: batch.tokens was 'auto' and is "
-        "4096; set back what differs, or choose another --output"
+        "4096; restore these values, or choose another --output"
     )
 
 

@@ -257,8 +257,8 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
         ),
         (
             ["slurm", "--nodes", "2", "--gpus", "8", "--start", *TOY, "--output", "a"],
-            "sbatch is not installed here; write the job to a file without --start and submit it "
-            "where it is",
+            "sbatch is not installed here; run the command without --start, save its output, and "
+            "submit it on a machine that has sbatch",
         ),
         (
             [*KUBERNETES, "--volume", "data", *TOY, "--output", "a"],

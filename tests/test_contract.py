@@ -218,7 +218,7 @@ def test_a_survey_that_core_cannot_use_is_refused(fault: str, session: Session) 
     assert str(error.value) == text
 
 
-def test_a_survey_that_calls_the_model_by_itself_is_refused(session: Session) -> None:
+def test_a_survey_that_calls_the_model_without_its_engine_is_refused(session: Session) -> None:
     checked = contract(session, lambda trainer, batch: {"x": alone(trainer, batch)[0, :4, 0]})
     with pytest.raises(RLHFError) as error, torch.no_grad():
         checked.survey(first_batch(session))
@@ -315,7 +315,7 @@ def run(trainer: str, words: list[str], cache: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", SETUPS)
-def test_a_run_of_such_a_trainer_ends_with_the_sentence(
+def test_a_run_of_an_invalid_trainer_ends_with_the_error(
     trainer: str, inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     stage = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
@@ -375,7 +375,7 @@ def on_two_ranks(differ: bool) -> list[str]:
     return texts
 
 
-def test_what_differs_between_ranks_is_refused_on_each(two: Ranks) -> None:
+def test_a_difference_between_ranks_is_an_error_on_every_rank(two: Ranks) -> None:
     assert two.run(on_two_ranks, False) == [[], []]
     assert two.run(on_two_ranks, True) == [[
         "step 4: Mine.rollout() returned other examples on rank 1 than on rank 0; return the same "

@@ -95,7 +95,7 @@ def weights(folder: Path) -> bytes:
     return file.read_bytes()
 
 
-def test_a_finished_run_resumes_to_nothing_and_says_so(
+def test_resuming_a_finished_run_takes_no_step_and_says_so(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "2")
@@ -180,7 +180,7 @@ def test_another_token_budget_may_resume_and_another_batch_size_may_not(
     assert code == 0
 
 
-def test_other_rows_under_the_old_name_are_refused(
+def test_changed_rows_under_the_same_name_are_refused(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -222,7 +222,7 @@ def test_another_model_in_the_old_folder_is_refused_before_its_weights_are_read(
     assert re.search(message, error)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_resumes_by_name(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(
@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
     assert checkpoint.damage(folder / "step-000004") is None
 
 
-def test_going_back_sets_newer_checkpoints_aside_until_there_is_a_new_one(
+def test_resuming_an_older_checkpoint_hides_newer_ones_until_the_next_save(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(

@@ -116,7 +116,7 @@ def test_the_ranges_of_the_templates_include_this_core() -> None:
     assert is_satisfied("rlhf-core>=0.1,<0.2")
 
 
-def test_a_name_that_cannot_be_is_told_in_one_line(
+def test_an_invalid_name_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -132,7 +132,7 @@ def test_fewer_tokens_are_preferred_to_recomputation_while_the_device_is_busy(
     )
 
 
-def test_where_all_that_is_not_enough_there_are_fewer_tokens_too(
+def test_if_recomputation_does_not_suffice_tokens_are_reduced_too(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "TOKENS_STEP", 1)
@@ -153,7 +153,7 @@ def test_a_configured_recomputation_is_kept(given: str, words: list[str]) -> Non
     assert choose(fit, any_tokens=False) == (Choice(8192, given), "")
 
 
-def test_the_host_and_an_unknown_memory_take_what_is_given(words: list[str]) -> None:
+def test_on_the_cpu_and_with_unknown_memory_nothing_is_changed(words: list[str]) -> None:
     assert chosen(fit_of(words, 1000)) == (Choice(8192, "auto"), "")
     assert chosen(on_accelerator(words, 0)) == (Choice(8192, "auto"), "")
 

@@ -80,7 +80,7 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
     assert graphs() == 1, "for all rows and all layers"
 
 
-def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> None:
+def test_a_family_that_passes_its_mask_by_position_is_compiled_too(graphs: Any) -> None:
     torch.manual_seed(0)
     config, sizes = FAMILIES["GPT-2"]
     causal = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))

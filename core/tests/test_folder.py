@@ -35,7 +35,7 @@ def test_without_output_the_first_free_number_is_taken(
     assert choose(request(None)) == Path("runs/sft-2")
 
 
-def test_a_folder_that_holds_a_run_needs_a_word(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_needs_resume_or_overwrite(tmp_path: Path) -> None:
     folder = with_run(tmp_path / "run")
     with pytest.raises(RLHFError) as error:
         choose(request(folder))

@@ -115,7 +115,7 @@ def test_the_exported_and_the_merged_model_are_the_adapted_one(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=heavy), 3])
-def test_the_reference_of_a_preference_loss_is_without_what_is_trained_whole(
+def test_the_reference_of_a_preference_loss_has_the_first_values_of_modules_that_are_trained_whole(
     stage: int, two: Ranks, tmp_path: Path
 ) -> None:
     def run(mode: str) -> list[Any]:

@@ -43,7 +43,7 @@ def steps_beside(words: list[str], cache: str, seconds: float) -> tuple[int, int
     return code, found
 
 
-def test_steps_go_on_beside_a_write_and_every_checkpoint_is_complete(
+def test_steps_continue_during_an_async_save_and_every_checkpoint_is_complete(
     inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     given = ("--checkpoint.every", "3", "--checkpoint.keep", "9", *STAGE_3)
@@ -88,7 +88,7 @@ def failing(words: list[str], cache: str) -> None:
 
 
 @pytest.mark.parametrize("beside", ["true", "false"])
-def test_an_error_of_the_writer_ends_the_run_as_one_of_a_save_does(
+def test_an_error_of_the_writer_ends_the_run_like_an_error_of_a_save(
     inputs: Inputs, one: Ranks, tmp_path: Path, beside: str
 ) -> None:
     more = (*ASYNC, "--checkpoint.every", "2", "--checkpoint.async", beside)
@@ -130,7 +130,7 @@ def test_nothing_is_written_to_a_disk_without_room(
     assert not list(left.iterdir())
 
 
-def test_a_checkpoint_is_as_large_as_was_known_before_the_first_step(
+def test_the_size_of_a_checkpoint_is_known_before_the_first_step(
     inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", *ASYNC, *STAGE_3, "--train.stop_at", "1")
@@ -159,7 +159,7 @@ def announced(words: list[str], cache: str) -> int:
     return known[0]
 
 
-def test_a_writer_that_is_not_beside_has_ended_at_once() -> None:
+def test_a_synchronous_write_is_done_when_it_returns() -> None:
     done: list[int] = []
     writing = Writing(partial(done.append, 1), step=1, best=None, background=False)
     assert writing.is_done

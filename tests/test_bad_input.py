@@ -124,7 +124,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_that_are_none(
+def test_unreadable_files_and_invalid_rows_are_refused(
     name: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content, expected = ROWS[name]
@@ -185,7 +185,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("given", SETTINGS)
-def test_settings_that_cannot_be(
+def test_invalid_settings_are_refused(
     given: str, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head, *rest = given.replace("TRAIN", str(inputs.train)).split(" ", 1)
@@ -211,7 +211,7 @@ def test_tokens_beyond_the_vocabulary_are_an_error_with_the_row(
     )
 
 
-def test_a_launcher_has_the_say_about_ranks(
+def test_nproc_is_refused_under_a_launcher(
     inputs: Inputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

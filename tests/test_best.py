@@ -91,7 +91,7 @@ def signalled(words: list[str], cache: str, step: int) -> tuple[int, list[dict[s
         return sft_runs.run(words, cache)
 
 
-def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
+def test_an_evaluation_that_a_signal_skipped_is_made_on_resume(
     inputs: Inputs, two: Ranks, tmp_path: Path
 ) -> None:
     def words(folder: str, *more: str) -> list[str]:
@@ -189,7 +189,7 @@ def test_an_unknown_metric_is_an_error_that_lists_the_available_ones(
         ),
     ],
 )
-def test_settings_without_a_meaning_are_refused(
+def test_settings_without_effect_are_refused(
     words: list[str], text: str, inputs: Inputs, tmp_path: Path
 ) -> None:
     with pytest.raises(RLHFError) as error:

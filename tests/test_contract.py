@@ -165,17 +165,18 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
             (term(trainer, batch), Term(weights(trainer).square().sum(), per="examples"))
         ),
         "Mine.loss() reads the weight model.model.embed_tokens.weight of the policy outside of the "
-        "engine's forward, where ZeRO stage 3 has none; read it in a readout",
+        "engine's forward, where it is sharded at ZeRO stage 3; read it in a readout",
     ),
-    "the model by itself": (
+    "the model without its engine": (
         lambda trainer, batch: Loss((Term(alone(trainer, batch).sum(), per="tokens"),)),
-        "Mine.loss() calls the model of the policy by itself, where examples of a batch see each "
-        "other and ZeRO stage 3 has no weights; call the engine with a readout",
+        "Mine.loss() calls the model of the policy directly, without its engine: examples would "
+        "attend to each other, and at ZeRO stage 3 the weights are sharded; call the engine with a "
+        "readout",
     ),
     "the head taken out of a readout": (
         lambda trainer, batch: Loss((Term(leaked(trainer, batch).sum(), per="tokens"),)),
-        "of the policy outside of the engine's forward, where ZeRO stage 3 has none; read it in a "
-        "readout",
+        "of the policy outside of the engine's forward, where it is sharded at ZeRO stage 3; read "
+        "it in a readout",
     ),
 }
 
@@ -217,13 +218,14 @@ def test_a_survey_that_core_cannot_use_is_refused(fault: str, session: Session) 
     assert str(error.value) == text
 
 
-def test_a_survey_that_calls_the_model_by_itself_is_refused(session: Session) -> None:
+def test_a_survey_that_calls_the_model_without_its_engine_is_refused(session: Session) -> None:
     checked = contract(session, lambda trainer, batch: {"x": alone(trainer, batch)[0, :4, 0]})
     with pytest.raises(RLHFError) as error, torch.no_grad():
         checked.survey(first_batch(session))
     assert str(error.value) == (
-        "Mine.survey() calls the model of the policy by itself, where examples of a batch see each "
-        "other and ZeRO stage 3 has no weights; call the engine with a readout"
+        "Mine.survey() calls the model of the policy directly, without its engine: examples would "
+        "attend to each other, and at ZeRO stage 3 the weights are sharded; call the engine with a "
+        "readout"
     )
 
 
@@ -313,7 +315,7 @@ def run(trainer: str, words: list[str], cache: str) -> None:
 
 
 @pytest.mark.parametrize("trainer", SETUPS)
-def test_a_run_of_such_a_trainer_ends_with_the_sentence(
+def test_a_run_of_an_invalid_trainer_ends_with_the_error(
     trainer: str, inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     stage = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
@@ -340,7 +342,7 @@ ROLLOUTS: dict[str, tuple[Any, str]] = {
     ),
     "too many values": (
         [GOOD[0], Example([5], [Answer([7])], {"reward": [0.5, 0.5]})],
-        "example 1 of the step: Mine.rollout() returned 2 of values 'reward' for 1 answers",
+        "example 1 of the step: Mine.rollout() returned 2 values 'reward' for 1 answers",
     ),
 }
 
@@ -373,7 +375,7 @@ def on_two_ranks(differ: bool) -> list[str]:
     return texts
 
 
-def test_what_differs_between_ranks_is_refused_on_each(two: Ranks) -> None:
+def test_a_difference_between_ranks_is_an_error_on_every_rank(two: Ranks) -> None:
     assert two.run(on_two_ranks, False) == [[], []]
     assert two.run(on_two_ranks, True) == [[
         "step 4: Mine.rollout() returned other examples on rank 1 than on rank 0; return the same "

@@ -93,7 +93,7 @@ def test_the_problems_are_right_and_always_the_same() -> None:
             assert eval(left) == int(right)
 
 
-def test_no_problem_is_on_both_sides() -> None:
+def test_no_problem_is_in_both_splits() -> None:
     def expressions(split: str) -> set[str]:
         return {re.sub(r"[^\d+-]", "", item.question) for item in arithmetic.problems(split)}
 
@@ -113,7 +113,7 @@ def test_every_format_has_rows(format: str) -> None:
         assert all(row["chosen"] != row["rejected"] for row in found)
 
 
-def test_a_slip_is_one_wrong_result_that_is_carried_on() -> None:
+def test_an_error_is_one_wrong_result_which_later_steps_continue_from() -> None:
     draw = random.Random(0)
     for problem in islice(arithmetic.problems("eval"), 50):
         wrong, place = arithmetic.with_a_slip(problem, draw)
@@ -131,7 +131,7 @@ def test_steps_are_wrong_from_the_first_number_that_differs_from_the_question() 
         assert row["labels"] == [*known, all(same)]
 
 
-def test_ranked_answers_hold_the_solution_its_work_a_guess_and_a_stranger() -> None:
+def test_ranked_answers_are_the_solution_its_steps_a_guess_and_another_answer() -> None:
     for row, problem in zip(
         rows("ranked", "eval", "preference"), arithmetic.problems("eval"), strict=True
     ):

@@ -180,11 +180,11 @@ def test_an_adapter_of_experts_follows_the_curve_resumes_and_merges(
         ),
         (
             ("--lora.parameters", STACKED, "--lora.dora", "true"),
-            "lora.parameters cannot be combined with lora.dora",
+            "lora.parameters cannot be combined with lora.dora; remove one of the two",
         ),
         (
             ("--lora.parameters", STACKED, "--lora.dropout", "0.1"),
-            "lora.parameters cannot be combined with lora.dropout",
+            "lora.parameters cannot be combined with lora.dropout; remove one of the two",
         ),
         (
             ("--lora.parameters", STACKED, "--model.kernels", "compile"),
@@ -193,7 +193,7 @@ def test_an_adapter_of_experts_follows_the_curve_resumes_and_merges(
     ],
     ids=("name", "dora", "dropout", "compile"),
 )
-def test_adapters_of_experts_that_cannot_be_are_refused(
+def test_invalid_adapters_of_experts_are_refused(
     more: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = short_run(tmp_path, "demonstration")

@@ -37,7 +37,7 @@ def _of_cuda(tree: ast.AST) -> Iterator[bool]:
                 yield True
 
 
-def test_only_what_is_cudas_own_names_cuda() -> None:
+def test_only_code_that_is_specific_to_cuda_names_cuda() -> None:
     sources = [*ROOT.glob("core/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
     found = {str(path.relative_to(ROOT)) for path in sources if names_cuda(path)}
     assert found == CUDA_ONLY.keys()

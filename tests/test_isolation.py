@@ -49,7 +49,7 @@ def add(site: Path, name: str, trainer: str, source: str, *, core: str = ">=0.1,
     (site / f"{module}.py").write_text(source)
 
 
-def test_a_bad_plugin_hurts_only_itself(site: Path, tmp_path: Path) -> None:
+def test_a_broken_plugin_does_not_affect_the_others(site: Path, tmp_path: Path) -> None:
     add(site, "rlhf-broken", "broken", "raise ValueError('at import')")
     add(site, "rlhf-slow", "slow", "import time\ntime.sleep(600)")
     add(site, "rlhf-outdated", "outdated", RECORD.format(name="x"), core=">=7")
@@ -78,7 +78,7 @@ def test_a_bad_plugin_hurts_only_itself(site: Path, tmp_path: Path) -> None:
     assert rlhf(site, "config", "twin@rlhf-second").returncode == 0
 
 
-def test_the_check_of_plugins_reports_a_bad_one_and_goes_on(site: Path) -> None:
+def test_plugins_check_reports_a_broken_plugin_and_continues(site: Path) -> None:
     add(site, "rlhf-broken", "broken", "raise ValueError('at import')")
     add(site, "rlhf-first", "twin", RECORD.format(name="rlhf_first"))
     done = rlhf(site, "plugins", "check")

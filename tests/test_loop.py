@@ -136,7 +136,7 @@ def collected(words: list[str], cache: str) -> list[str]:
     return devices
 
 
-def test_what_the_start_and_the_first_step_leave_is_freed(
+def test_garbage_of_the_start_and_the_first_step_is_collected(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "3")
@@ -150,7 +150,7 @@ def skipped(words: list[str], cache: str) -> tuple[int, int]:
     return before, gc.get_freeze_count()
 
 
-def test_collections_skip_libraries_but_not_what_a_run_leaves(
+def test_garbage_collection_skips_libraries_but_not_objects_of_a_run(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "1")

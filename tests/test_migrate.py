@@ -367,7 +367,7 @@ def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"error: {file} exists; choose another file\n"
 
 
-def test_what_is_missing_is_told_beside_the_result(
+def test_missing_settings_are_reported_with_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rm.sh"
@@ -395,7 +395,7 @@ def test_a_command_line_with_a_yaml_file_has_precedence_over_it(tmp_path: Path) 
     assert translate(arguments, folder=tmp_path).settings["optim.lr"] == 2e-4
 
 
-def test_an_epoch_in_parts_and_shares_of_the_run_are_told(tmp_path: Path) -> None:
+def test_fractional_epochs_and_fractional_save_steps_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_train_epochs: 0.5\nsave_steps: 0.1\nlr_scheduler_type: constant\n")
     migration = translate(read_arguments(file, "trl/sft"), folder=tmp_path)

@@ -84,7 +84,7 @@ def test_an_evaluation_has_the_optimizers_states_on_the_host(
     assert list(moved) == [("policy", TRAINING)]
     assert moved["policy", TRAINING] > 10_000
     lines = [line for line in printed.splitlines() if line.startswith("offload ")]
-    assert lines == ["offload    in evaluation 0.000 GiB of states are on the host: as configured"]
+    assert lines == ["offload    evaluation: 0.000 GiB of states moved to the host, as configured"]
 
 
 def test_a_reference_is_cached_without_the_optimizers_states(
@@ -100,7 +100,7 @@ def test_a_reference_is_cached_without_the_optimizers_states(
     printed, moved = both(one, "dpo", words, tmp_path)
     assert list(moved) == [("policy", TRAINING)]
     assert moved["policy", TRAINING] > 10_000
-    assert "offload    in caching " in printed
+    assert "offload    caching: " in printed
 
 
 def test_answers_are_generated_without_the_teachers_weights(
@@ -116,4 +116,4 @@ def test_answers_are_generated_without_the_teachers_weights(
     printed, moved = both(two, "kd", words, tmp_path)
     assert {("teacher", ALL), ("policy", TRAINING)} <= set(moved)
     assert min(moved["teacher", ALL], moved["policy", TRAINING]) > 10_000
-    assert "offload    in generation " in printed
+    assert "offload    generation: " in printed

@@ -179,7 +179,9 @@ def test_push_uploads_weights_tokenizer_config_and_card_and_nothing_else(
     assert created.get("visibility") == "private" or created.get("private") is True
 
 
-def test_what_a_hub_refuses_costs_one_line(run: Path, server: Hub, tmp_path: Path) -> None:
+def test_a_refusal_of_the_hub_is_an_error_in_one_line(
+    run: Path, server: Hub, tmp_path: Path
+) -> None:
     def message(*words: str, **environment: str) -> str:
         code, output = push(server, *words, **environment)
         assert code == 2

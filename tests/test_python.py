@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_returns_and_the_run_continues(
     assert steps == list(range(1, len(stopped["metrics"]) + 3))
 
 
-def test_mistakes_are_errors_of_their_own_type() -> None:
+def test_mistakes_of_a_user_raise_rlhf_error() -> None:
     for overrides, message in (
         ({"optim.lrr": 1}, "optim.lrr: unknown setting; did you mean optim.lr?"),
         ({"optim": {"lr": "fast"}}, 'optim.lr: expected a number, got "fast"'),
@@ -109,7 +109,7 @@ def test_a_configuration_is_typed_and_reads_back(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_an_unknown_name_is_no_attribute() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'rlhf' has no attribute 'train'"):
         rlhf.train  # noqa: B018
 

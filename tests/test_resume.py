@@ -95,7 +95,7 @@ def weights(folder: Path) -> bytes:
     return file.read_bytes()
 
 
-def test_a_finished_run_resumes_to_nothing_and_says_so(
+def test_resuming_a_finished_run_takes_no_step_and_says_so(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "2")
@@ -180,7 +180,7 @@ def test_another_token_budget_may_resume_and_another_batch_size_may_not(
     assert code == 0
 
 
-def test_other_rows_under_the_old_name_are_refused(
+def test_changed_rows_under_the_same_name_are_refused(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -214,14 +214,15 @@ def test_another_model_in_the_old_folder_is_refused_before_its_weights_are_read(
     config.write_text(json.dumps(wider))
     (model / "model.safetensors").unlink()
     message = (
-        r"step-000002 is of another model: model\.model\.layers\.0\.mlp\.gate_proj\.weight is of "
-        r"shape \[\d+, \d+\] there but has the shape \[24, \d+\] here; bring the old model back"
+        r"step-000002 is a checkpoint of another model: model\.model\.layers\.0\.mlp\.gate_proj"
+        r"\.weight is of shape \[\d+, \d+\] in it but has the shape \[24, \d+\] in this run; "
+        r"restore the old model, or start again with --overwrite"
     )
     (error,) = one.errors(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert re.search(message, error)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_resumes_by_name(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(
@@ -237,7 +238,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken_when_named(
     assert checkpoint.damage(folder / "step-000004") is None
 
 
-def test_going_back_sets_newer_checkpoints_aside_until_there_is_a_new_one(
+def test_resuming_an_older_checkpoint_hides_newer_ones_until_the_next_save(
     inputs: Inputs, one: Ranks, tmp_path: Path
 ) -> None:
     words = sft_runs.words(

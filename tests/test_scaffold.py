@@ -116,7 +116,7 @@ def test_the_ranges_of_the_templates_include_this_core() -> None:
     assert is_satisfied("rlhf-core>=0.1,<0.2")
 
 
-def test_a_name_that_cannot_be_is_told_in_one_line(
+def test_an_invalid_name_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,8 +133,8 @@ def test_a_name_that_cannot_be_is_told_in_one_line(
         ("trainer", "sft"): "rlhf-plugin-sft has a trainer called 'sft'; choose another name",
         ("trainer", "taken"): "rlhf-trainer-taken already exists; choose another name or remove it",
         ("trainer", "taken", "--here"): "taken.py already exists; choose another name or remove it",
-        ("observer", "mine", "--here"): "--here writes a trainer only; rlhf finds an observer by "
-        "the metadata of its distribution",
+        ("observer", "mine", "--here"): "--here is only for trainers, since rlhf finds an "
+        "observer by the metadata of its distribution; remove --here",
     }
     for words, message in expected.items():
         assert main(["new", *words]) == 2

@@ -58,7 +58,7 @@ def test_bad_input_is_refused_with_the_reason(name: str, server: Served) -> None
     assert server.post(path, body).refusal == (422, reason)
 
 
-def test_only_the_token_opens_the_server(server: Served) -> None:
+def test_requests_without_the_token_are_refused(server: Served) -> None:
     reason = "send the header `Authorization: Bearer TOKEN` with this server's token"
     password = base64.b64encode(f"any:{TOKEN}".encode()).decode()
     for wrong in ("", "Bearer", "Bearer other", f"Token{TOKEN}", "Basic x", "Bearer caf\xe9"):
@@ -80,7 +80,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err.removeprefix("error: ").rstrip("\n")
 
 
-def test_what_cannot_be_served_is_told_before_a_model_loads(
+def test_a_folder_that_cannot_be_served_is_refused_before_a_model_loads(
     rewards: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -125,8 +125,9 @@ def test_a_check_that_cannot_be_made_says_why(
     for url, data, reason in (
         ("http://127.0.0.1:1", rows, "--check http://127.0.0.1:1 must end with one of /v1/score, "
          "/get_reward, /classify"),
-        ("http://127.0.0.1:1/classify", rows, "cannot use http://127.0.0.1:1/classify (<urlopen "
-         "error [Errno 111] Connection refused>); check the address"),
+        ("http://127.0.0.1:1/classify", rows, "cannot reach http://127.0.0.1:1/classify, or its "
+         "response is not JSON (<urlopen error [Errno 111] Connection refused>); check the "
+         "address"),
         (f"{server.url}/classify", rows, f"{rows} line 1: {server.url}/classify answered 401: "
          '{"error":"send the header `Authorization: Bearer TOKEN` with this server\'s token"}'),
         (f"{server.url}/classify", f"{tmp_path}/gone.jsonl",

@@ -170,7 +170,7 @@ OPTIONS = {
     "name",
     [pytest.param(name, marks=[pytest.mark.matrix] if "CPU" in name else []) for name in OPTIONS],
 )
-def test_the_curve_under_a_tensor_axis_with(
+def test_the_curve_under_a_tensor_axis_is_the_same_with_other_settings(
     name: str, one: Ranks, two: Ranks, tmp_path: Path
 ) -> None:
     trainer, both, more = OPTIONS[name]

@@ -50,7 +50,7 @@ def test_a_method_takes_less_than_a_hundred_lines(name: str) -> None:
     ("name", "tests"),
     [QUICK, *(pytest.param(name, "", marks=pytest.mark.matrix) for name in NAMES)],
 )
-def test_a_method_passes_its_tests_beside_the_wheels(
+def test_a_method_passes_its_tests_with_the_wheels_installed(
     name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = write(name, tmp_path, monkeypatch)

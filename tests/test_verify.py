@@ -199,7 +199,7 @@ def test_a_layout_that_does_not_fit_is_replaced(check: Any) -> None:
     assert lines[-1].endswith(" (stage not varied), resume exact")
 
 
-def test_a_layout_that_takes_the_place_of_another_has_ranks_that_its_axes_divide(
+def test_a_replacement_layout_has_a_number_of_ranks_that_its_axes_divide(
     check: Any,
 ) -> None:
     words = ("--nproc", "2", "--deepspeed.stage", "1", "--deepspeed.tensor_parallel", "2")
@@ -217,7 +217,7 @@ def test_a_run_that_fails_ends_the_command_with_its_error(check: Any) -> None:
 
 def test_ranks_of_a_launcher_are_refused(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    error = "error: rlhf verify starts ranks of its own on one machine; use no launcher"
+    error = "error: rlhf verify starts its own ranks on one machine; run it without a launcher"
     assert check() == (2, [error])
 
 
@@ -233,7 +233,7 @@ def test_a_file_that_is_not_a_tensor_is_named_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_the_command_starts_processes_and_leaves_nothing(
+def test_the_command_starts_processes_and_leaves_no_file(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))

@@ -57,7 +57,7 @@ while not list(Path(sys.argv[1]).rglob("torch/*/later.*.pyc")):
 """
 
 
-def test_what_no_bytecode_exists_for_is_compiled_before_it_is_imported(tmp_path: Path) -> None:
+def test_modules_without_bytecode_are_compiled_before_their_import(tmp_path: Path) -> None:
     library = tmp_path / "site" / "torch"
     for folder in ("nn", "testing", "nn/tests"):
         (library / folder).mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_a_cache_that_cannot_be_written_does_not_hinder_imports(tmp_path: Path) 
     assert found.parent == tmp_path
 
 
-def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_error_names_rlhf_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(user: int) -> None:
         raise KeyError(user)
 

@@ -234,7 +234,7 @@ def test_a_half_removed_folder_is_not_a_checkpoint(
     assert checkpoint.find(tmp_path) == newest
 
 
-def test_what_killed_saves_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_deleted_by_the_next_save(tmp_path: Path) -> None:
     checkpoint.begin(tmp_path, 10)
     part = checkpoint.begin(tmp_path, 20)
     assert list(tmp_path.iterdir()) == [part]

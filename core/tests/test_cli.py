@@ -76,7 +76,7 @@ def test_the_other_commands_are_handed_over(
         assert given == [word for word in words[1:] if word != "--role"]
 
 
-def test_a_users_mistake_is_one_line_and_2(
+def test_a_users_mistake_is_one_line_and_exit_code_2(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(request: Request) -> int:
@@ -113,7 +113,7 @@ def test_an_error_names_its_rank_unless_rank_0_reports_it(
         assert capsys.readouterr().err == message
 
 
-def test_several_mistakes_are_listed_below_one_head(
+def test_several_mistakes_are_listed_under_one_heading(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "toy", "--toy.bta", "1", "--batch", "0"]) == 2
@@ -124,7 +124,7 @@ def test_several_mistakes_are_listed_below_one_head(
     )
 
 
-def test_ctrl_c_is_130_with_one_message_and_a_defect_raises(
+def test_ctrl_c_is_exit_code_130_with_one_message_and_a_defect_raises(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(request: Request) -> int:
@@ -296,7 +296,7 @@ def test_a_default_that_is_not_a_setting_names_the_plugin(
 @pytest.mark.parametrize(
     "words", ["plugins --json", "--help", "config toy --backend plain", "--version"]
 )
-def test_a_reader_that_has_ended_is_not_an_error(toy: Path, words: str) -> None:
+def test_a_closed_pipe_is_not_an_error(toy: Path, words: str) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -80,7 +80,7 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
     assert graphs() == 1, "for all rows and all layers"
 
 
-def test_a_family_that_gives_its_mask_by_place_is_compiled_too(graphs: Any) -> None:
+def test_a_family_that_passes_its_mask_by_position_is_compiled_too(graphs: Any) -> None:
     torch.manual_seed(0)
     config, sizes = FAMILIES["GPT-2"]
     causal = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
@@ -192,11 +192,11 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
     [
         (
             ["--model.fp8", "tensorwise", "--model.dtype", "fp32"],
-            "model.fp8 needs model.dtype bf16",
+            "model.fp8 needs model.dtype bf16; set model.dtype, or remove it",
         ),
         (
             ["--model.fp8", "tensorwise", "--lora.dora", "true"],
-            "lora.dora cannot be combined with model.fp8",
+            "lora.dora cannot be combined with model.fp8; remove one of the two",
         ),
         (
             ["--model.fp8", "rowwise", "--model.kernels", "liger"],
@@ -204,7 +204,7 @@ def test_a_rehearsal_keeps_one_byte_of_each_normed_input_of_products_in_fp8() ->
         ),
         (
             ["--model.kernels", "compile", "--lora", "4", "--model.quantize", "nf4"],
-            "model.quantize cannot be combined with model.kernels compile",
+            "model.quantize cannot be combined with model.kernels compile; remove one of the two",
         ),
         (
             ["--model.kernels", "compile", "--model.recompute", "selective"],

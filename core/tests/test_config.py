@@ -41,7 +41,7 @@ def yaml_file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_each_layer_lies_on_the_one_before(toy: Path) -> None:
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(toy: Path) -> None:
     file = yaml_file(toy, "optim: {clip: 0.5, eps: 1e-6}\ntoy: {beta: 0.2}")
     config = read(file, "--toy.beta", "0.3", "--optim.weight-decay=0.1")
     assert (config.optim.lr, config.optim.clip, config.optim.eps) == (1e-6, 0.5, 1e-6)
@@ -157,7 +157,9 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
         ),
     ],
 )
-def test_no_value_is_bent_into_its_type(toy: Path, name: str, value: str, message: str) -> None:
+def test_values_of_a_wrong_type_are_refused_and_not_converted(
+    toy: Path, name: str, value: str, message: str
+) -> None:
     assert problems(f"--{name}", value) == [f"{name}: {message}"]
 
 
@@ -176,7 +178,7 @@ def test_the_rate_of_lora_is_ten_times_the_trainers_unless_it_is_set(toy: Path) 
     assert (request.config.optim.lr, request.notes) == (1e-6, ())
 
 
-def test_neither_model_nor_data_is_the_demo_under_the_users_words(toy: Path) -> None:
+def test_without_model_and_data_the_demo_runs_with_the_users_settings(toy: Path) -> None:
     request = read_config("toy", overrides=["--model.dtype", "bf16", "--train.steps", "5"])
     assert request.demo
     assert str(request.origin) == "trainer 'toy' of rlhf-toy 1.0"
@@ -205,11 +207,11 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
         ("--model.adapter a --lora 8", "model.adapter continues an existing adapter; remove lora"),
         (
             "--model.adapter a --model.init random",
-            "model.adapter cannot be combined with model.init random",
+            "model.adapter cannot be combined with model.init random; remove one of the two",
         ),
         (
             "--model.quantize nf4 --lora 8 --model.init random",
-            "model.quantize cannot be combined with model.init random",
+            "model.quantize cannot be combined with model.init random; remove one of the two",
         ),
         ("--train.steps 5 --train.stop_at 6", "train.stop_at 6 is past train.steps 5"),
         ("--train.steps 5 --optim.warmup 6", "optim.warmup 6 is past train.steps 5"),
@@ -286,7 +288,7 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(toy: Path) 
         ),
     ],
 )
-def test_words_without_a_place_are_refused(words: list[str], message: str) -> None:
+def test_unexpected_command_line_arguments_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(RLHFError) as caught:
         parse_words(words)
     assert str(caught.value) == message

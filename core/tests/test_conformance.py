@@ -231,7 +231,7 @@ def test_too_few_rows_are_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_curves_are_held_against_each_other_in_loss_norm_and_evaluation() -> None:
+def test_curves_are_compared_in_loss_norm_and_evaluation() -> None:
     def curve(loss: float = 1.0, norm: float = 2.0, held_out: float = 3.0) -> list[dict[str, Any]]:
         return [{"step": 1, "loss": loss, "grad_norm": norm}, {"step": 1, "eval/loss": held_out}]
 

@@ -85,7 +85,7 @@ def test_a_wrong_tree_is_an_error_with_the_trainer_and_the_row(tmp_path: Path) -
     with pytest.raises(RLHFError) as caught:
         examples_of(path, trainer=Wrong)
     assert str(caught.value) == (
-        f"{path} line 1: Wrong.example() returned 1 of values 'rank' for 2 answers"
+        f"{path} line 1: Wrong.example() returned 1 values 'rank' for 2 answers"
     )
 
 

@@ -138,7 +138,7 @@ def test_texts_are_cut_between_words_before_they_differ(one: str, other: str, pr
     assert _shared_text(other, one) == size
 
 
-def test_a_template_that_writes_the_prompt_by_the_answer_still_gives_one_prompt() -> None:
+def test_a_template_whose_prompt_depends_on_the_answer_still_gives_one_prompt() -> None:
     # The prompt says how long the answer is.
     template = (
         "{% if messages[-1].content == 'four' %}{{ 'five ' }}{% endif %}"

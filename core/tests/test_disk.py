@@ -32,7 +32,7 @@ def test_a_full_disk_is_reported_with_its_path(write, tmp_path: Path) -> None:  
     )
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         (tmp_path / "file" / "run").mkdir()
@@ -41,7 +41,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_place_without_the_right_to_write_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "run"))
     assert str(error.value) == (
@@ -66,7 +66,7 @@ def test_a_full_disk_elsewhere_is_named(tmp_path: Path) -> None:
     assert str(error.value).startswith("cannot write to /tmp/kernels/one: the disk is full")
 
 
-def test_a_defect_after_a_refusal_that_was_handled_stays_a_defect(tmp_path: Path) -> None:
+def test_an_exception_after_a_handled_refusal_is_raised_unchanged(tmp_path: Path) -> None:
     def defect() -> None:
         try:
             tmp_path.mkdir()
@@ -77,14 +77,14 @@ def test_a_defect_after_a_refusal_that_was_handled_stays_a_defect(tmp_path: Path
         defect()
 
 
-def test_a_defect_stays_a_defect(tmp_path: Path) -> None:
+def test_other_exceptions_are_raised_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), writing(tmp_path):
         raise ZeroDivisionError
     with pytest.raises(FileNotFoundError), writing(tmp_path):
         (tmp_path / "gone").read_text()
 
 
-def test_a_new_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_new_folder_is_complete_or_does_not_exist(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
     with pytest.raises(ZeroDivisionError), new_folder(target) as part:
         (part / "weights").write_text(str(1 / 0))

@@ -26,7 +26,7 @@ def message(source: Path, output: Path) -> str:
 
 
 @pytest.mark.parametrize("text", [None, "{}", "[]", '{"trainer'])
-def test_a_run_that_does_not_say_its_trainer(text: str | None, tmp_path: Path) -> None:
+def test_a_run_without_a_recorded_trainer_is_refused(text: str | None, tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     if text is not None:
         (run / "versions.json").write_text(text)
@@ -48,7 +48,7 @@ def test_folders_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_an_output_that_is_taken(tmp_path: Path) -> None:
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert message(run, run) == f"{run} is not empty; choose a new folder"
     assert message(run, run / "config.yaml") == f"{run}/config.yaml is a file; choose a new folder"

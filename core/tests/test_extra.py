@@ -164,7 +164,7 @@ def test_parameters_of_another_shape_are_refused(base: str, tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_parameter_that_cannot_be_is_refused(extra: Any, text: str, base: str) -> None:
+def test_an_invalid_parameter_is_refused(extra: Any, text: str, base: str) -> None:
     with pytest.raises(RLHFError) as error:
         first_values(config_of(base), extra)
     assert str(error.value) == text
@@ -192,7 +192,7 @@ def test_a_parameter_that_cannot_be_is_refused(extra: Any, text: str, base: str)
         ),
     ],
 )
-def test_labels_that_cannot_be_are_refused(task: Any, labels: Any, text: str, base: str) -> None:
+def test_invalid_labels_are_refused(task: Any, labels: Any, text: str, base: str) -> None:
     with pytest.raises(RLHFError) as error:
         empty_model(ModelSpec(config=config_of(base), task=task, labels=labels), Mesh())
     assert str(error.value) == text

@@ -35,7 +35,7 @@ def test_without_output_the_first_free_number_is_taken(
     assert choose(request(None)) == Path("runs/sft-2")
 
 
-def test_a_folder_that_holds_a_run_needs_a_word(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_needs_resume_or_overwrite(tmp_path: Path) -> None:
     folder = with_run(tmp_path / "run")
     with pytest.raises(RLHFError) as error:
         choose(request(folder))
@@ -116,7 +116,7 @@ def test_auto_does_not_raise_the_budget_with_fp8(tmp_path: Path) -> None:
         check_resumable(resumed(folder, *fp8, "--batch.tokens", "4096"), folder)
     assert str(error.value) == (
         f"{folder} cannot be resumed with another configuration: batch.tokens was 'auto' and is "
-        "4096; set back what differs, or choose another --output"
+        "4096; restore these values, or choose another --output"
     )
 
 

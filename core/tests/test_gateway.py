@@ -165,7 +165,7 @@ def test_an_observer_whose_traceback_cannot_be_written_prints_it(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
-def test_an_interrupt_in_an_observer_passes(error: BaseException) -> None:
+def test_an_interrupt_in_an_observer_is_raised(error: BaseException) -> None:
     _, observers = build_gateways(backend(), observers={"web": Failing(1, error)})
     with pytest.raises(type(error)):
         observers.on_step(run=RUN, step=1, metrics={"counts": []})  # type: ignore[dict-item]

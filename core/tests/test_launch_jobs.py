@@ -121,7 +121,7 @@ def test_the_commands_of_a_host_file_give_each_host_its_place(
     )
 
 
-def test_a_host_starts_its_own_share(
+def test_a_host_starts_only_its_ranks(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hosts").write_text(f"other slots=2\n{socket.gethostname()} slots=2\n")
@@ -140,7 +140,9 @@ def test_a_host_starts_its_own_share(
     assert [environment[name] for name in RENDEZVOUS] == ["2", "1", "other", "29500"]
 
 
-def test_a_place_survives_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_read_back_from_its_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hosts").write_text("a slots=3\nb slots=3\n")
     where = places(read_hosts(tmp_path / "hosts"))
     for name, value in variables(where["b"]).items():
@@ -175,7 +177,7 @@ def test_without_variables_there_is_one_host(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_half_a_place_is_refused(
+def test_incomplete_or_invalid_pet_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
     for name, value in environment.items():
@@ -204,7 +206,7 @@ def test_half_a_place_is_refused(
         ),
     ],
 )
-def test_a_lonely_run_is_refused(
+def test_fewer_ranks_than_the_launcher_announces_are_refused(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
     for name, value in environment.items():
@@ -214,7 +216,7 @@ def test_a_lonely_run_is_refused(
     assert str(error.value) == message
 
 
-def test_worlds_that_are_whole_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_worlds_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "8")
     check_world(4)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
@@ -257,8 +259,8 @@ def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> 
         ),
         (
             ["slurm", "--nodes", "2", "--gpus", "8", "--start", *TOY, "--output", "a"],
-            "sbatch is not installed here; write the job to a file without --start and submit it "
-            "where it is",
+            "sbatch is not installed here; run the command without --start, save its output, and "
+            "submit it on a machine that has sbatch",
         ),
         (
             [*KUBERNETES, "--volume", "data", *TOY, "--output", "a"],

@@ -79,7 +79,7 @@ def test_the_mask_is_the_rule_of_the_tree_in_words(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("multiple", [128, 50])
-def test_the_block_mask_leaves_nothing_out_and_calls_full_only_what_is(
+def test_the_block_mask_is_complete_and_marks_only_full_blocks_as_full(
     spans: Any, kind: str, multiple: int
 ) -> None:
     mask = mask_of(batch_of(spans, multiple), kind)

@@ -237,7 +237,9 @@ def test_four_bits_are_refused_without_lora_without_cuda_and_at_stage_3(llama: s
         "model.quantize nf4 freezes the whole model; add lora to train an adapter"
     )
     config = config_of(llama, model={"quantize": "nf4"}, lora=LoraConfig())
-    assert failing(config) == "model.quantize nf4 needs a CUDA device; this run is on cpu"
+    assert failing(config) == (
+        "model.quantize nf4 needs a CUDA device; this run is on cpu, so remove model.quantize"
+    )
     assert failing(config, stage=3) == (
         "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
         "remove model.quantize"

@@ -48,7 +48,7 @@ def test_a_phase_is_short_of_memory_where_its_states_and_its_forward_do_not_fit(
     for phase, peak in peaks(words).items():
         assert not shortage(on_accelerator(words, int(peak / 0.94)), phase)
         reason = shortage(on_accelerator(words, int(peak / 0.96)), phase)
-        assert reason.startswith("it would take 0.00")
+        assert reason.startswith("since it would take 0.00")
 
 
 def test_caching_runs_more_tokens_and_generation_keeps_keys_and_values(tmp_path: Path) -> None:
@@ -96,7 +96,9 @@ def test_auto_moves_states_only_where_a_phase_does_not_fit(
     back = [("reload", "policy", TRAINING), ("reload", "teacher", TRAINING)]
     assert enter(words, 2**10, "auto", times=2) == 2 * [*moved, ("inside", None, ()), *back]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("offload    in evaluation 2.0 GiB of states are on the host: it would ")
+    assert line.startswith(
+        "offload    evaluation: 2.0 GiB of states moved to the host, since it would "
+    )
 
 
 def test_a_phase_within_a_phase_moves_what_is_left(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_marker_writes_the_place_of_its_rank(tmp_path: Path) -> None:
         ([], None),
     ],
 )
-def test_the_sentence_names_who_is_waited_for_and_where(
+def test_the_message_names_the_ranks_that_are_waited_for_and_their_places(
     now: None, where: list[Place], sentence: str | None
 ) -> None:
     assert places.explain(dict(enumerate(where))) == sentence

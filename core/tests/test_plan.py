@@ -77,7 +77,8 @@ def test_the_first_layout_in_which_a_step_fits_is_chosen(words, capsys):
     code, report = planned(capsys, *words, *tokens, "--gpu-memory", f"{memory * 1.001}")
     fitting = [row["layout"] for row in report["layouts"] if row["fits"]]
     assert (code, report["chosen"]) == (0, fitting[0])
-    assert report["reason"].startswith(f"layout     {fitting[0]}: a step would take ")
+    begin = f"layout     {fitting[0]}: with {fitting[0]} a step takes "
+    assert report["reason"].startswith(begin)
 
 
 def test_the_plan_and_the_run_choose_alike(words, capsys):

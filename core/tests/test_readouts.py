@@ -91,7 +91,7 @@ def test_logprobs_and_gradients_are_those_of_the_plain_formula(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_entropy_and_agreement_come_along_without_gradient() -> None:
+def test_entropy_and_agreement_are_computed_without_gradient() -> None:
     hidden, weight, _ = inputs(torch.float32)
     head, batch = Head(weight=weight), packed()
     read = token_logprobs(hidden, head, batch, chunk=2)

@@ -212,7 +212,7 @@ def test_an_import_string_of_a_user_searches_the_current_folder_last(
     assert load_user_object("wave:Error").__module__ == "wave"
 
 
-def test_the_demo_lies_beside_the_record(toy: Path) -> None:
+def test_the_demo_is_in_the_folder_of_the_record(toy: Path) -> None:
     plugin = find("trainer", "toy")
     assert demo_file(plugin, load_record(plugin)) == toy / "toy.yaml"
 

@@ -354,7 +354,7 @@ def test_the_out_of_memory_errors_of_all_libraries_are_recognised(
     assert ran_out(error) == is_it
 
 
-def test_nothing_of_a_rehearsal_stays_behind(words: list[str]) -> None:
+def test_a_rehearsal_draws_no_random_numbers_and_writes_no_file(words: list[str]) -> None:
     torch.manual_seed(0)
     fit = fit_of(words, GIB)
     torch.manual_seed(0)

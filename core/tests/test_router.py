@@ -78,7 +78,7 @@ def test_recomputation_gives_the_same_gradient(tmp_path):
     torch.testing.assert_close(*grads)
 
 
-def test_evaluation_and_models_without_experts_have_none(tmp_path):
+def test_evaluations_and_dense_models_have_no_router_loss(tmp_path):
     module = load(config_of(write_model(tmp_path / "experts", CONFIGS["mixtral"])))
     with torch.no_grad():
         module(packed(*ROWS), token_logprobs)

@@ -91,7 +91,7 @@ def test_the_configuration_of_a_file_is_found_again_from_any_folder(
     assert read_config(request.trainer, inputs=False).name == "file_trainers"
 
 
-def test_what_is_wrong_with_a_file_is_told_in_one_line(write: Write) -> None:
+def test_an_invalid_trainer_file_is_reported_in_one_line(write: Write) -> None:
     path = write("file_trainers", TRAINERS)
     write("unreadable", "raise ValueError('at import')")
     write("wave", TRAINERS)

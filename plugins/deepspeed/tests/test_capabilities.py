@@ -98,7 +98,8 @@ def test_another_stage_is_refused(row, stage):
 def test_another_precision_is_refused(row):
     for dtype in {"fp32", "bf16", "fp16"} - {*row.precisions}:
         text = refusal(row.setting, stage=row.stages[-1], dtype=dtype)
-        assert text == f"{row.setting} needs model.dtype {' or '.join(row.precisions)}"
+        needed = f"{row.setting} needs model.dtype {' or '.join(row.precisions)}"
+        assert text == f"{needed}; set model.dtype, or remove it"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,8 @@ def test_settings_of_a_newer_deepspeed_are_refused_with_an_older_one(monkeypatch
 WITHOUT_EFFECT = [
     (
         {"stage": 2, "config": {"fp16": {"initial_scale_power": 8}}},
-        "deepspeed.config.fp16.initial_scale_power needs model.dtype fp16",
+        "deepspeed.config.fp16.initial_scale_power needs model.dtype fp16; set model.dtype, or "
+        "remove it",
     ),
     (
         {"stage": 2, "config": {"zero_optimization": {"sub_group_size": 1000}}},
@@ -174,8 +176,8 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         "it); remove optimizer.params.lr (optim decides it); remove bf16.enabled (model.dtype "
         "decides it); remove zero_optimization.stage (deepspeed.stage decides it); remove "
         "zero_optimization.offload_optimizer.device (deepspeed.offload_optimizer decides it); "
-        "remove compile.deepcompile (DeepCompile is not offered: its graphs take the place of the "
-        "patches that make the curve exact; set model.kernels to compile, at stages 0 to 2); "
+        "remove compile.deepcompile (DeepCompile is not offered: its graphs bypass the patches "
+        "that make the curve exact; set model.kernels to compile, at stages 0 to 2); "
         "zero_optimisation.overlap_comm cannot be set here; did you mean "
         "zero_optimization.overlap_comm?"
     )
@@ -187,11 +189,12 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
 
 ABSENT = {
     "compile": (
-        "DeepCompile is not offered: its graphs take the place of the patches that make the curve "
-        "exact; set model.kernels to compile, at stages 0 to 2"
+        "DeepCompile is not offered: its graphs bypass the patches that make the curve exact; "
+        "set model.kernels to compile, at stages 0 to 2"
     ),
     "expert_parallel": (
-        "AutoEP is not offered: its groups are not those of the run's axes; stage 3 shards experts"
+        "AutoEP is not offered: its process groups do not match the run's mesh; remove it, or use "
+        "stage 3, which shards experts"
     ),
     "ratio": "deepspeed.offload_ratio decides it",
     "zero_quantized_gradients": (

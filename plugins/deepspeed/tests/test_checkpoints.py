@@ -155,7 +155,7 @@ def run_in_fp16(case):
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 3), (3, 0)])
-def test_the_loss_scale_of_fp16_goes_along(pair, single, tmp_path, source, target):
+def test_the_loss_scale_of_fp16_is_saved_and_restored(pair, single, tmp_path, source, target):
     def case(stage, **options):
         config = configure(DeepSpeedConfig(stage=stage), dtype="fp16")
         return Case(config=config, steps=12, **options)

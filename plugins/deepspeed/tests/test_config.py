@@ -82,7 +82,11 @@ TENSOR_REFUSED = [
         "deepspeed.tensor_parallel works only at ZeRO stages 0 to 2, not at stage 3; use the "
         "preset zero2, or remove it: stage 3 divides all weights itself",
     ),
-    ({}, {"dtype": "fp16"}, "deepspeed.tensor_parallel needs model.dtype fp32 or bf16"),
+    (
+        {},
+        {"dtype": "fp16"},
+        "deepspeed.tensor_parallel needs model.dtype fp32 or bf16; set model.dtype, or remove it",
+    ),
     (
         {},
         {"quantize": "nf4"},

@@ -60,7 +60,7 @@ def train(case):
 
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}], ids=str)
-def test_a_curve_without_copies_is_that_with_them(pair, settings):
+def test_the_curve_is_the_same_with_and_without_master_copies(pair, settings):
     (with_copies, weights), (without, others) = (
         pair.run(
             train,

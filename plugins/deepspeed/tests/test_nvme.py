@@ -396,7 +396,7 @@ def test_states_without_room_are_refused():
     )
 
 
-def test_a_disk_that_fills_up_is_told(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path, monkeypatch):
     with StateFiles(str(tmp_path / "gone")), pytest.raises(RLHFError) as error:
         torch.zeros(4).clone()
     assert str(error.value) == (

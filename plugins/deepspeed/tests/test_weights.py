@@ -76,7 +76,7 @@ def test_sharded_weights_take_the_precision_of_the_plan(pair):
     assert values["model.embed.weight"].dtype == torch.bfloat16
 
 
-def test_names_that_the_weights_do_not_have_come_back_on_every_rank(pair):
+def test_missing_weights_are_returned_on_every_rank(pair):
     change = {"model.layers.0.up.bias": None, "model.head.weight": None}
     for missing, *_ in pair.run(sharded, change):
         # The head is tied: the embedding's weight fills it.
@@ -357,7 +357,7 @@ def test_a_process_can_have_axes_of_several_sizes(pair):
     assert pair.run(axes_of_two_sizes) == [[2, 1]] * 2
 
 
-def test_half_a_rendezvous_is_refused(monkeypatch):
+def test_incomplete_variables_of_a_launcher_are_refused(monkeypatch):
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

@@ -42,7 +42,7 @@ def row(prompt: int = 2, chosen: int = 2, rejected: int = 3, ranks: Any = (1.0, 
     return SimpleNamespace(prompt=[1] * prompt, answers=answers, columns={"ranks": list(ranks)})
 
 
-def test_each_term_is_divided_by_what_it_is_per() -> None:
+def test_each_term_is_divided_by_its_count() -> None:
     made = trainer(LossEntry(name="sigmoid"), LossEntry(name="sft", weight=0.5), reference="none")
     examples = [made.example(row(2, 2, 3)), made.example(row(0, 3, 2))]
     assert str(examples[1].values["chosen"]) == "[[nan, 1.0, 1.0], [nan, nan]]"

@@ -132,7 +132,7 @@ def test_a_filler_has_no_loss() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], problem: str) -> None:
+def test_settings_without_effect_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError) as error:
         KDConfig(**settings)
     assert str(error.value) == problem

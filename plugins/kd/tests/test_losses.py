@@ -131,7 +131,9 @@ def test_a_probability_of_zero_is_not_a_special_case(name: str) -> None:
         (lambda: skewed_reverse_kl(logprobs(0), logprobs(1), skew=1e-9)[0], reverse_kl),
     ],
 )
-def test_mixtures_go_to_the_kls(limit: Callable[[], Tensor], of: losses.Measure) -> None:
+def test_jsd_and_skewed_kls_approach_the_kls_in_their_limits(
+    limit: Callable[[], Tensor], of: losses.Measure
+) -> None:
     torch.testing.assert_close(limit(), of(logprobs(0), logprobs(1))[0], rtol=1e-4, atol=1e-5)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from rlhf.testing import ObserverConformance, tell
+from rlhf.testing import ObserverConformance, call_hooks
 from rlhf_observer_mlflow import MlflowConfig
 from rlhf_observer_mlflow.observer import Mlflow
 
@@ -26,8 +26,8 @@ def _address(uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path, uri: str) -> None:
     config = MlflowConfig(experiment="mine", uri=uri)
-    tell(Mlflow(config), tmp_path, range(1, 5))
-    tell(Mlflow(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
+    call_hooks(Mlflow(config), tmp_path, range(1, 5))
+    call_hooks(Mlflow(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
@@ -47,7 +47,7 @@ def test_the_samples_of_an_evaluation_are_an_artifact(tmp_path: Path, uri: str) 
     store = MlflowClient(tracking_uri=uri)
     store.create_experiment("shown", artifact_location=(tmp_path / "artifacts").as_uri())
     for _ in range(2):  # A resumed run writes the same file again.
-        tell(Mlflow(MlflowConfig(experiment="shown", uri=uri)), tmp_path, [1])
+        call_hooks(Mlflow(MlflowConfig(experiment="shown", uri=uri)), tmp_path, [1])
     (file,) = tmp_path.glob("artifacts/*/artifacts/samples/step-000001.json")
     assert json.loads(file.read_text()) == {
         "columns": ["step", "row", "prompt", "answer", "score"],

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhf.testing import tell
+from rlhf.testing import call_hooks
 from rlhf_observer_tensorboard.observer import TensorBoard
 
 
@@ -18,7 +18,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_steps_and_evaluations_become_curves(tmp_path: Path) -> None:
-    tell(TensorBoard(), tmp_path, range(1, 4))
+    call_hooks(TensorBoard(), tmp_path, range(1, 4))
     assert curves(tmp_path) == {
         "train/loss": [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))],
         "eval/loss": [(3, 0.5)],
@@ -26,7 +26,7 @@ def test_steps_and_evaluations_become_curves(tmp_path: Path) -> None:
 
 
 def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
-    tell(TensorBoard(), tmp_path, [2])
+    call_hooks(TensorBoard(), tmp_path, [2])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (shown,) = events.Tensors("samples/text_summary")
@@ -40,8 +40,8 @@ def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_hides_what_was_logged_after_its_checkpoint(tmp_path: Path) -> None:
-    tell(TensorBoard(), tmp_path, range(1, 5))
-    tell(TensorBoard(), tmp_path, range(3, 5))
+    call_hooks(TensorBoard(), tmp_path, range(1, 5))
+    call_hooks(TensorBoard(), tmp_path, range(3, 5))
     assert [step for step, _ in curves(tmp_path)["train/loss"]] == [1, 2, 3, 4]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import ObserverConformance, tell
+from rlhf.testing import ObserverConformance, call_hooks
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path) ->
     from rlhf_observer_trackio.observer import Trackio
 
     config = TrackioConfig(project="mine")
-    tell(Trackio(config), tmp_path, range(1, 5))
-    tell(Trackio(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
+    call_hooks(Trackio(config), tmp_path, range(1, 5))
+    call_hooks(Trackio(config), tmp_path, range(3, 6), error=RuntimeError("a device was lost"))
     name = f"{tmp_path.name}-id-of-{tmp_path.name}"
     assert SQLiteStorage.get_runs("mine") == [name]
     rows = SQLiteStorage.get_logs("mine", name)

@@ -11,7 +11,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.testing import ObserverConformance, tell
+from rlhf.testing import ObserverConformance, call_hooks
 from rlhf_observer_wandb import WandbConfig
 from rlhf_observer_wandb.observer import Wandb
 
@@ -59,7 +59,7 @@ def logged(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_configuration_curves_and_the_checkpoint_are_in_the_run(tmp_path: Path) -> None:
-    tell(Wandb(OFFLINE), tmp_path, range(1, 4))
+    call_hooks(Wandb(OFFLINE), tmp_path, range(1, 4))
     run = next(record.run for record in records(tmp_path) if record.HasField("run"))
     assert (run.project, run.run_id, list(run.tags)) == (
         "mine",
@@ -78,7 +78,7 @@ def test_configuration_curves_and_the_checkpoint_are_in_the_run(tmp_path: Path) 
 
 
 def test_the_samples_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
-    tell(Wandb(OFFLINE), tmp_path, [1])
+    call_hooks(Wandb(OFFLINE), tmp_path, [1])
     wandb.teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval/samples_*.table.json")
     assert json.loads(file.read_text())["data"] == [
@@ -93,8 +93,8 @@ class TestWandb(ObserverConformance):
 
 
 def test_a_resumed_run_has_the_same_id_and_a_failed_one_another_exit_code(tmp_path: Path) -> None:
-    tell(Wandb(OFFLINE), tmp_path, range(1, 5))
-    tell(Wandb(OFFLINE), tmp_path, range(3, 5), error=RuntimeError("a device was lost"))
+    call_hooks(Wandb(OFFLINE), tmp_path, range(1, 5))
+    call_hooks(Wandb(OFFLINE), tmp_path, range(3, 5), error=RuntimeError("a device was lost"))
     ids = {record.run.run_id for record in records(tmp_path) if record.HasField("run")}
     assert ids == {f"id-of-{tmp_path.name}"}
     assert [step for step, _ in logged(tmp_path, "train/loss")] == [1, 2, 3, 4, 3, 4]
@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_same_id_and_a_failed_one_another_exit_code(tmp_pa
 
 
 def test_no_file_has_the_key(tmp_path: Path) -> None:
-    tell(Wandb(OFFLINE), tmp_path, [1])
+    call_hooks(Wandb(OFFLINE), tmp_path, [1])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if KEY.encode() in path.read_bytes()]

@@ -118,8 +118,8 @@ def _submit(job: str, options: argparse.Namespace) -> int:
     program = PROGRAMS[options.kind]
     if shutil.which(program[0]) is None:
         raise RLHFError(
-            f"{program[0]} is not installed here; write the job to a file without --start and "
-            "submit it where it is"
+            f"{program[0]} is not installed here; run the command without --start, save its "
+            f"output, and submit it on a machine that has {program[0]}"
         )
     return subprocess.run(program, input=job, text=True, check=False).returncode
 

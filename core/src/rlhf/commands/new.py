@@ -19,8 +19,8 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
     check_name(kind, name)
     if here and kind != "trainer":
         raise RLHFError(
-            f"--here writes a trainer only; rlhf finds {_a(kind)} by the metadata of its "
-            "distribution"
+            f"--here is only for trainers, since rlhf finds {_a(kind)} by the metadata of its "
+            "distribution; remove --here"
         )
     folder = Path() if here else Path(f"rlhf-{kind}-{_hyphens(name)}")
     files = {folder / path: text for path, text in _files("here" if here else kind, name)}

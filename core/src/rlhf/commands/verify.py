@@ -70,7 +70,9 @@ def verify_command(request: Request) -> int:
     join_slurm()
     place = place_of_host()
     if "RANK" in os.environ or place.hosts > 1:
-        raise RLHFError("rlhf verify starts ranks of its own on one machine; use no launcher")
+        raise RLHFError(
+            "rlhf verify starts its own ranks on one machine; run it without a launcher"
+        )
     config = request.config
     layout = Layout(
         ranks=num_ranks(request, place), stage=config.backend_section, tokens=config.batch.tokens

@@ -244,7 +244,7 @@ class CheckpointConfig:
     best: str | None = field(default=None, validator=optional(_has_direction))
     """Metric of an evaluation, such as eval/loss. The checkpoint of the best evaluation is kept,
     and the exported model has its weights. A sign says that the metric should rise (+) or fall
-    (-), if its name does not tell."""
+    (-), if the name does not show it."""
     stop_timeout: float = field(default=600.0, validator=positive)
     """Seconds in which a stopped run may save before its ranks are killed."""
     stop_signals: tuple[str, ...] = field(default=("TERM",), validator=_can_be_caught)

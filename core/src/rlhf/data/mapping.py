@@ -113,16 +113,16 @@ def check_example(example: Any, call: str) -> None:
     for number, answer in enumerate(example.answers):
         if answer.trained is not None and len(answer.trained) != sizes[number]:
             raise RLHFError(
-                f"{call} returned {len(answer.trained)} marks `trained` for the {sizes[number]} "
-                f"tokens of answer {number}"
+                f"{call} returned an answer {number} with {sizes[number]} tokens but "
+                f"{len(answer.trained)} values in `trained`"
             )
     for name, value in example.values.items():
         if hasattr(value, "__len__") and len(value) != len(sizes):
             raise RLHFError(
-                f"{call} returned {len(value)} of values {name!r} for {len(sizes)} answers"
+                f"{call} returned {len(value)} values {name!r} for {len(sizes)} answers"
             )
         if kind_of(value) == PER_TOKEN and [len(row) for row in value] != sizes:
             raise RLHFError(
-                f"{call} returned {[len(row) for row in value]} of values {name!r} for answers of "
+                f"{call} returned {[len(row) for row in value]} values {name!r} for answers of "
                 f"{sizes} tokens"
             )

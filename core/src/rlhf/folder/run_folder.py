@@ -115,8 +115,8 @@ def _check_settings(request: Request, folder: Path) -> None:
             f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()
         )
         raise RLHFError(
-            f"{folder} cannot be resumed with another configuration: {changed}; set back what "
-            "differs, or choose another --output"
+            f"{folder} cannot be resumed with another configuration: {changed}; restore "
+            "these values, or choose another --output"
         )
 
 

@@ -98,7 +98,7 @@ def with_router_losses(loss: Loss, trained: Mapping[str, Role]) -> Loss:
 
 def watch(module: PackedModel, role: str, call: str, nodes: set[Any], stack: ExitStack) -> None:
     """Add to `nodes` what each forward of `module` returns, and raise RLHFError if the model in it
-    is called by itself."""
+    is called directly."""
     inside = 0
 
     def enter(*_: Any) -> None:
@@ -114,8 +114,9 @@ def watch(module: PackedModel, role: str, call: str, nodes: set[Any], stack: Exi
     def refuse(*_: Any) -> None:
         if not inside:
             raise RLHFError(
-                f"{call} calls the model of the {role} by itself, where examples of a batch see "
-                "each other and ZeRO stage 3 has no weights; call the engine with a readout"
+                f"{call} calls the model of the {role} directly, without its engine: examples "
+                "would attend to each other, and at ZeRO stage 3 the weights are sharded; call the "
+                "engine with a readout"
             )
 
     for hook in (
@@ -223,7 +224,7 @@ def check_graph(
     loss: Loss, trained: Mapping[str, Role], outputs: Collection[Any], call: str
 ) -> None:
     """Raise RLHFError if a term reaches the weights of another model, whose engine would not reduce
-    their gradients, or weights that were read outside of a forward, where ZeRO-3 has none."""
+    their gradients, or weights that were read outside of a forward, where ZeRO-3 shards them."""
     owners = {
         id(item): (role, name) for role, model in trained.items()
         for name, item in model.engine.module.named_parameters()
@@ -235,7 +236,7 @@ def check_graph(
             if role in packed:
                 raise RLHFError(
                     f"{call} reads the weight {name} of the {role} outside of the engine's "
-                    "forward, where ZeRO stage 3 has none; read it in a readout"
+                    "forward, where it is sharded at ZeRO stage 3; read it in a readout"
                 )
         for item in leaves(term.sum):
             role, _ = owners.get(id(item), (term.role, ""))

@@ -105,8 +105,9 @@ def check_model(folder: Path, module: nn.Module) -> None:
         if parameter.requires_grad and saved.get(name) != shape:
             has = f"of shape {saved[name]}" if name in saved else "missing"
             raise SameOnAllRanks(
-                f"{folder.parent} is of another model: {name} is {has} there but has the shape "
-                f"{shape} here; bring the old model back, or start again with --overwrite"
+                f"{folder.parent} is a checkpoint of another model: {name} is {has} in it but has "
+                f"the shape {shape} in this run; restore the old model, or start again with "
+                "--overwrite"
             )
 
 

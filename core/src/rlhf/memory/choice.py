@@ -138,6 +138,6 @@ def _explain_smaller(
         tokens = f"{chosen.tokens} tokens per micro-batch"
         parts[tokens if parts else str(chosen.tokens)] = tokens
     return (
-        f"{label:<10} {', '.join(parts)}: a step would take {gib(whole)} of {gib(memory)} GiB, and "
-        f"takes {gib(peak)} with {', '.join(parts.values())}"
+        f"{label:<10} {', '.join(parts)}: with {' and '.join(parts.values())} a step takes "
+        f"{gib(peak)} of {gib(memory)} GiB, instead of {gib(whole)}"
     )

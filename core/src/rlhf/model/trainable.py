@@ -91,7 +91,10 @@ def four_bits(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     if config.lora is None and config.model.adapter is None:
         raise RLHFError("model.quantize nf4 freezes the whole model; add lora to train an adapter")
     if device.type != "cuda":
-        raise RLHFError(f"model.quantize nf4 needs a CUDA device; this run is on {device.type}")
+        raise RLHFError(
+            f"model.quantize nf4 needs a CUDA device; this run is on {device.type}, so remove "
+            "model.quantize"
+        )
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:

@@ -47,8 +47,8 @@ class Phases:
         self._moved = {role: before.get(role, ()) + kinds for role, kinds in idle.items()} or before
         if size and phase not in self._reported and self._mesh.rank == 0:
             self._reported.add(phase)
-            states = f"{gib(size)} GiB of states are on the host"
-            print(f"offload    in {phase} {states}: {reason}", flush=True)
+            states = f"{gib(size)} GiB of states moved to the host"
+            print(f"offload    {phase}: {states}, {reason}", flush=True)
         yield
         # Not after an error: the run ends, and there may be no room.
         for role, kinds in idle.items():
@@ -85,7 +85,9 @@ def shortage(fit: StepFit, phase: Phase) -> str:
     if not memory or fit.mesh.device.type == "cpu":
         return ""
     size = phase_peak(fit, phase)
-    return f"it would take {gib(size)} of {gib(memory)} GiB" if size > MARGIN * memory else ""
+    if size <= MARGIN * memory:
+        return ""
+    return f"since it would take {gib(size)} of {gib(memory)} GiB"
 
 
 def phase_peak(fit: StepFit, phase: Phase) -> int:

@@ -105,8 +105,8 @@ class RunModels(ABC):
         policy, spec = self.roles[POLICY].engine, self.roles[POLICY].spec
         if spec.task is None:
             raise RLHFError(
-                "run.reference() is of a policy from run.load(); prepare a second module as the "
-                "reference with run.prepare(module, 'reference', trained=False)"
+                "run.reference() needs a policy that run.load() has loaded; prepare a second "
+                "module as the reference with run.prepare(module, 'reference', trained=False)"
             )
         if chosen == "cache":
             self.notes.append(f"{note}; {self._cache_reference(policy)}")

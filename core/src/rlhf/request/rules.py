@@ -20,15 +20,21 @@ def contradictions(config: Config) -> list[str]:
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
     compiler = "model.fp8" if model.fp8 else "model.kernels compile"
     past = f"is past train.steps {steps}"
-    exclusive = "cannot be combined with"
+    exclusive, remedy = "cannot be combined with", "remove one of the two"
     return broken_rules(
         ("model.quantize needs lora or model.adapter", quantized and not has_adapter),
         ("model.adapter continues an existing adapter; remove lora", adapter and config.lora),
-        (f"model.adapter {exclusive} model.init random", adapter and random),
-        (f"model.quantize {exclusive} model.init random", quantized and random),
-        (f"lora.parameters {exclusive} lora.dora", lora and lora.parameters and lora.dora),
-        (f"lora.dora {exclusive} model.fp8", lora and lora.dora and model.fp8),
-        (f"lora.parameters {exclusive} lora.dropout", lora and lora.parameters and lora.dropout),
+        (f"model.adapter {exclusive} model.init random; {remedy}", adapter and random),
+        (f"model.quantize {exclusive} model.init random; {remedy}", quantized and random),
+        (
+            f"lora.parameters {exclusive} lora.dora; {remedy}",
+            lora and lora.parameters and lora.dora,
+        ),
+        (f"lora.dora {exclusive} model.fp8; {remedy}", lora and lora.dora and model.fp8),
+        (
+            f"lora.parameters {exclusive} lora.dropout; {remedy}",
+            lora and lora.parameters and lora.dropout,
+        ),
         ("model.revision has no effect on a local folder; remove it", model.revision and local),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
@@ -37,7 +43,7 @@ def contradictions(config: Config) -> list[str]:
             "model.fp8 needs compiled layers; set model.kernels to auto",
             model.fp8 and model.kernels in not_compiled,
         ),
-        (f"model.quantize {exclusive} {compiler}", quantized and compiled),
+        (f"model.quantize {exclusive} {compiler}; {remedy}", quantized and compiled),
         (
             f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
             compiled and model.recompute == "selective",

@@ -139,7 +139,10 @@ def post(url: str, body: Mapping[str, Any], token: str | None, where: str) -> An
         reason = " ".join(error.read().decode(errors="replace").split())[:300]
         raise RLHFError(f"{where}: {url} answered {error.code}: {reason}") from error
     except (OSError, ValueError) as error:
-        raise RLHFError(f"cannot use {url} ({first_line(error)}); check the address") from error
+        raise RLHFError(
+            f"cannot reach {url}, or its response is not JSON ({first_line(error)}); check the "
+            "address"
+        ) from error
 
 
 def scores_in(response: Any, read: Callable[[Any], Any], url: str) -> Any:
@@ -147,7 +150,10 @@ def scores_in(response: Any, read: Callable[[Any], Any], url: str) -> Any:
         return read(response)
     except (LookupError, TypeError):
         shown = json.dumps(response)[:200]
-        raise RLHFError(f"{url} returned another form than its path names: {shown}") from None
+        raise RLHFError(
+            f"{url} returned a response that does not have the form of its path: {shown}; check "
+            "the path"
+        ) from None
 
 
 def flat(value: Any) -> list[float]:

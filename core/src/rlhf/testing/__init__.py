@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf.testing.conformance import Other, TrainerConformance
     from rlhf.testing.curves import column, without_timings
     from rlhf.testing.metrics import step_metrics
-    from rlhf.testing.observed import tell
+    from rlhf.testing.observed import call_hooks
     from rlhf.testing.observer_conformance import ObserverConformance
     from rlhf.testing.plain import PlainBackend
     from rlhf.testing.ranks import RankFailure, Ranks, ranks_fixture, shared
@@ -45,6 +45,7 @@ __all__ = [
     "RankFailure",
     "Ranks",
     "TrainerConformance",
+    "call_hooks",
     "column",
     "command",
     "first_steps",
@@ -57,7 +58,6 @@ __all__ = [
     "shared",
     "short_run",
     "step_metrics",
-    "tell",
     "weighted_loss",
     "without_timings",
     "write_rows",
@@ -74,7 +74,7 @@ _MODULES = {
     "rlhf.testing.plain": ("PlainBackend",),
     "rlhf.testing.ranks": ("RankFailure", "Ranks", "ranks_fixture", "shared"),
     "rlhf.testing.metrics": ("step_metrics",),
-    "rlhf.testing.observed": ("tell",),
+    "rlhf.testing.observed": ("call_hooks",),
     "rlhf.testing.tiny": (
         *("command", "first_steps", "make_model", "run", "short_run", "write_rows"),
     ),

@@ -1,4 +1,4 @@
-"""A short run as observers hear of it, without training."""
+"""The calls that an observer receives in a short run, without training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ SAMPLES: list[Mapping[str, Any]] = [
 ]
 
 
-def tell(
+def call_hooks(
     observer: object, folder: Path, steps: Sequence[int], *, error: BaseException | None = None
 ) -> RunRecord:
     """Call the hooks of `observer` as a run of these steps in `folder`, and return its record.

@@ -193,7 +193,8 @@ CAPABILITIES = (
         for key, text in {
             "sub_group_size": "elements that are updated at once",
             "stage3_prefetch_bucket_size": "elements that are gathered ahead",
-            "stage3_max_reuse_distance": "largest distance of reuse in which weights stay gathered",
+            "stage3_max_reuse_distance": "number of elements until the next use up to which a "
+            "weight stays gathered",
         }.items()
     ),
 )
@@ -226,7 +227,10 @@ def check_capabilities(
                 f"install 'deepspeed>={row.least},<{BEFORE}'"
             )
         if precision not in row.precisions:
-            raise RLHFError(f"{row.setting} needs model.dtype {' or '.join(row.precisions)}")
+            raise RLHFError(
+                f"{row.setting} needs model.dtype {' or '.join(row.precisions)}; set model.dtype, "
+                "or remove it"
+            )
         if row.needs and row.needs not in settings:
             raise RLHFError(f"{row.setting} needs {row.needs}; set both, or remove it")
         for other in row.excludes:
@@ -245,12 +249,12 @@ def check_capabilities(
 
 def check_sums(settings: Mapping[str, Any], *, stage: int, version: str) -> None:
     """Raise RLHFError for `settings` of a plan, which an extension may have changed, with which
-    DeepSpeed adds up gradients wrongly: 0.19.0 does on two ranks, 0.19.8 does not."""
+    DeepSpeed sums gradients incorrectly: 0.19.0 does on two ranks, 0.19.8 does not."""
     one_by_one = settings["zero_optimization"].get("contiguous_gradients") is False
     if stage in (1, 2) and one_by_one and older(version, "0.19.8"):
         raise RLHFError(
-            f"zero_optimization.contiguous_gradients is false, with which deepspeed {version} adds "
-            f"up gradients wrongly at stage {stage}; leave it true or run pip install "
+            f"zero_optimization.contiguous_gradients is false, but deepspeed {version} then sums "
+            f"gradients incorrectly at stage {stage}; set it to true, or run pip install "
             "'deepspeed>=0.19.8,<0.20'"
         )
 

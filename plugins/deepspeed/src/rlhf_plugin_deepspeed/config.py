@@ -30,8 +30,14 @@ PRESETS = {
     "ddp": Resolved(stage=0, reason="everything fits on each device"),
     "zero1": Resolved(stage=1, reason="the optimizer's states do not fit on each device"),
     "zero2": Resolved(stage=2, reason="the gradients do not fit either"),
-    "zero2_bf16": Resolved(stage=2, dtype="bf16", reason="as `zero2`, with the dtype in its name"),
-    "zero2_fp16": Resolved(stage=2, dtype="fp16", reason="as `zero2`, on devices without bf16"),
+    "zero2_bf16": Resolved(
+        stage=2, dtype="bf16", reason="as `zero2`, and sets `model.dtype` to bf16"
+    ),
+    "zero2_fp16": Resolved(
+        stage=2,
+        dtype="fp16",
+        reason="as `zero2`, and sets `model.dtype` to fp16, for devices without bf16",
+    ),
     "zero3": Resolved(stage=3, reason="the weights do not fit either; slower"),
     "zero1_offload": Resolved(
         stage=1, offload_optimizer=True, reason="the states do not fit on all devices together"
@@ -81,11 +87,11 @@ REFUSED = {
     }.items()
     for name in names.split()
 } | {
-    "compile": "DeepCompile is not offered: its graphs take the place of the patches that make the "
-    "curve exact; set model.kernels to compile, at stages 0 to 2",
+    "compile": "DeepCompile is not offered: its graphs bypass the patches that make the curve "
+    "exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
-    "expert_parallel": "AutoEP is not offered: its groups are not those of the run's axes; stage 3 "
-    "shards experts",
+    "expert_parallel": "AutoEP is not offered: its process groups do not match the run's mesh; "
+    "remove it, or use stage 3, which shards experts",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"
@@ -163,12 +169,12 @@ class DeepSpeedConfig:
     They need no host memory beyond what is free."""
     sequence_parallel: int = field(default=1, validator=validators.ge(1))
     """Number of ranks that divide the tokens of each packed row, for rows that are too long for one
-    accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of ranks and the
-    model's attention heads."""
+    accelerator (DeepSpeed-Ulysses, arXiv 2309.14509). It must divide the number of ranks and
+    the model's attention heads."""
     tensor_parallel: int = field(default=1, validator=validators.ge(1))
     """Number of ranks that divide the layers of the model (Megatron-LM, arXiv 1909.08053), stages 0
-    to 2, for models that do not fit one accelerator; it divides the ranks, the attention heads, the
-    key-value heads and the width of the feed-forward layers."""
+    to 2, for models that do not fit one accelerator. It must divide the number of ranks, the
+    attention heads, the key-value heads and the width of the feed-forward layers."""
     frozen: Literal["auto", 0, 3, "offload"] = "auto"
     """Models that are not trained, such as a reference or a teacher: 0 holds them whole on every
     rank, 3 in shards, offload in shards on the CPU between uses. auto is the first for which all
@@ -188,7 +194,7 @@ class DeepSpeedConfig:
     hpz_partition_size: int = field(default=1, validator=validators.ge(1))
     """Stage 3: number of ranks, usually those of one host, that share a second copy of the weights,
     so that only the first gathering after an update crosses hosts (hpZ of ZeRO++, arXiv
-    2306.10209). It divides the number of ranks; 1 keeps no second copy."""
+    2306.10209). It must divide the number of ranks; 1 keeps no second copy."""
     bucket_size: int | None = field(default=None, validator=optional(validators.gt(0)))
     """Stages 1 to 3: elements that are reduced or gathered at once; default 2e8, or the model's
     size if smaller. Reductions during backward: the size of a layer, 5e7 to 2e8."""

@@ -1,4 +1,4 @@
-"""A run of MLflow for each run, which a resumed run continues.
+"""An MLflow run for each rlhf run, which a resumed run continues.
 
 It goes through a client of its own, so MLflow's active run and address in this process stay as they
 are.

@@ -1,4 +1,4 @@
-"""A run of Trackio for each run, which a resumed run continues."""
+"""A Trackio run for each rlhf run, which a resumed run continues."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

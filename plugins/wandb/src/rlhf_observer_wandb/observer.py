@@ -1,4 +1,4 @@
-"""A run of Weights & Biases for each run, which a resumed run continues."""
+"""A Weights & Biases run for each rlhf run, which a resumed run continues."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

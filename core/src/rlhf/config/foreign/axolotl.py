@@ -4,6 +4,7 @@ from rlhf.config.foreign.project import Project, Rule, Variant, factor, lost, re
 from rlhf.config.foreign.transformers import (
     ADAMW,
     DEFAULTS,
+    EPOCH_ENDS,
     HELD_OUT,
     LENGTH,
     ONLY_ADAMW,
@@ -16,7 +17,8 @@ from rlhf.config.foreign.transformers import (
 )
 from rlhf.config.foreign.trl import LOSSES
 
-PER_EPOCH = "this is counted in steps here; set train.eval_every and checkpoint.every"
+RENAMED = ("num_train_epochs", "lr_scheduler_type")
+"""Keys of Transformers for which Axolotl has its own, with other defaults."""
 
 KEYS: dict[str, Rule] = {
     **OPTIMIZER,
@@ -64,7 +66,7 @@ KEYS: dict[str, Rule] = {
     "sequence_parallel_degree": to("deepspeed.sequence_parallel", off=(None, 1)),
     "tensor_parallel_size": to("deepspeed.tensor_parallel", off=(None, 1)),
     **read("rl reward_model process_reward_model"),
-    **read("saves_per_epoch evals_per_epoch", note=PER_EPOCH),
+    **read("saves_per_epoch evals_per_epoch", note=EPOCH_ENDS),
     **read("use_tensorboard use_wandb wandb_project use_mlflow use_trackio", "observers", TRACKERS),
     **lost(
         "load_in_8bit loraplus_lr_ratio"
@@ -118,7 +120,7 @@ AXOLOTL = Project(
     usual="sft",
     keys=KEYS,
     defaults={
-        **{key: value for key, value in DEFAULTS.items() if key in KEYS},
+        **{key: value for key, value in DEFAULTS.items() if key in KEYS and key not in RENAMED},
         "micro_batch_size": 1,
         "num_epochs": 1,
         "lr_scheduler": "cosine",

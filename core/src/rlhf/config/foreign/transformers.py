@@ -26,7 +26,10 @@ PACKING = (
 )
 STEPS = (*OFF, "steps")
 HELD_OUT = "rows are not split here; put held-out rows into a file and name it in data.eval"
-EPOCH_ENDS = "these are counted in steps here; set train.eval_every and checkpoint.every"
+EPOCH_ENDS = (
+    "evaluations and checkpoints are counted in steps here; set train.eval_every and "
+    "checkpoint.every"
+)
 TRACKERS = "install rlhf-observer-NAME and name it in `observers`"
 
 BATCH = {

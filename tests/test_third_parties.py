@@ -14,7 +14,7 @@ from wheel_sites import ROOT, build, make_site, python
 
 METHODS = ROOT / "tests" / "third_parties"
 NAMES = sorted(path.name for path in METHODS.iterdir() if (path / "trainer.py").exists())
-QUICK = ("calibrated", "packed or least")
+QUICK = ("calibrated", "packed or least or hyper_parameter")
 """A method, and which of its tests `make test` runs."""
 
 

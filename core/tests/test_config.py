@@ -1,13 +1,14 @@
 """One checked configuration from defaults, trainer, YAML and words; every problem at once."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
 import yaml
+from attrs import field, frozen, validators
 
 from rlhf.commands.config import describe
 from rlhf.config.field_docs import field_docs
@@ -16,7 +17,7 @@ from rlhf.config.sections import Config, DataEntry, OptimConfig
 from rlhf.config.structure import section_class, structure
 from rlhf.errors import RLHFError
 from rlhf.request.reader import config_class, read_config
-from rlhf.request.settings_tree import changed_keys, to_tree
+from rlhf.request.settings_tree import changed_keys, merge, to_tree, without_removed
 from rlhf.request.words import parse_words
 
 Install = Callable[..., Path]
@@ -161,6 +162,49 @@ def test_values_of_a_wrong_type_are_refused_and_not_converted(
     toy: Path, name: str, value: str, message: str
 ) -> None:
     assert problems(f"--{name}", value) == [f"{name}: {message}"]
+
+
+def test_settings_of_an_extension_are_refused(toy: Path) -> None:
+    assert problems("--extensions.loud.factor", "0.2") == [
+        "extensions: an extension has no settings; write [loud]"
+    ]
+
+
+def test_settings_of_an_entry_are_refused_outside_of_it(toy: Path) -> None:
+    assert problems("--data", "{path: a.jsonl, columns: {prompt: question}}", given=GIVEN[:2]) == [
+        "data.path: unknown setting; it belongs in an entry of data.train",
+        "data.columns: unknown setting; it belongs in an entry of data.train",
+    ]
+
+
+@frozen(kw_only=True)
+class Underscored:
+    """A section whose field is named by a word of Python."""
+
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"lambda": (0.5,)}
+    lambda_: float = field(default=1.0, validator=validators.ge(0))
+    import_: tuple[int, ...] = field(default=(1,), validator=validators.min_len(1))
+
+
+@frozen(kw_only=True)
+class WithUnderscored:
+    """A configuration with that section."""
+
+    own: Underscored = field(factory=Underscored)
+
+
+def test_a_setting_has_the_name_of_its_field_without_the_underscore() -> None:
+    config, _ = structure({"own": 0.5}, WithUnderscored)
+    assert config.own.lambda_ == 0.5
+    assert merge(WithUnderscored, {"own": 0.5}) == {"own": {"lambda": 0.5}}
+    assert without_removed(WithUnderscored, {"own": {"lambda": 0.5}}) == {"own": {}}
+    assert structure({"own": {"lambda": -1.0, "import": []}}, WithUnderscored)[1] == [
+        "own.lambda: must be >= 0: -1.0",
+        "own.import: Length of 'import' must be >= 1: 0",
+    ]
+    assert structure({"own": {"lambda_": 1.0}}, WithUnderscored)[1] == [
+        "own.lambda_: unknown setting; did you mean own.lambda?"
+    ]
 
 
 def test_a_number_may_be_text_and_a_list_of_text_one_word(toy: Path) -> None:

@@ -25,7 +25,7 @@ class Section:
     '''A section of which one field does nothing.'''
     scale: float = 1.0
     '''Factor on the loss.'''
-    shift: float = 0.0
+    lambda_: float = 0.0
     '''Added to each log-probability before it is taken to a power.'''
     power: float = 1.0
     '''That power.'''
@@ -64,7 +64,7 @@ class Sound(Trainer):
 
     def loss(self, batch):
         config = self.config
-        lost = config.shift - self.policy(batch, token_logprobs)["logprobs"]
+        lost = config.lambda_ - self.policy(batch, token_logprobs)["logprobs"]
         return Loss((Term(config.scale * lost.pow(config.power).sum(), per="tokens"),))
 
 class Means(Sound):
@@ -98,7 +98,7 @@ lengths = set()
 OTHERS: dict[str, Any] = {
     "scale": 2.0,
     "power": 2.0,
-    "shift": Other(value=0.5, under={"power": 2.0}),
+    "lambda": Other(value=0.5, under={"power": 2.0}),
 }
 
 
@@ -163,7 +163,7 @@ def test_the_kit_names_a_setting_without_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sound, "others", {"scale": 2.0, "power": 2.0})
-    advice = r"give others \(or without_effect\) a value for \['shift'\]"
+    advice = r"give others \(or without_effect\) a value for \['lambda'\]"
     with pytest.raises(AssertionError, match=advice):
         Sound().test_every_hyper_parameter_changes_the_loss(bench_of(Sound, tmp_path))
 

@@ -11,6 +11,8 @@ class CalibratedConfig:
 
     beta: float = field(default=0.1, validator=validators.gt(0))
     """Strength of the calibration: log-ratios are pulled to plus and minus 1 / (2 beta)."""
+    lambda_: float = field(default=1.0, validator=validators.ge(0))
+    """Weight of the calibration."""
 
 
 plugin = TrainerPlugin(

@@ -11,9 +11,9 @@ from rlhf.testing import TrainerConformance
 
 class TestCalibrated(TrainerConformance):
     trainer = "calibrated"
-    others = {"beta": 0.5}
+    others = {"beta": 0.5, "lambda": 0.5}
 
 
 def test_the_loss_is_least_at_the_targets() -> None:
-    losses = calibrated(torch.tensor([5.0, 0.0]), torch.tensor([-5.0, 0.0]), 0.1)
+    losses = calibrated(torch.tensor([5.0, 0.0]), torch.tensor([-5.0, 0.0]), 0.1, 1.0)
     assert losses.tolist() == pytest.approx([math.log1p(math.exp(-10)), 50 + math.log(2)])

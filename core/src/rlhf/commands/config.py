@@ -45,7 +45,7 @@ def _lines(cls: type, tree: dict[str, Any], gap: tuple[str, ...] = ("",)) -> Ite
 def _doc(cls: type, item: attrs.Attribute) -> str:
     doc = field_docs(cls).get(item.name, "")
     if entries := next(filter(attrs.has, get_args(item.type)), None):
-        doc += f" An entry has {', '.join(each.name for each in attrs.fields(entries))}."
+        doc += f" An entry has {', '.join(map(setting_name, attrs.fields(entries)))}."
     choices = [kind for kind in (item.type, *get_args(item.type)) if get_origin(kind) is Literal]
     return f"{doc} ({expected(item.type)})" if choices else doc
 

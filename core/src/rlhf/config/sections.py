@@ -12,15 +12,22 @@ from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
 
-WITH_8_BITS = dict.fromkeys(
-    ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "AdamW8bit"),
-    "moments of 8 bits are not offered; set optim.states to bf16, which takes no more memory",
-)
+WITH_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "AdamW8bit")
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
+
+
+def _not_with_8_bits(name: Any) -> str | None:
+    text = "moments of 8 bits are not offered; set optim.states to bf16, which takes no more memory"
+    return text if name in WITH_8_BITS else None
+
+
+def _no_settings(extensions: Any) -> str | None:
+    names = ", ".join(extensions) if isinstance(extensions, Mapping) else None
+    return names and f"an extension has no settings; write [{names}]"
 
 
 def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
@@ -165,7 +172,7 @@ class OptimConfig:
     lr: float = field(default=2e-5, validator=positive)
     """Peak learning rate. With LoRA the default is ten times the trainer's."""
     name: Literal["adamw", "lion", "muon", "sgd"] = field(
-        default="adamw", metadata={"instead": WITH_8_BITS}
+        default="adamw", metadata={"instead": _not_with_8_bits}
     )
     """adamw: AdamW (arXiv 1711.05101). lion: Lion (arXiv 2302.06675), which keeps one state per
     parameter instead of two; its paper takes betas 0.9 and 0.99, and a third to a tenth of AdamW's
@@ -307,7 +314,7 @@ class Config:
     lora: LoraConfig | None = None
     backend: str | None = None
     """Name of the backend; default: the only one installed."""
-    extensions: tuple[str, ...] = ()
+    extensions: tuple[str, ...] = field(default=(), metadata={"instead": _no_settings})
     """Extensions whose hook wrappers are active."""
     observers: Observers = field(factory=Observers)
     output: str | None = None

@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
@@ -42,7 +42,7 @@ def as_mapping(cls: type, value: Any) -> dict[str, Any]:
     """Return a section's tree: a bare value sets the first field, None sets none."""
     if isinstance(value, Mapping):
         return dict(value)
-    return {} if value is None else {attrs.fields(cls)[0].name: value}
+    return {} if value is None else {setting_name(attrs.fields(cls)[0]): value}
 
 
 def setting_name(item: Any) -> str:
@@ -162,11 +162,16 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
 
 
 def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Read each (key, value, type or attrs field, whose metadata may say what to do `instead` of a
-    value that is not offered). Raises ProblemsError with all problems."""
+    """Read each (key, value, type or attrs field). `instead` in the metadata of a field is a
+    function that says what to do instead of a value, if that is not offered. Raises ProblemsError
+    with all problems."""
     values: dict[str, Any] = {}
     problems: list[tuple[Path, str]] = []
     for key, value, kind in items:
+        instead = getattr(kind, "metadata", {}).get("instead")
+        if text := instead and instead(value):
+            problems.append(((key,), text))
+            continue
         try:
             values[key] = _converter.structure(value, getattr(kind, "type", kind))
             if getattr(kind, "validator", None):
@@ -174,11 +179,16 @@ def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
         except ProblemsError as error:
             problems += [((key, *path), text) for path, text in error.problems]
         except (TypeError, ValueError) as error:
-            instead = getattr(kind, "metadata", {}).get("instead", {}).get(str(value))
-            problems.append(((key,), instead or str(error.args[0]).removeprefix(f"'{key}' ")))
+            problems.append(((key,), _text(error, kind, key)))
     if problems:
         raise ProblemsError(problems)
     return values
+
+
+def _text(error: Exception, kind: Any, key: str) -> str:
+    """Return the text of an error without the name of the field, with which validators begin."""
+    name = kind.name if isinstance(kind, attrs.Attribute) else key
+    return str(error.args[0]).replace(f"'{name}'", f"'{key}'").removeprefix(f"'{key}' ")
 
 
 def _message(path: Path, text: str, root: type) -> str:
@@ -188,16 +198,12 @@ def _message(path: Path, text: str, root: type) -> str:
         return f"{dotted}: {text}"
     *above, key = path
     section = _at(above, root)
+    here = {name: ".".join((*above, name)) for name in map(setting_name, attrs.fields(section))}
+    anywhere = _settings(root)
     if reason := getattr(section, "not_offered", {}).get(key):
         return f"{dotted}: {reason}"
-    known = map(setting_name, attrs.fields(section))
-    here = {name: ".".join((*above, name)) for name in known}
-    anywhere = {
-        setting_name(inner): f"{item.name}.{setting_name(inner)}"
-        for item in attrs.fields(root)
-        if (kind := section_class(item.type))
-        for inner in attrs.fields(kind)
-    }
+    if entries := next((here[name] for name in _with_entries(section, key)), None):
+        return f"{dotted}: unknown setting; it belongs in an entry of {entries}"
     if ours := anywhere.get(key) or FOREIGN.get(key):
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
     section_name, _, rest = key.partition(".")
@@ -207,6 +213,28 @@ def _message(path: Path, text: str, root: type) -> str:
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
             return f"{dotted}: unknown setting; did you mean {names[near]}?"
     return f"{dotted}: unknown setting; available: {', '.join(here) or 'none'}"
+
+
+def _settings(root: type) -> dict[str, str]:
+    """Return the dotted name of each setting by its name in its section."""
+    return {
+        setting_name(inner): f"{setting_name(item)}.{setting_name(inner)}"
+        for item in attrs.fields(root)
+        if (kind := section_class(item.type))
+        for inner in attrs.fields(kind)
+    }
+
+
+def _with_entries(section: type, key: str) -> Iterator[str]:
+    """Yield the settings of a section that are lists of entries with the setting `key`."""
+    for item in attrs.fields(section):
+        entry = next(filter(attrs.has, get_args(item.type)), None)
+        if (
+            get_origin(item.type) is tuple
+            and entry
+            and key in map(setting_name, attrs.fields(entry))
+        ):
+            yield setting_name(item)
 
 
 def _at(path: Iterable[str], root: type) -> type:

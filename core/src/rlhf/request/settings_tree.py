@@ -51,7 +51,8 @@ def without_removed(kind: Any, tree: Any) -> Any:
     section = section_class(kind)
     if section is None or not isinstance(tree, Mapping):
         return tree
-    kinds = {item.name: item.type for item in attrs.fields(attrs.resolve_types(section))}
+    fields = attrs.fields(attrs.resolve_types(section))
+    kinds = {setting_name(item): item.type for item in fields}
     removed = getattr(section, "removed_settings", {})
     kept = {key: item for key, item in tree.items() if item not in removed.get(key, ())}
     return {key: without_removed(kinds.get(key), item) for key, item in kept.items()}

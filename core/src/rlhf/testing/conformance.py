@@ -25,6 +25,7 @@ from attrs import frozen
 
 from rlhf import demo
 from rlhf.config.field_docs import documented, field_docs
+from rlhf.config.structure import setting_name
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
@@ -45,7 +46,7 @@ class Other:
     value: Any
     """The other value."""
     under: Mapping[str, Any]
-    """Further fields of the trainer's section, set with the default and with `value` alike."""
+    """Further settings of the trainer's section, set with the default and with `value` alike."""
 
 
 @documented
@@ -61,9 +62,9 @@ class TrainerConformance:
     """More words for the command line of every run. `{model}` is the model's folder,
     `{other_model}` that of a model of the same shape with other weights."""
     others: ClassVar[Mapping[str, Any]] = {}
-    """For each field of the trainer's section a value that must change the loss, or an `Other`."""
+    """For each setting of the trainer a value that must change the loss, or an `Other`."""
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """Fields that do not change the loss, with the reason."""
+    """Settings that do not change the loss, with the reason."""
     backend: ClassVar[str | None] = None
     """Name of the backend; None takes the only one that is installed."""
     ranks: ClassVar[int] = 2
@@ -117,7 +118,8 @@ class TrainerConformance:
         again = read_config(self.trainer, overrides=[str(file)]).config
         assert again == config, "a configuration that is written and read again differs"
         section: Any = type(config.own)
-        bare = sorted(attrs.fields_dict(section).keys() - field_docs(section).keys())
+        fields, docs = attrs.fields(section), field_docs(section)
+        bare = sorted(setting_name(item) for item in fields if item.name not in docs)
         assert not bare, f"`rlhf config` prints the docstrings of settings; add one to {bare}"
 
     @promise("the loss changes and every gradient is clipped", "testing.md, Trainers")
@@ -224,7 +226,7 @@ class TrainerConformance:
     @promise("every setting has an effect", "testing.md, Trainers")
     def test_every_hyper_parameter_changes_the_loss(self, bench: Bench) -> None:
         config = read_config(self.trainer, overrides=bench.words).config
-        names = {item.name for item in attrs.fields(type(config.own))}
+        names = {*map(setting_name, attrs.fields(type(config.own)))}
         missing = names - {*self.others, *self.without_effect}
         assert not missing, f"give others (or without_effect) a value for {sorted(missing)}"
         unknown = {*self.others, *self.without_effect} - names

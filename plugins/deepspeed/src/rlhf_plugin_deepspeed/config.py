@@ -62,7 +62,6 @@ OTHER_NAMES = {
     "zero2-fp16": "zero2_fp16",
 }
 """Names that ROLL and trlX use."""
-ON_NVME = "set it to true and deepspeed.nvme_path to a folder"
 REFUSED = {
     name: f"{ours} decides it"
     for ours, names in {
@@ -136,6 +135,10 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{key}", value
 
 
+def _not_nvme(value: Any) -> str | None:
+    return "set it to true and deepspeed.nvme_path to a folder" if value == "nvme" else None
+
+
 @frozen(kw_only=True)
 class DeepSpeedConfig:
     """How the model's states are spread over the ranks (ZeRO, arXiv 1910.02054)."""
@@ -152,10 +155,10 @@ class DeepSpeedConfig:
     """ZeRO stage: 0 shards nothing, 1 the optimizer's states, 2 also the gradients, 3 also the
     weights. auto: the preset's stage, else the fastest in which a step fits the accelerator; if
     that is not known, the lowest whose states fit 60 % of its memory."""
-    offload_optimizer: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
+    offload_optimizer: bool | None = field(default=None, metadata={"instead": _not_nvme})
     """Optimizer states and step on the CPU (ZeRO-Offload, arXiv 2101.06840), stages 1 to 3;
     default: the preset's."""
-    offload_param: bool | None = field(default=None, metadata={"instead": {"nvme": ON_NVME}})
+    offload_param: bool | None = field(default=None, metadata={"instead": _not_nvme})
     """Weights on the CPU between uses, stage 3; default: the preset's."""
     offload_ratio: float = field(
         default=1.0, validator=validators.and_(validators.gt(0), validators.le(1))

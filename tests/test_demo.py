@@ -146,3 +146,12 @@ def test_an_unknown_demo_is_refused() -> None:
     with pytest.raises(RLHFError) as error:
         rows("geometry", "train", "demonstration")
     assert str(error.value) == ("demo:geometry has no demonstration rows; use demo:arithmetic")
+
+
+def test_the_demo_has_no_rows_for_a_trainer_without_a_row_format() -> None:
+    with pytest.raises(RLHFError) as error:
+        rows("arithmetic", "train", "raw")
+    assert str(error.value) == (
+        "demo:arithmetic has no rows for a trainer without a row_format; give data.train files of "
+        "your own (in tests: rows)"
+    )

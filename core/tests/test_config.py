@@ -232,6 +232,20 @@ def test_without_model_and_data_the_demo_runs_with_the_users_settings(toy: Path)
     assert not read_config("toy", overrides=GIVEN).demo
 
 
+def test_the_data_of_a_demo_may_be_files_beside_it(toy: Path) -> None:
+    (toy / "toys.jsonl").write_text("{}")
+    (toy / "held.jsonl").write_text("{}")
+    data = read_config("toy").config.data
+    assert [entry.path for entry in data.train] == [str(toy / "toys.jsonl")]
+    entries = "[{path: held.jsonl, limit: 2}, toys/toys, demo:arithmetic]"
+    (toy / "toy.yaml").write_text(f"model: tiny\ndata: {{train: toys.jsonl, eval: {entries}}}\n")
+    assert [(entry.path, entry.limit) for entry in read_config("toy").config.data.eval] == [
+        (str(toy / "held.jsonl"), 2), ("toys/toys", None), ("demo:arithmetic", None)
+    ]  # fmt: skip
+    (toy / "toy.yaml").write_text("model: tiny\ndata: toys.jsonl\n")
+    assert read_config("toy").config.data.train[0].path == str(toy / "toys.jsonl")
+
+
 def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
     assert problems(given=["--data", "rows.jsonl"]) == [
         "model.path is missing; pass --model FOLDER_OR_HUB_NAME"

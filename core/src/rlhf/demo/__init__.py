@@ -35,6 +35,11 @@ def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
     if name == "ranked" and format == "preference":
         draw = random.Random(f"ranked {split}")
         return [arithmetic.ranked(problem, draw) for problem in arithmetic.problems(split)]
+    if format == "raw":
+        raise RLHFError(
+            f"demo:{name} has no rows for a trainer without a row_format; give data.train files of "
+            "your own (in tests: rows)"
+        )
     if name != "arithmetic" or format not in FORMATS:
         raise RLHFError(f"demo:{name} has no {format} rows; use demo:arithmetic")
     draw = random.Random(f"{format} {split}")

@@ -17,7 +17,14 @@ from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
 from rlhf.request.observer_settings import as_sections, observers_class
 from rlhf.request.rules import contradictions, missing_inputs
-from rlhf.request.settings_tree import load_recorded, load_yaml, merge, nested, without_removed
+from rlhf.request.settings_tree import (
+    load_demo,
+    load_recorded,
+    load_yaml,
+    merge,
+    nested,
+    without_removed,
+)
 from rlhf.request.words import parse_words
 
 
@@ -77,7 +84,7 @@ def read_config(
     implied = record.defaults(tree[backend.name]) if record.defaults else {}
     tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
-    tree = merge(cls, load_yaml(demo_file(trainer, plugin) if demo else None), tree)
+    tree = merge(cls, load_demo(demo_file(trainer, plugin) if demo else None), tree)
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or backend.name}

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import attrs
 import yaml
 
+from rlhf.config.sections import DataConfig, DataEntry
 from rlhf.config.structure import as_mapping, section_class, setting_name
 from rlhf.errors import RLHFError, first_line
 
@@ -30,6 +31,18 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
         expected = "expected sections such as `optim: {lr: 1e-5}`"
         raise RLHFError(f"{path} contains a {type(tree).__name__}; {expected}")
     return tree or {}
+
+
+def load_demo(path: Path | None) -> dict[str, Any]:
+    """Return the mapping in the demo's YAML file, with absolute paths of the data beside it."""
+    tree = load_yaml(path)
+    if path is None or "data" not in tree:
+        return tree
+    data = as_mapping(DataConfig, tree["data"])
+    for key in {"train", "eval"} & data.keys():
+        entries = data[key] if isinstance(data[key], list) else [data[key]]
+        data[key] = [_beside(path.parent, as_mapping(DataEntry, entry)) for entry in entries]
+    return tree | {"data": data}
 
 
 def load_recorded(path: Path) -> dict[str, Any]:
@@ -121,6 +134,13 @@ def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
+
+
+def _beside(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of data with an absolute path if it exists in `folder`; names of the Hub and
+    of embedded data do not."""
+    place = folder / str(entry.get("path"))
+    return entry | {"path": str(place)} if place.exists() else entry
 
 
 class _Dumper(yaml.SafeDumper):

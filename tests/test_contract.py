@@ -15,6 +15,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.journal.sums import RESERVED
 from rlhf.loop.contract import Contract, check_names, check_rollout, check_setup
 from rlhf.loop.session import Session
 from rlhf.rank.run import run_rank
@@ -101,7 +102,7 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
     "a term per what nobody counts": (
         lambda trainer, batch: Loss((Term(-trainer.logprobs(batch).sum(), per="rows"),)),
         "Mine.loss() returned a term 0 per 'rows', which is not a known count; use one of "
-        "answers, examples, tokens",
+        "answers, examples, tokens, or a name that survey() returns",
     ),
     "a metric per what nobody counts": (
         lambda trainer, batch: Loss(
@@ -109,7 +110,7 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
             {"least": (torch.tensor(1.0), "min"), "right": (torch.tensor(1.0), "pairs")},
         ),
         "Mine.loss() returned the metric 'right' per 'pairs', which is not a known count; use one "
-        "of answers, examples, tokens",
+        "of answers, examples, tokens, or a name that survey() returns",
     ),
     "nothing": (
         lambda trainer, batch: None,
@@ -188,6 +189,26 @@ def test_a_loss_that_core_cannot_use_is_refused(fault: str, session: Session) ->
         contract(session, returns).loss(first_batch(session), TOTALS)
     assert str(error.value).endswith(text)
     assert fault.startswith("the head") or str(error.value) == text
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED), "router_loss_critic", "term 0"])
+def test_a_metric_with_a_name_of_core_is_refused(name: str, session: Session) -> None:
+    def returns(trainer: Mine, batch: PackedBatch) -> Loss:
+        return Loss((term(trainer, batch),), {name: (torch.tensor(1.0), "tokens")})
+
+    with pytest.raises(RLHFError) as error:
+        contract(session, returns).loss(first_batch(session), TOTALS)
+    assert str(error.value) == (
+        f"Mine.loss() returned a metric {name!r}, a name that core uses itself; rename it"
+    )
+
+
+def test_metrics_are_detached_so_that_their_graph_ends_with_the_loss(session: Session) -> None:
+    def returns(trainer: Mine, batch: PackedBatch) -> Loss:
+        return Loss((term(trainer, batch),), {"sum": (trainer.logprobs(batch).sum(), "tokens")})
+
+    loss = contract(session, returns).loss(first_batch(session), TOTALS)
+    assert loss.metrics["sum"][0].grad_fn is None
 
 
 SURVEYS: dict[str, tuple[Any, str]] = {

@@ -128,8 +128,8 @@ def test_an_invalid_name_is_refused_in_one_line(
         ("observer", "my_"): "'my_' cannot be the name of an observer; use letters, digits and "
         "underscores, as in my_observer",
         ("trainer", "optim"): "'optim' is reserved for core; choose another name",
-        ("backend", "class"): "'class' is not a Python identifier, so it cannot be a section; "
-        "choose another name",
+        ("backend", "class"): "'class' is a keyword of Python, so it cannot be a section; choose "
+        "another name",
         ("trainer", "sft"): "rlhf-plugin-sft has a trainer called 'sft'; choose another name",
         ("trainer", "taken"): "rlhf-trainer-taken already exists; choose another name or remove it",
         ("trainer", "taken", "--here"): "taken.py already exists; choose another name or remove it",

@@ -21,6 +21,10 @@ PUBLIC = tuple(
 FOR_US = ("rlhf.testing", "rlhf.demo")
 """Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
 FILES = sorted(ROOT.glob("plugins/*/*/**/*.py"))
+OF_OTHERS = sorted([
+    *ROOT.glob("core/src/rlhf/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")
+])  # fmt: skip
+"""What `rlhf new` writes, and methods of third parties."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -45,6 +49,16 @@ def is_public(module: str) -> bool:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "plugins")))
 def test_plugins_and_their_tests_import_only_public_modules(path: Path) -> None:
     assert [name for name in imported(path) if not is_public(name)] == []
+
+
+@pytest.mark.parametrize("path", OF_OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_others_write_imports_only_public_names(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "rlhf":
+            module = importlib.import_module(str(node.module))
+            assert node.module in (*PUBLIC, *FOR_US)
+            public = getattr(module, "__all__", vars(module))
+            assert [each.name for each in node.names if each.name not in public] == []
 
 
 def test_an_internal_module_is_not_public() -> None:

@@ -217,11 +217,27 @@ RECORDS = """
 
     ear = ObserverPlugin(hooks="toy_trainer:Wrong.ear")
     deaf = ObserverPlugin(hooks="toy_records:Deaf")
+    plain = ObserverPlugin(hooks="toy_records:Tuned")
+    tuned = ObserverPlugin(config=ToyConfig, hooks="toy_records:Sound")
 
     class Deaf:
         @hookimpl
         def on_stop(self, run):
             pass
+
+    class Sound:
+        @hookimpl
+        def on_step(self, step):
+            pass
+
+    class Tuned(Sound):
+        def __init__(self, config):
+            pass
+
+    class Mute:
+        @hookimpl(wrapper=True)
+        def setup_mesh(self):
+            return None
 """
 
 
@@ -232,7 +248,8 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
     groups = {
         "trainers": trainers,
         "backends": {"empty": "toy_records:hooks"},
-        "observers": {"ear": "toy_records:ear", "deaf": "toy_records:deaf"},
+        "observers": {name: f"toy_records:{name}" for name in ("ear", "deaf", "plain", "tuned")},
+        "extensions": {"gone": "toy_records:Gone", "mute": "toy_records:Mute"},
     }
     install("rlhf-more", groups, {"toy_trainer": TRAINER, "toy_records": RECORDS})
     assert main(["plugins", "check"]) == 2
@@ -242,10 +259,16 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "hook 'setup_mesh'",
         "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
+        f"broken      extension 'gone' {more}: no 'Gone' in toy_records; correct the entry point",
+        f"broken      extension 'mute' {more}: extension toy_records.Mute: 'setup_mesh' is a "
+        "wrapper without yield; write `result = yield` and return the result",
         f"broken      observer 'deaf' {more}: observer toy_records.Deaf: 'on_stop' is not a hook "
         "of observers; did you mean 'on_step'?",
-        f"broken      observer 'ear' {more}: cannot be imported: AttributeError: type object "
-        "'Wrong' has no attribute 'ear' (`python -c 'import toy_trainer'` shows where)",
+        f"broken      observer 'ear' {more}: no 'Wrong.ear' in toy_trainer; correct hooks=",
+        f"broken      observer 'plain' {more}: its class takes a config, but its record has none; "
+        "add config= to ObserverPlugin",
+        f"broken      observer 'tuned' {more}: its record has a config, but its class takes none; "
+        "add `config` to __init__",
         f"broken      trainer 'half' {more}: toy_trainer:Half does not define loss, setup",
         f"broken      trainer 'lost' {more}: its demo {toy}/lost.yaml does not exist",
         "ok          trainer 'toy' of rlhf-toy 1.0",

@@ -261,9 +261,32 @@ class Meddler:
         return config
 
 
+class Yieldless:
+    @hookimpl(wrapper=True)
+    def setup_mesh(self, config: Any) -> Any:
+        return config
+
+
+class Unmarked:
+    @hookimpl(wrapper=True)
+    def setup_mesh(self) -> Generator[None, Any, Any]:
+        return (yield)
+
+    def configure_zero(self, mesh: Any) -> Any:
+        return (yield)
+
+
+class Empty:
+    pass
+
+
 @pytest.mark.parametrize(
     ("extension", "message"),
     [
+        (
+            Yieldless,
+            "'setup_mesh' is a wrapper without yield; write `result = yield` and return the result",
+        ),
         (
             Rival,
             "'setup_mesh' needs @hookimpl(wrapper=True), since an extension may only wrap hooks",
@@ -295,6 +318,30 @@ class Meddler:
 )
 def test_an_extension_that_cannot_work_is_refused(extension: type, message: str) -> None:
     assert refused(backend(), [extension()]) == f"extension {HERE}.{extension.__name__}: {message}"
+
+
+def test_a_method_with_the_name_of_a_hook_is_marked_as_one() -> None:
+    hint = "; its method of that name has no @hookimpl"
+    assert refused(backend(), [Unmarked()]) == (
+        f"extension {HERE}.Unmarked does not implement the hook 'configure_zero'{hint}"
+    )
+    unmarked = type("Unmarked", (Listener,), {"on_eval": lambda self, step: None})()
+    assert refused(backend(), observers={"ear": unmarked}) == (
+        f"observer {HERE}.Unmarked does not implement the hook 'on_eval'{hint}"
+    )
+    schedule = backend(build_schedule=lambda self, config: config)
+    assert refused(schedule) == (
+        f"backend {HERE}.Backend does not implement the hook 'build_schedule'{hint}"
+    )
+
+
+def test_a_plugin_without_hooks_is_refused() -> None:
+    assert refused(backend(), [Empty()]) == (
+        f"extension {HERE}.Empty implements no hook; mark its methods with @hookimpl"
+    )
+    assert refused(backend(), observers={"ear": Empty()}) == (
+        f"observer {HERE}.Empty implements no hook; mark its methods with @hookimpl"
+    )
 
 
 def test_a_hook_of_a_later_core_may_be_optional() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError
 from rlhf.journal.names import NameCheck
-from rlhf.journal.sums import RESERVED, Sums
+from rlhf.journal.sums import Sums
 from rlhf.testing import Ranks, ranks_fixture
 from rlhf.trainer import Loss, Term
 
@@ -91,20 +91,8 @@ def test_a_later_step_with_other_names_is_an_error_without_asking_the_other_rank
     )
 
 
-@pytest.mark.parametrize("name", [*sorted(RESERVED), "term 0"])
-def test_a_metric_with_a_name_of_core_is_an_error(name: str) -> None:
-    assert refused(NameCheck("toy", Mesh()), summed(loss(name))) == (
-        f"trainer 'toy': loss() returns a metric {name!r}, a name that core uses itself; rename it"
-    )
-
-
 def test_derive_returns_no_name_of_core() -> None:
     report = summed(loss("kl")).reduce({"tokens": 1.0})
     with pytest.raises(RLHFError) as error:
         report.read(lambda sums: {"loss": 0.0})
     assert str(error.value) == "derive() returns 'loss', a name that core uses itself; rename it"
-
-
-def test_the_error_of_all_ranks_is_printed_once() -> None:
-    with pytest.raises(SameOnAllRanks):
-        NameCheck("toy", Mesh()).check(summed(loss("loss")))

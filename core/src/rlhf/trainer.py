@@ -69,11 +69,11 @@ class Loss:
     terms: tuple[Term, ...]
     """The addends of the loss."""
     metrics: Mapping[str, tuple[Tensor, str]] = field(factory=dict)
-    """`{name: (sum, per)}` with detached sums; the run reports sum / total(per). The names must be
-    the same on all ranks and in all micro-batches; those that core uses, such as `loss`, are
-    errors. Special values of `per`: with "" only `derive` gets the sum, which may have a dimension
-    (a histogram); with "min" or "max" the value is the extreme of this micro-batch, and the run
-    reports the extreme of the step."""
+    """`{name: (sum, per)}`; core detaches the sums, and the run reports sum / total(per). The names
+    must be the same on all ranks and in all micro-batches; those that core uses, such as `loss`,
+    are errors. Special values of `per`: with "" only `derive` gets the sum, which may have a
+    dimension (a histogram); with "min" or "max" the value is the extreme of this micro-batch, and
+    the run reports the extreme of the step."""
 
 
 @documented

@@ -47,7 +47,7 @@ def check_plugins() -> int:
 
 
 def _check(plugin: Installed) -> None:
-    from rlhf.registry import gateway, imports  # late: start-up time
+    from rlhf.registry import gateway  # late: start-up time
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
@@ -56,8 +56,7 @@ def _check(plugin: Installed) -> None:
     elif plugin.kind == "backend":
         gateway.check_backend(gateway.load_plugin(plugin))
     elif plugin.kind == "observer":
-        hooks = imports.load_object(imports.load_record(plugin).hooks, plugin)
-        list(gateway.check_hooks(plugin.kind, hooks))
+        list(gateway.check_hooks(plugin.kind, gateway.observer_class(plugin)))
     else:
         list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
 

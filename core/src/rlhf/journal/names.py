@@ -10,7 +10,7 @@ from attrs import define, field
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
-from rlhf.journal.sums import RESERVED, TERM, Sums
+from rlhf.journal.sums import Sums
 
 REMEDY = "return it for every micro-batch, also for one without rows"
 
@@ -24,26 +24,20 @@ class NameCheck:
     _texts: dict[str, str] | None = field(default=None, init=False)
 
     def check(self, sums: Sums) -> None:
-        """Raise RLHFError if the names differ between ranks or from those of the first call, or if
-        one is core's own. Only the first call is collective."""
+        """Raise RLHFError if the names differ between ranks or from those of the first call. Only
+        the first call is collective."""
         texts = describe(sums)
         if self._texts is None:
-            self._share(sums, texts)
+            self._share(texts)
         elif texts != self._texts:
             places = {"in the first step": self._texts, "now": texts}
             raise RLHFError(self._text("in every step", places))
 
-    def _share(self, sums: Sums, texts: dict[str, str]) -> None:
-        shares = self.mesh.gather((texts, list(sums.metrics)))
-        for name in (name for _, metrics in shares for name in metrics):
-            if name in RESERVED or name.startswith(TERM):
-                raise SameOnAllRanks(
-                    f"trainer {self.trainer!r}: loss() returns a metric {name!r}, a name that core "
-                    "uses itself; rename it"
-                )
-        self._texts = shares[0][0]
-        if any(each != self._texts for each, _ in shares):
-            places = {f"on rank {rank}": each for rank, (each, _) in enumerate(shares)}
+    def _share(self, texts: dict[str, str]) -> None:
+        shares = self.mesh.gather(texts)
+        self._texts = shares[0]
+        if any(each != self._texts for each in shares):
+            places = {f"on rank {rank}": each for rank, each in enumerate(shares)}
             raise SameOnAllRanks(self._text("on all ranks", places))
 
     def _text(self, where: str, places: Mapping[str, Mapping[str, str]]) -> str:

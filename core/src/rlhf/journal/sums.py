@@ -22,9 +22,12 @@ EXTREMES = {"min": -1.0, "max": 1.0}
 TERM = "term "
 """Prefix of the sums of an evaluation's loss terms."""
 
+ROUTER_LOSS = "router_loss"
+"""Metric of the policy's load-balancing loss; that of another model ends with its role."""
+
 RESERVED = frozenset({
     "step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "tokens_per_s", "mfu",
-    "peak_memory_gib", "padding", "skipped_steps",
+    "peak_memory_gib", "padding", "skipped_steps", ROUTER_LOSS,
 })  # fmt: skip
 """Names in `metrics.jsonl` that core writes itself."""
 
@@ -104,7 +107,7 @@ class Sums:
 
     def _add_metrics(self, loss: Loss) -> None:
         for name, (value, per) in loss.metrics.items():
-            self._add(name, per, value.detach())
+            self._add(name, per, value)
             self.metrics[name] = (per, value.shape)
 
     def _add(self, name: str, per: str, value: Tensor) -> None:

@@ -22,7 +22,7 @@ from rlhf.data.example import Example
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
-from rlhf.journal.sums import EXTREMES, Totals
+from rlhf.journal.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import POLICY, Role
@@ -62,7 +62,7 @@ class Contract:
             check_roles(loss, self.trained.keys(), call)
         if training and outputs is not None:
             check_graph(loss, self.trained, outputs, call)
-        return with_router_losses(loss, self.trained)
+        return with_router_losses(detached(loss), self.trained)
 
     @contextmanager
     def _watching(self, name: str, call: str) -> Iterator[set[Any] | None]:
@@ -80,6 +80,12 @@ class Contract:
             yield nodes
 
 
+def detached(loss: Loss) -> Loss:
+    """Return the loss with detached metrics, whose graphs would otherwise live until the next."""
+    metrics = {name: (value.detach(), per) for name, (value, per) in loss.metrics.items()}
+    return Loss(loss.terms, metrics)
+
+
 def with_router_losses(loss: Loss, trained: Mapping[str, Role]) -> Loss:
     """Return the loss with a term for each mixture of experts, the mean over its forwards, and the
     metric `router_loss` of the policy."""
@@ -89,7 +95,7 @@ def with_router_losses(loss: Loss, trained: Mapping[str, Role]) -> Loss:
         if losses:
             mean = torch.stack(losses).mean()
             losses.clear()
-            name = "router_loss" if role == POLICY else f"router_loss_{role}"
+            name = ROUTER_LOSS if role == POLICY else f"{ROUTER_LOSS}_{role}"
             term = Term(mean, per="examples", weight=module.router_loss, role=role)
             metrics = {**loss.metrics, name: (mean.detach(), "examples")}
             loss = Loss((*loss.terms, term), metrics)
@@ -165,7 +171,7 @@ def check_counts(loss: Loss, totals: Totals, call: str) -> None:
         what, per = unknown[0]
         raise RLHFError(
             f"{call} returned {what} per {per!r}, which is not a known count; use one of "
-            f"{', '.join(sorted(totals))}"
+            f"{', '.join(sorted(totals))}, or a name that survey() returns"
         )
 
 
@@ -192,8 +198,13 @@ def check_loss(loss: Any, call: str, *, training: bool) -> None:
 
 
 def check_metrics(metrics: Mapping[str, Any], call: str) -> None:
-    """Raise RLHFError unless each metric is a sum with what it is per."""
+    """Raise RLHFError unless each metric is a sum with what it is per, by a name that core does not
+    use."""
     for name, metric in metrics.items():
+        if name in RESERVED or name.startswith((TERM, f"{ROUTER_LOSS}_")):
+            raise RLHFError(
+                f"{call} returned a metric {name!r}, a name that core uses itself; rename it"
+            )
         if not isinstance(metric, tuple) or len(metric) != 2:
             raise RLHFError(
                 f"{call} returned the metric {name!r} as {type(metric).__name__}; return a pair "

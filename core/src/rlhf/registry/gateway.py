@@ -52,8 +52,24 @@ def load_plugin(plugin: Installed) -> Any:
 
 def load_observer(plugin: Installed, section: Any) -> Any:
     """Return an observer with its section of the configuration."""
-    cls = load_object(load_record(plugin).hooks, plugin)
+    cls = observer_class(plugin)
     return cls() if isinstance(section, NoSettings) else cls(section)
+
+
+def observer_class(plugin: Installed) -> Any:
+    """Return the class of an observer. Raises RLHFError unless it takes the config of its
+    record."""
+    record = load_record(plugin)
+    cls = load_object(record.hooks, plugin)
+    has_config = record.config is not NoSettings
+    try:
+        inspect.signature(cls).bind(*[record.config] * has_config)
+    except TypeError:
+        problem = "its class takes a config, but its record has none; add config= to ObserverPlugin"
+        if has_config:
+            problem = "its record has a config, but its class takes none; add `config` to __init__"
+        raise RLHFError(f"{plugin}: {problem}") from None
+    return cls
 
 
 def build_gateways(
@@ -91,14 +107,14 @@ def check_backend(backend: object) -> None:
                 f"backend {_label(backend)} implements '{hook}' twice; remove one implementation"
             )
         if hook not in covered:
-            hint = "; its method of that name has no @hookimpl" * hasattr(backend, hook)
-            raise RLHFError(f"backend {_label(backend)} does not implement the hook '{hook}'{hint}")
+            raise RLHFError(_without_hook("backend", backend, hook))
 
 
 def check_hooks(kind: str, plugin: object) -> Iterator[str]:
     """Yield the hooks that `plugin`, an object or a class, implements, without wrappers. Raises
     RLHFError for one that cannot work."""
     reader = pluggy.PluginManager("rlhf")
+    _check_marks(kind, plugin, reader)
     for name in dir(plugin):
         options = reader.parse_hookimpl_opts(plugin, name)
         if options is None:
@@ -117,8 +133,36 @@ def check_hooks(kind: str, plugin: object) -> Iterator[str]:
                 f"{where} needs @hookimpl(wrapper=True), since an extension may only wrap hooks"
             )
         _check_parameters(where, spec, getattr(plugin, name))
+        _check_wrapper(where, options, getattr(plugin, name))
         if not (options["wrapper"] or options["hookwrapper"]):
             yield hook
+
+
+def _check_marks(kind: str, plugin: object, reader: pluggy.PluginManager) -> None:
+    """Raise RLHFError for a method with the name of a hook that is not marked as one, and for an
+    extension or an observer without hooks."""
+    marked = [name for name in dir(plugin) if reader.parse_hookimpl_opts(plugin, name)]
+    for name in vars(SPECS[kind]):
+        is_hook = not name.startswith("_") and name not in marked
+        if is_hook and inspect.isroutine(getattr(plugin, name, None)):
+            raise RLHFError(_without_hook(kind, plugin, name))
+    if not marked and kind != "backend":
+        raise RLHFError(
+            f"{kind} {_label(plugin)} implements no hook; mark its methods with @hookimpl"
+        )
+
+
+def _without_hook(kind: str, plugin: object, hook: str) -> str:
+    hint = "; its method of that name has no @hookimpl" * hasattr(plugin, hook)
+    return f"{kind} {_label(plugin)} does not implement the hook '{hook}'{hint}"
+
+
+def _check_wrapper(where: str, options: Mapping[str, Any], implementation: Any) -> None:
+    is_wrapper = options["wrapper"] or options["hookwrapper"]
+    if is_wrapper and not inspect.isgeneratorfunction(implementation):
+        raise RLHFError(
+            f"{where} is a wrapper without yield; write `result = yield` and return the result"
+        )
 
 
 def _check_parameters(where: str, spec: Any, implementation: Any) -> None:

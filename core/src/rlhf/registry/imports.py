@@ -1,6 +1,5 @@
 """Stages 1 and 2 of a plugin: its record is loaded, then the objects that its strings name."""
 
-import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -59,7 +58,21 @@ def load_object(path: str, plugin: Installed | None = None) -> Any:
     """
     module, _, name = path.partition(":")
     with import_errors(plugin or path, f"python -c 'import {module}'"):
-        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        loaded = importlib.import_module(module)
+        for part in name.split("."):
+            if not hasattr(loaded, part):
+                place = _place_of(path, plugin)
+                raise RLHFError(f"{plugin or path}: no '{name}' in {module}; correct {place}")
+            loaded = getattr(loaded, part)
+        return loaded
+
+
+def _place_of(path: str, plugin: Installed | None) -> str:
+    """Return where an import string is written."""
+    if plugin is None or path == plugin.value:
+        return "the entry point" if plugin else path
+    record = attrs.asdict(load_record(plugin), recurse=False)
+    return next(f"{name}=" for name, value in record.items() if value == path)
 
 
 @contextmanager

@@ -138,7 +138,8 @@ def _rows(name: str, distribution: metadata.Distribution) -> Iterator[Installed]
 def name_problem(kind: str, name: str) -> str | None:
     """Return why a plugin of this kind cannot have the name, if it cannot."""
     if kind in WITH_SECTION and (not name.isidentifier() or keyword.iskeyword(name)):
-        return f"its name '{name}' is not a Python identifier, so it cannot be a section"
+        problem = "a keyword of Python" if keyword.iskeyword(name) else "not a Python identifier"
+        return f"its name '{name}' is {problem}, so it cannot be a section"
     if kind in WITH_SECTION and name in RESERVED:
         return f"its name '{name}' is reserved for core"
     return None

@@ -7,7 +7,8 @@ import attrs
 import pytest
 from numbered_words import Demonstrations, Raw, examples_of, write_lines
 
-from rlhf.data.example import Example
+from rlhf.config.sections import DataEntry
+from rlhf.data.example import Answer, Example
 from rlhf.data.tokens import encode
 from rlhf.errors import RLHFError
 
@@ -107,11 +108,44 @@ def test_the_row_on_which_a_trainer_raises_is_named(tmp_path: Path) -> None:
         def example(self, row: Any) -> Any:
             if row["number"] == 1:
                 raise RLHFError("`number` is 1")
-            return row["question"]
+            return row["question"] if row["number"] == 2 else row["number"] / 0
 
     with pytest.raises(RLHFError) as caught:
         examples_of(write_lines(tmp_path / "one.jsonl", [{"number": 1}]), trainer=Picky)
     assert str(caught.value) == f"{tmp_path}/one.jsonl line 1: `number` is 1"
-    with pytest.raises(KeyError) as missing:
+    with pytest.raises(RLHFError) as caught:
         examples_of(write_lines(tmp_path / "two.jsonl", [{"number": 2}]), trainer=Picky)
-    assert missing.value.__notes__ == [f"the row is {tmp_path}/two.jsonl line 1"]
+    assert str(caught.value) == (
+        f"{tmp_path}/two.jsonl line 1: a row needs `question`, but this one has `number`; rename "
+        "columns with `columns` in data"
+    )
+    with pytest.raises(ZeroDivisionError) as other:
+        examples_of(write_lines(tmp_path / "three.jsonl", [{"number": 3}]), trainer=Picky)
+    assert other.value.__notes__ == [f"the row is {tmp_path}/three.jsonl line 1"]
+
+
+def test_a_trainer_may_expect_that_a_column_is_missing(tmp_path: Path) -> None:
+    class Lenient(Raw):
+        def example(self, row: Any) -> Example:
+            try:
+                return super().example({"number": row["count"]})
+            except KeyError:
+                return super().example(row)
+
+    assert (
+        len(examples_of(write_lines(tmp_path / "a.jsonl", [{"number": 1}]), trainer=Lenient)) == 1
+    )
+
+
+def test_columns_of_own_rows_are_renamed_and_answers_without_tokens_drop_a_row(
+    tmp_path: Path,
+) -> None:
+    class Odd(Raw):
+        def example(self, row: Any) -> Example:
+            return super().example(row) if row["number"] % 2 else Example([], [Answer([])])
+
+    path = write_lines(tmp_path / "rows.jsonl", [{"count": number} for number in range(4)])
+    entry = DataEntry(path=path, columns={"number": "count"})
+    found = examples_of(entry, trainer=Odd)
+    assert [example.values["margin"] for example in found] == [0.5, 1.5]
+    assert found.report.empty == 2

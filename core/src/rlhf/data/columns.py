@@ -11,6 +11,20 @@ Columns = Mapping[str, Any]
 """A row as it was read."""
 
 
+class MissingColumn(RLHFError, KeyError):
+    """A column that a trainer reads and the row does not have; also a KeyError, which a trainer may
+    expect."""
+
+    __str__ = Exception.__str__
+
+
+class OwnRow(dict[str, Any]):
+    """A row of a trainer's own format, which names the columns it has if one is missing."""
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingColumn(str(missing_columns(self, f"`{name}`")))
+
+
 @contextmanager
 def errors_at(where: str) -> Iterator[None]:
     """Put `where` before an RLHFError of this block, and add it as a note to any other error."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
-from rlhf.data.columns import Columns, errors_at
+from rlhf.data.columns import Columns, OwnRow, errors_at
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
@@ -36,7 +36,7 @@ class RowsToTrees:
         numbers = [int(self.numbers[index]) for index in indices]
         columns = table.to_pylist()
         raw = [self.source.row(row, number) for row, number in zip(columns, numbers, strict=True)]
-        rows: Sequence[Sequence[Any]] = [[row] for _, row in raw]
+        rows: Sequence[Sequence[Any]] = [[OwnRow(row)] for _, row in raw]
         if self.trainer.row_format is not None:
             rows = read_rows(self.trainer.row_format, raw, self.reader)
         out = []

@@ -44,7 +44,7 @@ BEARER = "Bearer secret"
 """What docs/serve.md sends as the token."""
 ROWS = {"pairs": "preference", "feedback": "unpaired", "steps": "stepwise"}
 """Files that the docs name, and the format of their rows."""
-EXTENSIONS = {"small-buckets": "SmallBuckets", "adamax": "AdamaxExtension"}
+EXTENSIONS = {"small_buckets": "SmallBuckets", "adamax": "AdamaxExtension"}
 """The classes of the extensions in docs/plugins.md."""
 
 
@@ -111,11 +111,11 @@ def install_extensions(folder: Path) -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     for name, declared in EXTENSIONS.items():
         (code,) = (code for _, code in FENCED.findall(page) if f"class {declared}:" in code)
-        (folder / f"{name.replace('-', '_')}.py").write_text(code)
+        (folder / f"{name}.py").write_text(code)
     info = folder / "page_extensions-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: page-extensions\nVersion: 1.0\n")
-    entries = "".join(f"{name} = {name.replace('-', '_')}:plugin\n" for name in EXTENSIONS)
+    entries = "".join(f"{name} = {name}:plugin\n" for name in EXTENSIONS)
     (info / "entry_points.txt").write_text(f"[rlhf.extensions]\n{entries}")
 
 

@@ -41,7 +41,8 @@ class TrainerPlugin:
     defaults: Mapping[str, Any] = field(factory=dict)
     """Changes of core's defaults for this trainer by dotted name, such as `{"optim.lr": 1e-6}`."""
     demo: str | None = None
-    """The YAML of `rlhf run NAME` without model and data: a file in the trainer's package."""
+    """The YAML of `rlhf run NAME` without model and data: a file in the trainer's package. Paths in
+    `data.train` and `data.eval` may be relative to its folder."""
     report: str | None = None
     """Import string of `report(config, folder)`, called after the demo to show what changed."""
     check: Callable[[Any], None] | None = None

@@ -162,20 +162,12 @@ def _class_reader(cls: type) -> Callable[[Any, Any], Any]:
 
 
 def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Read each (key, value, type or attrs field). `instead` in the metadata of a field is a
-    function that says what to do instead of a value, if that is not offered. Raises ProblemsError
-    with all problems."""
+    """Read each (key, value, type or attrs field). Raises ProblemsError with all problems."""
     values: dict[str, Any] = {}
     problems: list[tuple[Path, str]] = []
     for key, value, kind in items:
-        instead = getattr(kind, "metadata", {}).get("instead")
-        if text := instead and instead(value):
-            problems.append(((key,), text))
-            continue
         try:
-            values[key] = _converter.structure(value, getattr(kind, "type", kind))
-            if getattr(kind, "validator", None):
-                kind.validator(None, kind, values[key])
+            values[key] = _read(value, kind)
         except ProblemsError as error:
             problems += [((key, *path), text) for path, text in error.problems]
         except (TypeError, ValueError) as error:
@@ -183,6 +175,18 @@ def _read_all(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
     if problems:
         raise ProblemsError(problems)
     return values
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """Return a value as a type or an attrs field. `instead` in the metadata of a field is a
+    function that says what to do instead of a value that is not offered."""
+    instead = getattr(kind, "metadata", {}).get("instead")
+    if text := instead and instead(value):
+        raise ValueError(text)
+    read = _converter.structure(value, getattr(kind, "type", kind))
+    if getattr(kind, "validator", None):
+        kind.validator(None, kind, read)
+    return read
 
 
 def _text(error: Exception, kind: Any, key: str) -> str:
@@ -209,10 +213,15 @@ def _message(path: Path, text: str, root: type) -> str:
     section_name, _, rest = key.partition(".")
     if rest and not above:
         return f"{dotted}: unknown setting; in a file, write `{section_name}: {{{rest}: ...}}`"
+    return f"{dotted}: unknown setting; {_hint(key, here, anywhere)}"
+
+
+def _hint(key: str, here: Mapping[str, str], anywhere: Mapping[str, str]) -> str:
+    """Return which setting may be meant by `key`, else those of its section."""
     for names in (here, anywhere):
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
-            return f"{dotted}: unknown setting; did you mean {names[near]}?"
-    return f"{dotted}: unknown setting; available: {', '.join(here) or 'none'}"
+            return f"did you mean {names[near]}?"
+    return f"available: {', '.join(here) or 'none'}"
 
 
 def _settings(root: type) -> dict[str, str]:

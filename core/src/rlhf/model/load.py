@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.adapters import adapter_settings
+from rlhf.model.adapters import read_adapter
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import change_layers, check_layers
@@ -89,7 +89,7 @@ def load_sharded(
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
     config, task, dtype = spec.config, spec.task or "causal", DTYPES[plan.precision]
-    check_shardable(config.model)
+    check_shardable(config.model, task)
     with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
@@ -104,14 +104,14 @@ def load_sharded(
     return causal
 
 
-def check_shardable(model: ModelConfig) -> None:
+def check_shardable(model: ModelConfig, task: Task) -> None:
     """Raise RLHFError for what cannot be in shards."""
     if model.quantize is not None:
         raise RLHFError(
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
             "remove model.quantize"
         )
-    if model.adapter and adapter_settings(model.adapter).use_dora:
+    if model.adapter and read_adapter(model.adapter, task).use_dora:
         raise RLHFError(
             f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
             "ZeRO stage 3; choose stage 2 or lower"

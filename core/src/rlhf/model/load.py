@@ -31,7 +31,7 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
     Below stage 3 every rank loads the model onto its device. At stage 3 the module is created in
     shards and only rank 0 reads the weights. Collective at stage 3.
     """
-    config, task = spec.config, spec.task or "causal"
+    config, task = spec.config, spec.head_task
     architecture = read_architecture(config, task, spec.labels)
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
@@ -52,7 +52,7 @@ def packed_model(
     """Return a transformers model as `spec` asks for it: with adapters, frozen parameters and
     recomputation as configured, and with the trainer's own parameters."""
     extra = {name: value.to(device, dtype, copy=True) for name, value in spec.extra.items()}
-    model = prepare_trainable(causal, spec.config, spec.task or "causal")
+    model = prepare_trainable(causal, spec.config, spec.head_task)
     fuse_adapters(model, spec.config.model, device)
     module = PackedModel(
         model,
@@ -88,7 +88,7 @@ def load_sharded(
 
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
-    config, task, dtype = spec.config, spec.task or "causal", DTYPES[plan.precision]
+    config, task, dtype = spec.config, spec.head_task, DTYPES[plan.precision]
     check_shardable(config.model, task)
     with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)

@@ -16,7 +16,7 @@ from rlhf.config.foreign import FOREIGN, PROJECTS
 from rlhf.config.structure import setting_name
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import read_arguments
-from rlhf.migration.translate import translate
+from rlhf.migration.translate import Migration, translate
 from rlhf.request.reader import read_config
 
 TRL_SCRIPT = """#!/bin/bash
@@ -409,6 +409,30 @@ def test_fractional_epochs_and_fractional_save_steps_are_reported(tmp_path: Path
     settings = translate(read_arguments(file, "trl/sft"), folder=tmp_path).settings
     assert settings["train.steps"] == 10
     assert "train.epochs" not in settings
+
+
+def test_only_numbers_with_an_exponent_are_read_out_of_texts(tmp_path: Path) -> None:
+    migration = of_trl(
+        tmp_path, "model_name_or_path: org/model", "output_dir: '2024'", "model_revision: 12e4567",
+        "learning_rate: 2e-4", "weight_decay: 1.e-1",
+    )  # fmt: skip
+    names = ("output", "model.revision", "optim.lr", "optim.weight_decay")
+    settings = [migration.settings[name] for name in names]
+    assert settings == ["2024", "12e4567", 2e-4, 0.1]
+
+
+def test_a_batch_size_that_is_not_a_number_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error:
+        of_trl(tmp_path, "model_name_or_path: m", "gradient_accumulation_steps: auto")
+    assert str(error.value) == (
+        "gradient_accumulation_steps is 'auto'; write the number that was used"
+    )
+
+
+def of_trl(folder: Path, *lines: str) -> Migration:
+    """What becomes of a file of TRL's SFT."""
+    (folder / "trl.yaml").write_text("\n".join(lines))
+    return translate(read_arguments(folder / "trl.yaml", "trl/sft"), folder=folder)
 
 
 def test_migrate_needs_no_torch(tmp_path: Path) -> None:

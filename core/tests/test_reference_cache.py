@@ -6,7 +6,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from pair_runs import make_run, packed, write_inputs
+from small_models import loaded_from_hub
 from transformers import LlamaForCausalLM
 
 from rlhf.data.packing import pack
@@ -89,6 +91,22 @@ def test_weights_precision_and_tokens_change_the_key(folder: Path, tmp_path: Pat
     tokens[3] += 1
     file._chunks[0]["tokens"] = (file._chunks[0]["tokens"][0], tokens)
     assert file.digest() != digest
+
+
+def test_adapters_on_the_hub_have_different_keys(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(folder).config
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    digests = {weights_digest(config)}
+    for name in ("first", "second"):
+        adapter = loaded_from_hub(tmp_path, f"org/{name}")
+        (adapter / "adapter_config.json").write_text("{}")
+        (adapter / "adapter_model.safetensors").write_text(name)
+        model = attrs.evolve(config.model, adapter=f"org/{name}")
+        digests.add(weights_digest(attrs.evolve(config, model=model)))
+    assert len(digests) == 3
 
 
 def test_the_cache_has_only_the_answers_of_the_rows(folder: Path) -> None:

@@ -15,7 +15,7 @@ import transformers
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh
-from rlhf.errors import first_line
+from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
@@ -161,7 +161,7 @@ def export_at_end(session: Session, reason: str, step: int) -> None:
     Collective."""
     best, record = session.best, session.record
     if best.step is None:
-        export_model(session)
+        export_saved(session)
         if session.folder is not None:
             session.folder.write_summary(exported=step)
     if reason == "patience":
@@ -171,6 +171,14 @@ def export_at_end(session: Session, reason: str, step: int) -> None:
         say(session, f"stopped    {at}; remove it and pass --resume to continue")
     of = "" if best.step is None else f", the best by {best}"
     say(session, f"model      {record.folder / 'model'}{of}")
+
+
+def export_saved(session: Session) -> None:
+    """Write the models of a step that has a checkpoint. Collective."""
+    try:
+        export_model(session)
+    except RLHFError as error:
+        raise RLHFError(f"{error}; the checkpoint is intact, run rlhf export on it") from error
 
 
 def is_exported(session: Session, step: int) -> bool:
@@ -209,7 +217,7 @@ def restore_best(session: Session, *, step: int) -> str:
     if best.step is None:
         return ""
     if best.step == step:
-        export_model(session)
+        export_saved(session)
         return ""
     folder = checkpoints.step_folder(session.checkpoints, best.step)
     if session.mesh.on_rank_zero(lambda: checkpoints.damage(folder)):

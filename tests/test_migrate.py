@@ -360,6 +360,35 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(
     assert capsys.readouterr().err == f"error: {message.format(path)}\n"
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        " && echo done", "; rlhf run", " || exit 1", " | tee log.txt", " &", " > log.txt",
+        " >log.txt 2>&1", " &> log.txt", " 2>errors.txt --seed 3 # a; b",
+    ],
+)  # fmt: skip
+def test_a_command_ends_where_the_shell_ends_it(tmp_path: Path, rest: str) -> None:
+    words = "trl sft --model_name_or_path 'a;b>c' --dataset_name org/d --learning_rate 2e-6"
+    ours, text = migrated(tmp_path / "sft.sh", words + rest)
+    assert (ours["model"]["path"], ours["optim"]["lr"]) == ("a;b>c", 2e-6)
+    assert ours["train"]["seed"] == (3 if "--seed" in rest else 42)
+    assert "Not known" not in text
+
+
+def test_the_output_may_be_in_a_new_folder_and_a_refusal_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lf.yaml"
+    file.write_text(LLAMA_FACTORY)
+    assert main(["migrate", str(file), "-o", str(tmp_path / "new" / "ours.yaml")]) == 0
+    assert (tmp_path / "new" / "ours.yaml").is_file()
+    capsys.readouterr()
+    assert main(["migrate", str(file), "-o", str(file / "ours.yaml")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write to {file} (File exists); choose another location\n"
+    )
+
+
 def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lf.yaml"
     file.write_text(LLAMA_FACTORY)

@@ -12,6 +12,7 @@ from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl
+from rlhf.loop.exporting import export_checkpoint
 from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
@@ -54,6 +55,27 @@ def test_folders_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
         )
     assert message(run / "checkpoints" / "step-000002", tmp_path / "out") == (
         f"no checkpoint 'step-000002' in {run}/checkpoints; available: step-000001"
+    )
+
+
+def test_a_checkpoint_is_found_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "run")
+    monkeypatch.chdir(run / "checkpoints")
+    assert message(Path("step-000001"), tmp_path / "out") == (
+        f"{run}/versions.json lacks trainer; a run writes this file at its start, so restore it or "
+        "resume the run once"
+    )
+
+
+def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    with pytest.raises(RLHFError) as error:
+        export_checkpoint(run / "checkpoints" / "step-000001", run)
+    assert str(error.value) == (
+        f"{run}/plan.json is missing or damaged; a run writes this file at its start, so restore "
+        "it or resume the run once"
     )
 
 

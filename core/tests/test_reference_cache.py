@@ -1,5 +1,6 @@
 """The cache of the reference: its values, its parts on disk and what it depends on."""
 
+import resource
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from rlhf.errors import RLHFError
 from rlhf.readouts import token_logprobs
 from rlhf.reference import stored
 from rlhf.reference.digest import weights_digest
+from rlhf.reference.stored import LogprobTable
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -68,6 +70,32 @@ def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
     assert "10 examples computed" in again.notes[0]
     assert torch.allclose(found, expected, atol=1e-5)
     assert sorted(cache.glob("reference/*/*/*.npy")) == parts
+
+
+def table_in(place: Path, inputs: Path) -> LogprobTable:
+    return LogprobTable(place, make_run(inputs).examples[0].files[0])
+
+
+def test_a_part_that_cannot_be_written_leaves_no_file(folder: Path, tmp_path: Path) -> None:
+    table = table_in(tmp_path, folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="10000 requested"):
+            table.write(0, np.zeros(10_000, np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(table.folder.iterdir()) == []
+
+
+def test_a_part_that_is_refused_names_its_place(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    table = table_in(tmp_path / "file", folder)
+    with pytest.raises(RLHFError) as error:
+        table.write(0, np.zeros(1, np.float32))
+    assert str(error.value) == (
+        f"cannot write to {table.folder} (Not a directory); choose another location"
+    )
 
 
 def test_weights_precision_and_tokens_change_the_key(folder: Path, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def _check(plugin: Installed) -> None:
         gateway.check_backend(gateway.load_plugin(plugin))
     elif plugin.kind == "observer":
         hooks = imports.load_object(imports.load_record(plugin).hooks, plugin)
-        list(gateway.check_hooks(plugin.kind, hooks))
+        gateway.check_hooks(plugin.kind, hooks)
     else:
-        list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
+        gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin))
 
 
 def _check_trainer(plugin: Installed) -> None:

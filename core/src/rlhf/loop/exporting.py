@@ -150,7 +150,8 @@ def _recorded(path: Path, *keys: str) -> Any:
     try:
         return functools.reduce(operator.getitem, keys, json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"lacks {'.'.join(keys)}" if keys else "is missing or damaged"
         raise RLHFError(
-            f"{path} lacks {'.'.join(keys)}; a run writes this file at its start, so restore it or "
+            f"{path} {problem}; a run writes this file at its start, so restore it or "
             "resume the run once"
         ) from error

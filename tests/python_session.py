@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,14 @@ def interrupted(settings: dict[str, Any], folder: str, nproc: int) -> Any:
 
 
 def in_two_processes(settings: dict[str, Any], folder: str) -> Any:
-    """Run on two ranks; then fail on them."""
-    result = run(read_config("sft", overrides={**settings, "output": f"{folder}/two"}), nproc=2)
+    """Run on two ranks, while another run creates its folder; then fail on them."""
+
+    def create() -> None:
+        with suppress(FileExistsError):
+            Path("runs/sft-1").mkdir(parents=True)
+
+    threading.Timer(1.0, create).start()
+    result = run(read_config("sft", overrides=settings), nproc=2)
     assert "torch" not in sys.modules or not traces()[2]
     try:
         bad = {**settings, "output": f"{folder}/bad", "optim.lr": 1e30}

@@ -221,6 +221,20 @@ def test_the_first_ctrl_c_saves_and_the_run_resumes(start, tmp_path: Path, ranks
     assert saved.name < "step-000009"
 
 
+def test_a_stop_signal_to_all_processes_saves(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ("--train.steps", "9", "--observers", "[witness]", "--data.workers", "1")
+    signals = ("--checkpoint.stop_signals", "[USR1, TERM]")
+    process = start(*words, *signals, "--nproc", "1", STEP_SECONDS="0.3")
+    wait_for(tmp_path / "events", '["step", 2]')
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.killpg(process.pid, number)
+    code, output, errors = finish(process)
+    assert code == 143, errors
+    assert "stopped by a signal after saving; continue with --resume" in output
+    # A worker that ends is an error wherever its run is, such as in an observer.
+    assert errors == ""
+
+
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.matrix), "2"])
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)

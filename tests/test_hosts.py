@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import sft_runs
-from rlhf.testing import column
+from rlhf.testing import Ranks, column
 from sft_runs import Inputs
 
 ADDRESSES = ("10.98.7.1", "10.98.7.2")
@@ -124,3 +125,25 @@ def test_two_hosts_that_see_each_other_over_a_network_only(
         column(sft_runs.read_metrics(path), "loss") for path in (single, tmp_path / "run")
     )
     assert losses == expected
+
+
+def run_in(folders: Sequence[str], words: list[str], cache: str) -> None:
+    """A run on this rank in a working directory of its own, as on another host."""
+    before = Path.cwd()
+    os.chdir(folders[torch.distributed.get_rank()])
+    try:
+        sft_runs.run(words, cache)
+    finally:
+        os.chdir(before)
+
+
+def test_a_host_without_the_run_folder_is_named(two: Ranks, inputs: Inputs, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    for folder in folders:
+        Path(folder).mkdir()
+    words = sft_runs.words(inputs, Path("run"), "--train.steps", "1")
+    errors = two.errors(run_in, folders, words, str(inputs.cache))
+    assert errors == 2 * [
+        f"run is not on host {socket.gethostname()}; choose an --output that is the same folder "
+        "on all hosts"
+    ]

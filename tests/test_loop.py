@@ -108,6 +108,31 @@ def test_an_evaluation_is_one_mean_however_many_steps_it_takes(
         assert first[0][name] == pytest.approx(first[1][name], rel=1e-5), name
 
 
+def run_with_a_failing_path(words: list[str], cache: str) -> str:
+    """A run in which the tree fails on rank 1 only; returns the path that the run takes."""
+
+    def largest_error(*arguments: Any, **options: Any) -> float:
+        return worst.pop() if worst else error(*arguments, **options)
+
+    worst, error = [9.0] * torch.distributed.get_rank(), probe.largest_error
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(probe, "largest_error", largest_error)
+        sft_runs.run(words, cache)
+    return out.getvalue()
+
+
+def test_ranks_try_the_paths_together(inputs: Inputs, two: Ranks, tmp_path: Path) -> None:
+    # Weights of a small model would otherwise stay whole between forward passes.
+    sharded = "{stage3_max_reuse_distance: 0, stage3_prefetch_bucket_size: 0}"
+    words = sft_runs.words(
+        inputs, tmp_path / "run", "--train.steps", "1", "--deepspeed.stage", "3",
+        "--deepspeed.persistence_threshold", "0",
+        "--deepspeed.config", f"{{zero_optimization: {sharded}}}",
+    )  # fmt: skip
+    printed, _ = two.run(run_with_a_failing_path, words, str(inputs.cache), timeout=60)
+    assert "(tree was off by 9.0e+00)" in printed
+
+
 def run_padded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
     """A run of a model for which padded rows are the best way."""
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from rlhf.config.foreign import FOREIGN, PROJECTS
 from rlhf.config.structure import setting_name
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import read_arguments
-from rlhf.migration.translate import translate
+from rlhf.migration.translate import Migration, translate
 from rlhf.request.reader import read_config
 
 TRL_SCRIPT = """#!/bin/bash
@@ -360,6 +360,35 @@ def test_a_file_that_cannot_be_read_is_one_clear_line(
     assert capsys.readouterr().err == f"error: {message.format(path)}\n"
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [
+        " && echo done", "; rlhf run", " || exit 1", " | tee log.txt", " &", " > log.txt",
+        " >log.txt 2>&1", " &> log.txt", " 2>errors.txt --seed 3 # a; b",
+    ],
+)  # fmt: skip
+def test_a_command_ends_where_the_shell_ends_it(tmp_path: Path, rest: str) -> None:
+    words = "trl sft --model_name_or_path 'a;b>c' --dataset_name org/d --learning_rate 2e-6"
+    ours, text = migrated(tmp_path / "sft.sh", words + rest)
+    assert (ours["model"]["path"], ours["optim"]["lr"]) == ("a;b>c", 2e-6)
+    assert ours["train"]["seed"] == (3 if "--seed" in rest else 42)
+    assert "Not known" not in text
+
+
+def test_the_output_may_be_in_a_new_folder_and_a_refusal_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lf.yaml"
+    file.write_text(LLAMA_FACTORY)
+    assert main(["migrate", str(file), "-o", str(tmp_path / "new" / "ours.yaml")]) == 0
+    assert (tmp_path / "new" / "ours.yaml").is_file()
+    capsys.readouterr()
+    assert main(["migrate", str(file), "-o", str(file / "ours.yaml")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write to {file} (File exists); choose another location\n"
+    )
+
+
 def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lf.yaml"
     file.write_text(LLAMA_FACTORY)
@@ -409,6 +438,30 @@ def test_fractional_epochs_and_fractional_save_steps_are_reported(tmp_path: Path
     settings = translate(read_arguments(file, "trl/sft"), folder=tmp_path).settings
     assert settings["train.steps"] == 10
     assert "train.epochs" not in settings
+
+
+def test_only_numbers_with_an_exponent_are_read_out_of_texts(tmp_path: Path) -> None:
+    migration = of_trl(
+        tmp_path, "model_name_or_path: org/model", "output_dir: '2024'", "model_revision: 12e4567",
+        "learning_rate: 2e-4", "weight_decay: 1.e-1",
+    )  # fmt: skip
+    names = ("output", "model.revision", "optim.lr", "optim.weight_decay")
+    settings = [migration.settings[name] for name in names]
+    assert settings == ["2024", "12e4567", 2e-4, 0.1]
+
+
+def test_a_batch_size_that_is_not_a_number_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as error:
+        of_trl(tmp_path, "model_name_or_path: m", "gradient_accumulation_steps: auto")
+    assert str(error.value) == (
+        "gradient_accumulation_steps is 'auto'; write the number that was used"
+    )
+
+
+def of_trl(folder: Path, *lines: str) -> Migration:
+    """What becomes of a file of TRL's SFT."""
+    (folder / "trl.yaml").write_text("\n".join(lines))
+    return translate(read_arguments(folder / "trl.yaml", "trl/sft"), folder=folder)
 
 
 def test_migrate_needs_no_torch(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_several_processes_return_the_same_and_raise_what_they_print(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     result, problem = session("in_two_processes", inputs, tmp_path)
-    assert (result["ended"], result["model"]) == ("done", str(tmp_path / "two" / "model"))
+    assert (result["ended"], result["model"]) == ("done", "runs/sft-1/model")
+    assert "\noutput: null\n" in (tmp_path / "runs" / "sft-1" / "config.yaml").read_text()
     assert [record["step"] for record in result["metrics"]] == [1, 2, 3]
     assert problem.startswith("step 2: the loss is")
     assert problem.endswith("or lower optim.lr")

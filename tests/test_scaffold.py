@@ -139,3 +139,15 @@ def test_an_invalid_name_is_refused_in_one_line(
     for words, message in expected.items():
         assert main(["new", *words]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_file_that_cannot_be_written_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").symlink_to("mine.py")
+    assert main(["new", "trainer", "mine", "--here"]) == 2
+    assert capsys.readouterr().err == (
+        "error: cannot write to mine.py (Too many levels of symbolic links); choose another "
+        "location\n"
+    )

@@ -109,6 +109,10 @@ def test_a_folder_that_cannot_be_served_is_refused_before_a_model_loads(
             f"cannot serve at 127.0.0.1 port {port} ([Errno 98] Address already in use); choose "
             "another --port or --host"
         )
+    assert refused(capsys, str(rewards), "--port", "70000") == (
+        "cannot serve at 127.0.0.1 port 70000 (bind(): port must be 0-65535); choose another "
+        "--port or --host"
+    )
     together = "--check URL and DATA belong together: rlhf serve --check URL MODEL DATA"
     assert refused(capsys, str(rewards), "rows.jsonl") == together
     assert refused(capsys, str(rewards), "--check", "http://127.0.0.1:1/classify") == together

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from attrs import frozen
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -46,7 +47,8 @@ class Raw(Demonstrations):
         answers = [Answer([3, 4, 5], [False, True, True]), Answer([6])]
         label = [[float("nan"), 1.0, 0.5], [float("nan")]]
         values = {"margin": number / 2, "rank": [1.0, 2.0], "label": label}
-        return Example([2] * (number + 1), answers, values, {"pixels": [[number]]})
+        inputs = {"pixels": [[number]], "image": torch.full((1, 2), number / 2)}
+        return Example([2] * (number + 1), answers, values, inputs)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:

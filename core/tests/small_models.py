@@ -42,6 +42,15 @@ def write_model(folder: Path, config: Any) -> str:
     return str(folder)
 
 
+def loaded_from_hub(cache: Path, name: str) -> Path:
+    """Return an empty folder as huggingface_hub keeps a repository `name` that has been loaded."""
+    kept = cache / f"models--{name.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("commit")
+    (kept / "snapshots" / "commit").mkdir(parents=True)
+    return kept / "snapshots" / "commit"
+
+
 def config_of(path: str, **sections: Any) -> Config:
     """Return a configuration with the model at `path`."""
     model = sections.pop("model", {})

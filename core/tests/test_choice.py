@@ -7,15 +7,18 @@ import pytest
 import torch
 from fits import fit_of, on_accelerator, peak_with, small_run
 
-from rlhf.engine import GIB, gib
+from rlhf.data.order import ROUND_ON_ACCELERATOR
+from rlhf.engine import GIB, Mesh, gib
 from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import STRICT
 from rlhf.rank.dataset import Dataset, prepare_data
-from rlhf.rank.set_up import out_of_memory
+from rlhf.rank.set_up import out_of_memory, step_fit
+from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
+from rlhf.testing.plain import PlainBackend
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +140,7 @@ def test_if_recomputation_does_not_suffice_tokens_are_reduced_too(
 ) -> None:
     monkeypatch.setattr(choice, "TOKENS_STEP", 1)
     fit = on_accelerator([*words, "--batch.tokens", "400"], 1000)
-    largest = fit.largest_example()
+    largest = fit.largest
     picked, line = chosen(fit)
     assert picked.recompute == "full"
     assert largest <= picked.tokens < 2 * largest
@@ -192,13 +195,42 @@ def test_tokens_at_once_hold_the_largest_example(words: list[str], tmp_path: Any
     )
 
 
+def rolling(data: Dataset) -> Any:
+    class Rolling(type(data.trainer)):  # type: ignore[misc]
+        def rollout(self, examples: Any, step: int, seeds: Any) -> Any:
+            return examples
+
+    return Rolling(data.trainer.config, data.trainer.tokenizer)
+
+
+def rolling_fit(words: list[str], memory: int) -> StepFit:
+    """The fit of an on-policy run on an accelerator."""
+    request = read_config("sft", overrides=words)
+    data = prepare_data(request)
+    data = attrs.evolve(data, trainer=rolling(data))
+    mesh = Mesh(device=torch.device("cuda", 0), memory=memory)
+    return step_fit(request.config, data, mesh, build_gateways(PlainBackend())[0])
+
+
 def test_auto_tokens_hold_the_answers_of_a_rollout(words: list[str]) -> None:
-    def rolling(data: Dataset) -> Any:
-        class Rolling(type(data.trainer)):  # type: ignore[misc]
-            def rollout(self, examples: Any, step: int, seeds: Any) -> Any:
-                return examples
-
-        return Rolling(data.trainer.config, data.trainer.tokenizer)
-
     assert settled([*words, "--data.max_tokens", "9000"], rolling) == 9000
     assert settled([*words, "--data.max_tokens", "9000"]) == 8192
+
+
+def test_fewer_tokens_hold_the_answers_of_a_rollout_too(words: list[str]) -> None:
+    fit = rolling_fit([*words, "--data.max_tokens", "3000"], 1000)
+    assert (fit.longest, fit.largest) == (3000, 3000)
+    assert int(fit.examples[0].lengths.max()) < 150
+    choices = choice.smaller(fit, Choice(8192, "auto"), any_tokens=True)
+    assert {each.tokens for each in choices} == {8192, 4096}
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "accumulates"), [("3000", 8192, True), ("150", 4 * 150, False)]
+)
+def test_the_estimate_of_an_on_policy_run_has_full_micro_batches(
+    max_tokens: str, tokens: int, accumulates: bool, words: list[str]
+) -> None:
+    fit = rolling_fit([*words, "--data.max_tokens", max_tokens], GIB)
+    assert tokens - 150 < fit.rehearsed.tokens < tokens + ROUND_ON_ACCELERATOR
+    assert fit.rehearsed.accumulates == accumulates

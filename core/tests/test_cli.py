@@ -153,7 +153,7 @@ def test_config_prints_yaml_without_asking_for_model_and_data(
     assert (tree["toy"]["beta"], tree["optim"]["lr"], tree["model"]["path"]) == (0.5, 1e-6, "")
 
 
-@pytest.mark.parametrize("command", ["run", "config", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["run", "config", "inspect", "verify", "plan"])
 def test_help_after_a_name_lists_its_settings(
     toy: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -166,6 +166,13 @@ def test_help_after_a_name_lists_its_settings(
         main([command, "--help"])
     assert caught.value.code == 0
     assert "--resume [step-N]" in capsys.readouterr().out
+
+
+def test_help_after_a_name_in_launch_lists_its_settings(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "--nodes", "2", "--gpus", "8", "toy", "--help"]) == 0
+    assert "# Strength of the toy." in capsys.readouterr().out
 
 
 def test_plugins_lists_each_with_its_problem(

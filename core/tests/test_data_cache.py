@@ -60,7 +60,7 @@ def test_rows_are_tokenised_where_a_file_in_use_cannot_be_removed(
     remove = os.rmdir
 
     def refuse(path: Any, **options: Any) -> None:
-        if re.match("tmp|rows-", Path(path).name):
+        if re.match("tmp|.*-rows-", Path(path).name):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         remove(path, **options)
 
@@ -146,7 +146,11 @@ def test_one_of_many_processes_writes_and_the_others_wait(tmp_path: Path) -> Non
 
 
 def die_while_building(folder: Path) -> None:
-    once(folder, lambda part: os.kill(os.getpid(), signal.SIGKILL))
+    def build(part: Path) -> None:
+        part.with_name(f"{part.name}-rows-1").mkdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    once(folder, build)
 
 
 def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
@@ -157,5 +161,8 @@ def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
     first.join()
     assert first.exitcode == -signal.SIGKILL
     assert not folder.exists()
+    (tmp_path / "entry-elsewhere-1").mkdir()
     build_slowly(folder, log)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert names == ["entry", "entry-elsewhere-1"]
     assert log.read_text() == "built\n"

@@ -152,6 +152,25 @@ def test_a_bad_file_is_named_with_its_line(
     assert str(caught.value) == message.format(path)
 
 
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, in_folder: bool) -> None:
+    # Reading the memory of a process at address 0 fails, for root too.
+    path = tmp_path / "rows.jsonl"
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(RLHFError) as caught:
+        examples_of(str(tmp_path if in_folder else path))
+    where = tmp_path if in_folder else path
+    assert str(caught.value) == f"data.train: cannot read {where}: Input/output error"
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "ROWS.JSONL.GZ").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "ROWS.CSV.GZ").write_bytes(gzip.compress(b"text\nw1\n"))
+    assert len(examples_of(str(tmp_path / "ROWS.JSONL.GZ"))) == len(ROWS)
+    assert len(examples_of(str(tmp_path / "ROWS.CSV.GZ"))) == 1
+
+
 def test_a_missing_file_or_split_is_named(tmp_path: Path) -> None:
     path = tmp_path / "absent.jsonl"
     with pytest.raises(RLHFError) as caught:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -269,6 +270,30 @@ def test_a_worker_dies_with_its_run(examples: Examples, config: Config) -> None:
     while _alive(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(worker)
+
+
+def test_a_worker_outlives_a_stop_signal_but_not_its_run(
+    examples: Examples, config: Config
+) -> None:
+    course = order(examples, config)
+    fork = multiprocessing.get_context("fork")
+    kept = []
+
+    def run() -> None:
+        kept.append(batches_from(course, workers=1))
+        next(kept[0])
+        (worker,) = multiprocessing.active_children()
+        # Another process than the worker's parent sends it.
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        worker.join(0.5)
+        assert worker.is_alive()
+        next(kept[0])
+
+    # Its end does not shut the loader down, which is still referred to.
+    ends = fork.Process(target=run)
+    ends.start()
+    ends.join(20)
+    assert ends.exitcode == 0
 
 
 def _alive(executable: Path) -> bool:

@@ -38,6 +38,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"conversations": theirs(*TALK), "system": "be kind"},
         {"messages": [SYSTEM, *TALK]},
     ),
+    "messages and a system column": (
+        "demonstration",
+        {"messages": [SYSTEM, *TALK], "system": "be brief"},
+        {"messages": [SYSTEM, *TALK]},
+    ),
     "sharegpt pair": (
         "preference",
         {

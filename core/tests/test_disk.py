@@ -84,6 +84,15 @@ def test_other_exceptions_are_raised_unchanged(tmp_path: Path) -> None:
         (tmp_path / "gone").read_text()
 
 
+def test_a_refusal_to_read_a_file_elsewhere_is_not_a_refusal_to_write(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "rows.jsonl"
+    with pytest.raises(PermissionError), writing(tmp_path / "run"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(elsewhere))
+    for file in (tmp_path / "run" / "a", tmp_path, tmp_path / ".run.part" / "b", 3, None):
+        with pytest.raises(RLHFError, match="cannot write to"), writing(tmp_path / "run"):
+            raise PermissionError(errno.EACCES, "Permission denied", file)
+
+
 def test_a_new_folder_is_complete_or_does_not_exist(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
     with pytest.raises(ZeroDivisionError), new_folder(target) as part:

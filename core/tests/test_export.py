@@ -1,12 +1,22 @@
-"""`rlhf export` of a run folder that is not as a run leaves it."""
+"""`rlhf export`: the files of the run, and run folders that are not as a run leaves them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
+from rlhf.hookspecs import hookimpl
+from rlhf.loop.exporting import export_checkpoint
+from rlhf.rank.run import run_rank
+from rlhf.request.reader import read_config
+from rlhf.testing import tiny
+from rlhf.testing.plain import PlainBackend
 
 
 def made(folder: Path) -> Path:
@@ -48,6 +58,27 @@ def test_folders_that_are_not_checkpoints_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_is_found_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(tmp_path / "run")
+    monkeypatch.chdir(run / "checkpoints")
+    assert message(Path("step-000001"), tmp_path / "out") == (
+        f"{run}/versions.json lacks trainer; a run writes this file at its start, so restore it or "
+        "resume the run once"
+    )
+
+
+def test_a_plan_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = made(tmp_path / "run")
+    with pytest.raises(RLHFError) as error:
+        export_checkpoint(run / "checkpoints" / "step-000001", run)
+    assert str(error.value) == (
+        f"{run}/plan.json is missing or damaged; a run writes this file at its start, so restore "
+        "it or resume the run once"
+    )
+
+
 def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     assert message(run, run) == f"{run} is not empty; choose a new folder"
@@ -63,3 +94,89 @@ def test_a_damaged_newest_names_the_command_for_the_one_before(tmp_path: Path) -
         assert message(source, tmp_path / "out").endswith(
             f"; export the previous one with rlhf export {run}/checkpoints/step-000001 OUT"
         )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a model folder, but for its card."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def exported_run(folder: Path, cache: Path, *more: str) -> Path:
+    """The folder of a run in plain torch whose base has settings for generation."""
+    words = tiny.short_run(folder, "demonstration")
+    settings = GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=2)
+    settings.save_pretrained(folder / "model")
+    run = folder / "run"
+    steps = ("--train.steps", "1", "--checkpoint.keep", "1", "--output", str(run))
+    tiny.run("sft", [*words, *steps, *more], str(cache), plain=True)
+    return run
+
+
+@pytest.mark.parametrize("more", [(), ("--lora.rank", "2")])
+def test_a_checkpoint_is_exported_to_the_files_of_its_run(
+    more: tuple[str, ...], tmp_path: Path, cache: Path
+) -> None:
+    run = exported_run(tmp_path, cache, *more)
+    export_command(str(run), str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(run / "model")
+    assert b"0.7" in contents(tmp_path / "out")["generation_config.json"]
+
+
+def test_a_machine_that_exports_needs_neither_the_base_s_weights_nor_its_quantisation(
+    tmp_path: Path, cache: Path
+) -> None:
+    run = exported_run(tmp_path, cache, "--lora.rank", "2")
+    # As a run on CUDA would have written it.
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["quantize"] = "nf4"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    export_command(str(run), str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(run / "model")
+
+
+class Lossy(PlainBackend):
+    """Exports a model without its last weight."""
+
+    @hookimpl
+    def export_weights(self, engine: Any, directory: Path) -> bool:
+        super().export_weights(engine, directory)
+        file = directory / "model.safetensors"
+        weights = load_file(file)
+        del weights["model.norm.weight"]
+        save_file(weights, file)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        ((), "; the checkpoint is intact, run rlhf export on it"),
+        (("--train.eval_every", "1", "--checkpoint.best", "eval/loss"), ""),
+    ],
+)
+def test_an_incomplete_export_names_the_checkpoint_if_there_is_one(
+    more: tuple[str, ...], advice: str, tmp_path: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [*tiny.short_run(tmp_path, "demonstration"), "--output", str(run), *more]
+    with pytest.raises(RLHFError) as error:
+        run_rank(read_config("sft", overrides=words), backend=Lossy())
+    assert str(error.value) == (
+        f"the export in {run}/.model.part is incomplete: model.norm.weight is missing (expected "
+        f"shape [32]){advice}"
+    )
+    assert (run / "checkpoints").is_dir() == bool(advice)
+
+
+def test_a_run_that_continues_an_adapter_is_exported_with_its_settings(
+    tmp_path: Path, cache: Path
+) -> None:
+    first = exported_run(tmp_path, cache, "--lora.rank", "2")
+    run = tmp_path / "second"
+    adapter = ("--model.adapter", str(first / "model"), "--output", str(run))
+    words = tiny.short_run(tmp_path, "demonstration")
+    tiny.run("sft", [*words, *adapter], str(cache), plain=True)
+    export_command(str(run), str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(run / "model")

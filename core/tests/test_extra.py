@@ -7,7 +7,8 @@ import pytest
 import torch
 from engines import WholeWeights
 from families import chatml_tokenizer
-from small_models import SIZES, config_of, write_model
+from huggingface_hub import constants
+from small_models import SIZES, config_of, loaded_from_hub, write_model
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from rlhf.commands.merge import merge_command
@@ -17,7 +18,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.extra import first_values
+from rlhf.model.extra import first_values, save_extra
 from rlhf.model.head import Head
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
@@ -149,6 +150,16 @@ def test_parameters_of_another_shape_are_refused(base: str, tmp_path: Path) -> N
         "head has 4 (LABEL_0, LABEL_1, LABEL_2, LABEL_3); choose the language model it was trained "
         "from"
     )
+
+
+def test_an_adapter_on_the_hub_has_a_revision_of_its_own(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    save_extra({"thresholds": torch.ones(4)}, loaded_from_hub(tmp_path, "org/adapter"))
+    config = config_of(base, model={"adapter": "org/adapter", "revision": "of-the-base"})
+    assert first_values(config, EXTRA)["thresholds"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import RunFolder, check_resumable, choose
+from rlhf.folder.run_folder import RunFolder, check_resumable, choose, chosen
 from rlhf.request.reader import Request, read_config
 from rlhf.request.settings_tree import to_tree
 
@@ -33,6 +33,37 @@ def test_without_output_the_first_free_number_is_taken(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "sft-1").mkdir(parents=True)
     assert choose(request(None)) == Path("runs/sft-2")
+    assert choose(request(None)) == Path("runs/sft-3")
+
+
+def test_a_new_folder_that_a_failed_run_leaves_empty_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*, write: bool) -> None:
+        with chosen(request(None)) as folder:
+            assert folder.is_dir()
+            if write:
+                (folder / "notes").touch()
+            raise ZeroDivisionError
+
+    for write in (False, True):
+        with pytest.raises(ZeroDivisionError):
+            fail(write=write)
+        assert Path("runs/sft-1").exists() == write
+
+
+def test_a_new_folder_that_cannot_be_created_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("mine")
+    with pytest.raises(RLHFError) as error:
+        choose(request(None))
+    assert str(error.value) == (
+        "cannot write to runs/sft-1 (Not a directory); choose another location"
+    )
 
 
 def test_a_folder_with_a_run_needs_resume_or_overwrite(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.folder.run_folder import RunFolder
 from rlhf.journal import journal
 from rlhf.journal.journal import StepResult
-from rlhf.journal.sums import RESERVED, Report, Sums
+from rlhf.journal.sums import RESERVED, ReducedSums, Sums
 from rlhf.loop.session import Session
 from rlhf.testing import tiny
 from rlhf.trainer import Loss
@@ -25,7 +25,10 @@ def session(tmp_path: Path) -> Session:
 
 
 def result(
-    order: RunOrder, number: int, outcome: StepOutcome | LaterOutcome, report: Report | None = None
+    order: RunOrder,
+    number: int,
+    outcome: StepOutcome | LaterOutcome,
+    report: ReducedSums | None = None,
 ) -> StepResult:
     plan = order.step(number)
     return StepResult(
@@ -34,7 +37,7 @@ def result(
     )  # fmt: skip
 
 
-def report(**metrics: float) -> Report:
+def report(**metrics: float) -> ReducedSums:
     sums = Sums(Mesh())
     named = {name: (torch.tensor(value), "rows") for name, value in metrics.items()}
     sums.add(Loss((), named), torch.tensor(1.0))

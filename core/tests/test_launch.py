@@ -13,7 +13,7 @@ import pytest
 
 from rlhf.errors import RLHFError
 from rlhf.launch.local import Ranks
-from rlhf.launch.signals import PARENT
+from rlhf.launch.signals import FOLDER, PARENT
 from rlhf.launch.slurm import join_slurm
 
 OK = "pass"
@@ -84,6 +84,23 @@ def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
     assert capfd.readouterr().err == (
         "error: the stopped run did not save within 0.5 s; raise checkpoint.stop_timeout\n"
     )
+
+
+def test_another_stop_signal_while_the_ranks_still_start_is_143_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", STARTS, str(tmp_path / "up")]
+    started = Ranks(command, 2, 10.0, grace=0.5, signals=("USR1", "TERM"))
+    threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
+    assert started.wait() == 143
+    line = "stopped before or after training steps; continue with --resume\n"
+    assert capfd.readouterr() == (line, "")
+
+
+def test_ranks_get_the_variables_of_their_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", f"import os; print(os.environ['{FOLDER}'])"]
+    assert Ranks(command, 2, 10.0, variables={FOLDER: "runs/sft-1"}).wait() == 0
+    assert capfd.readouterr().out == "runs/sft-1\n" * 2
 
 
 WAITS = """

@@ -15,7 +15,7 @@ import rlhf.request.reader  # noqa: F401  The fixture `toy` hides other packages
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError
 from rlhf.launch.hosts import ONE_HOST, check_world, place_of_host
-from rlhf.launch.jobs import places, read_hosts, slurm_script, variables
+from rlhf.launch.jobs import places, read_hosts, slurm_script, train_job, variables
 
 RENDEZVOUS = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 OTHERS = ("PET_NPROC_PER_NODE", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_ID")
@@ -35,7 +35,7 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize(("code", "queued"), [(0, False), (143, True), (2, False)])
+@pytest.mark.parametrize(("code", "queued"), [(0, False), (143, True), (138, True), (2, False)])
 def test_a_batch_script_queues_itself_again_when_the_run_was_stopped(
     tmp_path: Path, code: int, queued: bool
 ) -> None:
@@ -104,6 +104,13 @@ def test_a_train_job_mounts_the_volume_that_holds_the_run(
     (container,) = override["spec"]["containers"]
     assert volume["persistentVolumeClaim"] == {"claimName": "data"}
     assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/shared"}]
+
+
+def test_a_train_job_has_a_name_that_kubernetes_accepts() -> None:
+    job = train_job(
+        [], name="My_Trainer_", hosts=1, nproc=1, image="i", claim="c", mount="/shared"
+    )  # fmt: skip
+    assert yaml.safe_load(job)["metadata"] == {"name": "rlhf-my-trainer"}
 
 
 def test_the_commands_of_a_host_file_give_each_host_its_place(

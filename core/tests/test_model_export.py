@@ -106,7 +106,7 @@ def test_a_damaged_export_is_reported(tmp_path: Path) -> None:
         verify_export(tmp_path, module.model)
     assert str(caught.value) == (
         f"the export in {tmp_path} is incomplete: lm_head.weight is missing (expected shape "
-        f"[40, 32]); the checkpoint is intact, run rlhf export on it"
+        "[40, 32])"
     )
     save_file(rest | {"lm_head.weight": torch.zeros(40, 31)}, file)
     with pytest.raises(
@@ -166,8 +166,17 @@ def test_merging_reports_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path / "out"))
     assert str(caught.value) == (
-        f"cannot load the base model {tmp_path}/gone of {tmp_path}; correct "
-        f"base_model_name_or_path in its adapter_config.json"
+        f"cannot load the base model {tmp_path}/gone of {tmp_path} (Repo id must be in the form "
+        f"'repo_name' or 'namespace/repo_name': '{tmp_path}/gone'. Use `repo_type` argument if "
+        "needed); correct base_model_name_or_path in its adapter_config.json"
+    )
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RLHFError) as caught:
+        merge_command(str(tmp_path), str(tmp_path / "out"))
+    assert str(caught.value) == (
+        f"cannot load the base model {tmp_path}/gone of {tmp_path} (It looks like the config file "
+        f"at '{tmp_path}/config.json' is not a valid JSON file); correct "
+        "base_model_name_or_path in its adapter_config.json"
     )
     with pytest.raises(RLHFError) as caught:
         merge_command(str(tmp_path), str(tmp_path))

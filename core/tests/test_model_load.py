@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -54,6 +55,17 @@ def test_loaded_weights_are_those_of_transformers_at_every_stage(
     assert torch.equal(logits(module.causal), logits(own))
     head, embedding = module.causal.lm_head.weight, module.causal.get_input_embeddings().weight
     assert (head is embedding) == (family == "llama")
+
+
+@pytest.mark.parametrize("how", [{"stage": 0}, {"stage": 3}, {"init": "random"}])
+def test_a_model_keeps_the_generation_config_of_its_folder(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_model(tmp_path, LlamaConfig(**SIZES))
+    GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8).save_pretrained(path)
+    config = config_of(path, model={"init": how.get("init", "pretrained")})
+    own = load(config, stage=how.get("stage", 0)).causal.generation_config
+    assert (own.do_sample, own.temperature, own.top_p) == (True, 0.7, 0.8)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

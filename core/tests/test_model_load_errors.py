@@ -9,6 +9,7 @@ import peft
 import pytest
 from small_models import SIZES, config_of, load, write_model
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     GPT2Config,
@@ -204,6 +205,17 @@ def test_a_dora_adapter_is_not_trained_further_at_stage_3(llama: str, tmp_path: 
     assert failing(config, stage=3) == (
         f"model.adapter {tmp_path} is a DoRA adapter, which cannot be trained at ZeRO stage 3; "
         "choose stage 2 or lower"
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_only_a_lora_adapter_is_trained_further(stage: int, llama: str, tmp_path: Path) -> None:
+    causal = AutoModelForCausalLM.from_pretrained(llama)
+    settings = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    peft.get_peft_model(causal, settings).save_pretrained(tmp_path)
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)}), stage=stage) == (
+        f"model.adapter {tmp_path} is not a LoRA adapter; merge it into its base first, or choose "
+        "another adapter"
     )
 
 

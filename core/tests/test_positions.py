@@ -36,7 +36,7 @@ def test_a_table_of_positions_ends_and_that_is_reported_before_the_weights_load(
     with pytest.raises(RLHFError) as error:
         check_positions(model(name), 33, "policy m")
     assert str(error.value) == (
-        "policy m has 32 positions but the longest row has 33 tokens; set data.max_tokens to 32 "
+        "policy m has 32 positions but rows of up to 33 tokens; set data.max_tokens to 32 "
         "(data.too_long drops or cuts longer rows)"
     )
 
@@ -44,6 +44,6 @@ def test_a_table_of_positions_ends_and_that_is_reported_before_the_weights_load(
 def test_computed_positions_continue_and_a_line_says_so() -> None:
     assert check_positions(model("llama"), 32, "policy m") == []
     assert check_positions(model("llama"), 33, "policy m") == [
-        "positions  policy m has 32 positions but the longest row has 33 tokens: tokens past "
+        "positions  policy m has 32 positions but rows of up to 33 tokens: tokens past "
         "position 32 are outside the model's context and train poorly"
     ]

@@ -1,12 +1,15 @@
 """The cache of the reference: its values, its parts on disk and what it depends on."""
 
+import resource
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from pair_runs import make_run, packed, write_inputs
+from small_models import loaded_from_hub
 from transformers import LlamaForCausalLM
 
 from rlhf.data.packing import pack
@@ -14,6 +17,7 @@ from rlhf.errors import RLHFError
 from rlhf.readouts import token_logprobs
 from rlhf.reference import stored
 from rlhf.reference.digest import weights_digest
+from rlhf.reference.stored import LogprobTable
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -68,6 +72,32 @@ def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
     assert sorted(cache.glob("reference/*/*/*.npy")) == parts
 
 
+def table_in(place: Path, inputs: Path) -> LogprobTable:
+    return LogprobTable(place, make_run(inputs).examples[0].files[0])
+
+
+def test_a_part_that_cannot_be_written_leaves_no_file(folder: Path, tmp_path: Path) -> None:
+    table = table_in(tmp_path, folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="10000 requested"):
+            table.write(0, np.zeros(10_000, np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(table.folder.iterdir()) == []
+
+
+def test_a_part_that_is_refused_names_its_place(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    table = table_in(tmp_path / "file", folder)
+    with pytest.raises(RLHFError) as error:
+        table.write(0, np.zeros(1, np.float32))
+    assert str(error.value) == (
+        f"cannot write to {table.folder} (Not a directory); choose another location"
+    )
+
+
 def test_weights_precision_and_tokens_change_the_key(folder: Path, tmp_path: Path) -> None:
     run = make_run(folder)
     own = weights_digest(run.config)
@@ -89,6 +119,22 @@ def test_weights_precision_and_tokens_change_the_key(folder: Path, tmp_path: Pat
     tokens[3] += 1
     file._chunks[0]["tokens"] = (file._chunks[0]["tokens"][0], tokens)
     assert file.digest() != digest
+
+
+def test_adapters_on_the_hub_have_different_keys(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(folder).config
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    digests = {weights_digest(config)}
+    for name in ("first", "second"):
+        adapter = loaded_from_hub(tmp_path, f"org/{name}")
+        (adapter / "adapter_config.json").write_text("{}")
+        (adapter / "adapter_model.safetensors").write_text(name)
+        model = attrs.evolve(config.model, adapter=f"org/{name}")
+        digests.add(weights_digest(attrs.evolve(config, model=model)))
+    assert len(digests) == 3
 
 
 def test_the_cache_has_only_the_answers_of_the_rows(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """`rlhf report` and `rlhf runs` read run folders, of any state, and write one page."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -226,6 +227,13 @@ def test_the_runs_of_a_folder_are_listed(
         "name": "sft-1", "trainer": "sft", "model": "org/base", "step": 4, "steps": 4,
         "state": "done", "loss": 2.0, "evaluation": {"eval/loss": 2.5},
     }  # fmt: skip
+
+
+def test_a_run_of_the_future_has_no_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "sft-1")
+    os.utime(run / "metrics.jsonl", (time.time() + 100, time.time() + 100))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("  0 s\n")
 
 
 def test_a_path_that_is_not_a_run_folder_is_an_error(

@@ -20,7 +20,7 @@ from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
-from rlhf.launch.signals import PARENT, die_with
+from rlhf.launch.signals import FOLDER, PARENT, die_with
 from rlhf.launch.slurm import join_slurm
 from rlhf.launch.startup import Startup, importing
 from rlhf.request import reader
@@ -131,20 +131,26 @@ def start(request: reader.Request) -> tuple[Path, str]:
         return _join(request, startup)
     place = place_of_host()
     if place.hosts == 1:
-        folder = run_folder.choose(request)
-        run_folder.check_resumable(request, folder)
-    elif request.config.output is None:
+        with run_folder.chosen(request) as folder:
+            run_folder.check_resumable(request, folder)
+            return _start_here(request, place, folder, startup)
+    if request.config.output is None:
         raise RLHFError("a run on several hosts needs --output, the same folder on all of them")
-    else:
-        folder = Path(request.config.output)
+    return _start_here(request, place, Path(request.config.output), startup)
+
+
+def _start_here(
+    request: reader.Request, place: Place, folder: Path, startup: Startup
+) -> tuple[Path, str]:
+    """Start the ranks of this host; a single one is this process. Returns what `start` does."""
     with startup.part("imports"), importing():
         ranks = num_ranks(request, place)
-    if ranks * place.hosts == 1:
-        with startup.part("imports"), importing():
-            from rlhf.rank.run import run_rank  # late: start-up time
+    if ranks * place.hosts > 1:
+        return folder, _start_ranks(request, place, ranks, folder)
+    with startup.part("imports"), importing():
+        from rlhf.rank.run import run_rank  # late: start-up time
 
-        return run_rank(request, verified=True, startup=startup)
-    return folder, _start_ranks(request, place, ranks, folder)
+    return run_rank(request, chosen=folder, verified=True, startup=startup)
 
 
 def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path) -> str:
@@ -161,7 +167,7 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
     started = Ranks(
         command, ranks, checkpoint.stop_timeout,
         place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
-        prepare=prepare,
+        prepare=prepare, variables={FOLDER: str(folder)} if place.hosts == 1 else {},
     )  # fmt: skip
     code = started.wait()
     if code not in (0, STOPPED):
@@ -187,7 +193,8 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
         wait_at_gate()
     # Else rank 0 verifies where it can tell the ranks of all launchers.
     one_launcher = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return run_rank(request, verified=ours and one_launcher, startup=startup)
+    chosen = Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+    return run_rank(request, chosen=chosen, verified=ours and one_launcher, startup=startup)
 
 
 def num_ranks(request: reader.Request, place: Place) -> int:
@@ -210,9 +217,9 @@ def _same_environment() -> Iterator[None]:
 
 def _checkpoint_folder(source: Path) -> Path:
     """Return the checkpoint that `source` names. Raises RLHFError if it is damaged."""
-    inside = source / "checkpoints"
-    folder = inside if inside.is_dir() else source.parent
-    if folder != inside and not (source.parent.parent / "config.yaml").is_file():
+    inside, outside = source / "checkpoints", source.absolute().parent
+    folder = inside if inside.is_dir() else outside
+    if folder != inside and not (outside.parent / "config.yaml").is_file():
         raise RLHFError(
             f"{source} is not a checkpoint of a run; pass RUN/checkpoints/step-NNNNNN or RUN"
         )

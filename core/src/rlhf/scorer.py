@@ -80,7 +80,7 @@ class Scorer(abc.ABC):
         host. `self.extra` has the trainer's own parameters."""
 
     def pack(self, *, longest: int = MAX_TOKENS) -> AttentionPath:
-        """From now on compute many answers in one row, and a prompt once for all its answers if the
+        """Compute many answers in one row from now on, and a prompt once for all its answers if the
         model can; return how. `longest` is the number of tokens of the longest prompt with an
         answer."""
         engine = BareEngine(module=self.module, device=self.device, precision=self.precision)

@@ -193,8 +193,8 @@ ABSENT = {
         "set model.kernels to compile, at stages 0 to 2"
     ),
     "expert_parallel": (
-        "AutoEP is not offered: its process groups do not match the run's mesh; remove it, or use "
-        "stage 3, which shards experts"
+        "AutoEP is not offered: it renames experts and divides them over ranks, so exports and "
+        "adapters would be incomplete; remove it, or use stage 3, which shards experts"
     ),
     "ratio": "deepspeed.offload_ratio decides it",
     "zero_quantized_gradients": (

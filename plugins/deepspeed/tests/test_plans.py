@@ -88,8 +88,8 @@ def test_sums_that_an_early_deepspeed_gets_wrong_are_refused(stage):
     with pytest.raises(RLHFError) as error:
         check("0.19.0", contiguous_gradients=False)
     assert str(error.value) == (
-        "zero_optimization.contiguous_gradients is false, with which deepspeed 0.19.0 adds up "
-        f"gradients wrongly at stage {stage}; leave it true or run pip install "
+        "zero_optimization.contiguous_gradients is false, but deepspeed 0.19.0 then sums gradients "
+        f"incorrectly at stage {stage}; set it to true, or run pip install "
         "'deepspeed>=0.19.8,<0.20'"
     )
 

@@ -112,8 +112,8 @@ def _answer(answer: Answer, labels: Mapping[int, str], tokenizer: Any) -> Text:
 
 
 def _labels(example: Example, answer: int) -> dict[int, str]:
-    """The values per token of an answer as text, by the number of tokens before it. Equal values of
-    consecutive tokens are shown once, after the last of them."""
+    """Return the values per token of an answer as text, by the number of tokens before it. Equal
+    values of consecutive tokens are shown once, after the last of them."""
     shown: dict[int, str] = {}
     for name, value in example.values.items():
         if kind_of(value) == PER_TOKEN:

@@ -234,7 +234,7 @@ def _act(options: argparse.Namespace, argv: list[str]) -> int:
     time, with the options of its parser."""
     if {"-h", "--help"} & set(vars(options).get("words", ())):
         print(f"usage: rlhf {options.command} {options.name} {WORDS}\n\n{SETTINGS}\n")
-        options.command, options.words = "config", []
+        options = argparse.Namespace(command="config", name=options.name, words=[])
     if options.command == "plan":
         hardware = _Parser(prog="rlhf plan", add_help=False)
         _add_hardware(hardware)

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from rlhf.errors import RLHFError
+from rlhf.folder.disk import writing
 from rlhf.migration.arguments import read_arguments
 from rlhf.migration.as_yaml import page
 from rlhf.migration.translate import translate
@@ -25,7 +26,9 @@ def migrate_command(
     elif Path(output).exists():
         raise RLHFError(f"{output} exists; choose another file")
     else:
-        Path(output).write_text(text)
+        with writing(Path(output)):
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+            Path(output).write_text(text)
     print(f"{path} is {migration.title}: {_check(migration.trainer, text)}", file=sys.stderr)
     return 0
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.errors import RLHFError
+from rlhf.folder.disk import writing
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
 PACKAGE = Path(__file__).parents[1]
@@ -28,8 +29,9 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
         if target.exists():
             raise RLHFError(f"{target} already exists; choose another name or remove it")
     for target, text in files.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
         print(f"wrote {target}")
     if here:
         print(f"run it: rlhf run ./{name}.py:{_camel(name)} --model MODEL --data ROWS.jsonl")

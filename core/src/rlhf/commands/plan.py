@@ -76,7 +76,7 @@ def mesh_of(ranks: int | None, gib_each: float | None) -> Mesh:
 
 def _row(fit: StepFit, layout: str) -> dict[str, Any]:
     """Return what a layout takes of each accelerator and of the host, in bytes."""
-    row = fit.under(*fit.own, layout)
+    row = fit.under(*fit.token_settings, layout)
     estimate = row.estimate
     assert estimate is not None
     return {

@@ -56,9 +56,9 @@ def _check(plugin: Installed) -> None:
     elif plugin.kind == "backend":
         gateway.check_backend(gateway.load_plugin(plugin))
     elif plugin.kind == "observer":
-        list(gateway.check_hooks(plugin.kind, gateway.observer_class(plugin)))
+        gateway.check_hooks(plugin.kind, gateway.observer_class(plugin))
     else:
-        list(gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin)))
+        gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin))
 
 
 def _check_trainer(plugin: Installed) -> None:

@@ -41,7 +41,7 @@ def _row(run: Recorded) -> dict[str, Any]:
         "state": run.state,
         "loss": _finite(run.last.get("loss")),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()},
-        "age": round(time.time() - _changed(run.path), 1),
+        "age": max(0.0, round(time.time() - _changed(run.path), 1)),
     }
 
 

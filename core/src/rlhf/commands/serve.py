@@ -62,7 +62,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise RLHFError(
             f"cannot serve at {host} port {port} ({first_line(error)}); choose another --port or "
@@ -79,8 +79,8 @@ def serve(
 
     from rlhf.serve.app import Service
 
-    positions = getattr(scorer.config.get_text_config(), "max_position_embeddings", max_tokens)
-    longest = min(max_tokens, positions)
+    positions = getattr(scorer.config.get_text_config(), "max_position_embeddings", None)
+    longest = min(max_tokens, positions or max_tokens)
     path = scorer.pack(longest=longest)
     service = Service(scorer, token=token, max_tokens=max_tokens, longest=longest, queue=queue)
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}

@@ -45,7 +45,7 @@ SHARDED = 2
 
 
 @frozen(kw_only=True)
-class Layout:
+class RunShape:
     """What the curve of a run must not depend on."""
 
     ranks: int
@@ -74,7 +74,7 @@ def verify_command(request: Request) -> int:
             "rlhf verify starts its own ranks on one machine; run it without a launcher"
         )
     config = request.config
-    layout = Layout(
+    layout = RunShape(
         ranks=num_ranks(request, place), stage=config.backend_section, tokens=config.batch.tokens
     )
     request = attrs.evolve(request, config=two_steps(config))
@@ -123,7 +123,7 @@ class Verification:
     request: Request
     data: Dataset
     folder: Path
-    layout: Layout
+    layout: RunShape
     """As configured."""
 
     def verify(self) -> int:
@@ -164,7 +164,7 @@ class Verification:
         note = f" ({' and '.join(kept)} not varied)" if kept else ""
         return f"same curve to {digits(apart)}{note}" if same else "the curve differs"
 
-    def _run_other(self, straight: Path) -> tuple[Layout, Path]:
+    def _run_other(self, straight: Path) -> tuple[RunShape, Path]:
         """Take the run that differs most from `straight` and fits the accelerators. Returns its
         layout too."""
         other = self._other_layout(straight)
@@ -190,7 +190,7 @@ class Verification:
             return False
         return True
 
-    def _other_layout(self, straight: Path) -> Layout:
+    def _other_layout(self, straight: Path) -> RunShape:
         """Return a layout with another number of ranks, stage and budget."""
         layout, lengths = self.layout, self.data.train.lengths
         on_cpu = said(straight, "devices").endswith("cpu")
@@ -205,7 +205,7 @@ class Verification:
         ranks = 1 if layout.ranks > 1 else min(2, most)
         if not self._divides(ranks):
             ranks = self._fewer_ranks()
-        return Layout(ranks=ranks, stage=stage, tokens=tokens)
+        return RunShape(ranks=ranks, stage=stage, tokens=tokens)
 
     def _same_curve(self, run: Path, straight: Path, steps: range = range(STEPS)) -> bool:
         """Return whether two runs differ by no more than rounding, and print where they do."""
@@ -243,7 +243,7 @@ class Verification:
             return "depends on rounding: answers are sampled, and not in fp32"
         return ""
 
-    def _run(self, name: str, layout: Layout, *words: str, label: str = "") -> Path:
+    def _run(self, name: str, layout: RunShape, *words: str, label: str = "") -> Path:
         """Take a run into the folder `name`, print its losses and return the folder. Raises
         RunFailed."""
         config, folder = self.request.config, self.folder / name
@@ -280,7 +280,7 @@ def show(label: str, text: str) -> None:
     print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=rest), flush=True)
 
 
-def describe(run: Path, layout: Layout) -> str:
+def describe(run: Path, layout: RunShape) -> str:
     """Return a run's layout and losses."""
     where = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}, stage {stage_of(run)}"
     values = ", ".join(f"{value:.6f}" for value in losses(run))

@@ -72,7 +72,7 @@ class ModelConfig:
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, as shell patterns such as `*.embed_tokens.*`."""
     adapter: str | None = None
-    """Folder of a LoRA adapter to continue training."""
+    """Folder of a LoRA adapter to continue training, or its name on the hub."""
     kernels: Literal["auto", "liger", "compile", "none"] = "auto"
     """Kernels of the layers on CUDA. none: the model's own. liger: fused norms, and Liger's rotary
     embedding and gates (arXiv 2410.10989), for the families in docs/models.md; an error if they

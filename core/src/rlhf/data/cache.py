@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
             with FileLock(folder.with_suffix(".lock"), poll_interval=POLL_SECONDS):
                 if not _is_intact(folder):
                     _remove(folder)
+                    _remove_leftovers(folder)
                     _build(folder, build)
     return folder
 
@@ -70,13 +72,25 @@ def _is_intact(folder: Path) -> bool:
 def _remove(folder: Path) -> None:
     """Remove a damaged folder at once; a run that reads it keeps its files."""
     if folder.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        aside = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
         folder.rename(aside / "damaged")
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what builds of this host that were killed have left. None runs: we have the lock."""
+    for path in folder.parent.glob(f"{_prefix(folder)}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(folder: Path) -> str:
+    """Return how the names of temporary folders begin: with the host, since locks may not reach
+    another one."""
+    return f"{folder.name}-{socket.gethostname()}-"
+
+
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    part = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
     try:
         build(part)
         digests = {path.name: sha256(path) for path in part.iterdir()}

@@ -37,5 +37,6 @@ class Example:
     list of floats per answer, a list of lists per token: one list for each answer with one float
     for each of its tokens, nan for tokens without a value."""
     inputs: Mapping[str, Any] = field(factory=dict)
-    """Further keyword arguments of the model, such as pixel values; tensors of the examples in a
-    batch are concatenated along the first dimension."""
+    """Further keyword arguments of the model, such as pixel values: tensors, arrays or nested
+    lists. The cache keeps them as lists of numbers. Those of the examples in a batch are
+    concatenated along the first dimension."""

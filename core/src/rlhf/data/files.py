@@ -64,10 +64,14 @@ class Source:
         place = self._local()
         if place is None:
             return str(self._splits(self.entry.path)._fingerprint)
-        if place.is_file():
-            return f"{sha256(place)}{self._suffix}"
-        files = sorted(file for file in place.rglob("*") if file.is_file())
-        return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
+        try:
+            if place.is_file():
+                return f"{sha256(place)}{self._suffix}"
+            files = sorted(file for file in place.rglob("*") if file.is_file())
+            return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
+        except OSError as error:
+            where = error.filename or place
+            raise self._error(f"cannot read {where}: {error.strerror}") from error
 
     def read(self, scratch: Path) -> datasets.Dataset:
         """Return the rows, mapped into memory; `scratch` is a folder for temporary files."""
@@ -211,7 +215,7 @@ def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
 
 def _texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line number, from 1, and the text of each row; line 0 in a JSON array."""
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
     number = 0
     try:
         with opener(path, "rb") as file:
@@ -261,7 +265,7 @@ def _as_text(path: str) -> dict[str, Any]:
     and `NA` as missing and `007` as 7."""
     import datasets
 
-    opener: Any = gzip.open if path.endswith(".gz") else open
+    opener: Any = gzip.open if path.lower().endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
         columns = next(csv.reader(file), [])
     text = datasets.Features({name: datasets.Value("string") for name in columns}) or None

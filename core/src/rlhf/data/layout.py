@@ -79,7 +79,8 @@ def groups_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 def _balanced(
     order: list[int], sizes: list[int], work: list[float], bins: int, tokens: int
 ) -> list[list[int]] | None:
-    """Put the longest first into the bin with room and the least work; None if one does not fit."""
+    """Put the costliest first into the bin with room and the least work; None if one does not
+    fit."""
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, number, 0) for number in range(bins)]
     for item in order:

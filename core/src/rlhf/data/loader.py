@@ -4,8 +4,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -17,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rlhf.data.batch import PackedBatch, map_tensors
 from rlhf.data.order import RunOrder
-from rlhf.launch.signals import die_with
+from rlhf.launch.signals import die_with, numbers
 
 NO_STATE_EVERY = 1 << 30
 """Only the plan says where a run is, so the loader never takes a snapshot of its own state."""
@@ -35,21 +36,22 @@ def batches_from(
     `workers` processes pack ahead; if one dies, RuntimeError is raised here. `pin` puts the tensors
     into page-locked memory.
     """
-    numbers = count(first_step) if order.shuffle else range(first_step, order.steps_per_epoch)
+    steps = count(first_step) if order.shuffle else range(first_step, order.steps_per_epoch)
+    stopping = [signal.SIGTERM, *numbers(order.config.checkpoint.stop_signals)]
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
             order,
             batch_size=None,
-            sampler=order.micro_batches(numbers),
+            sampler=order.micro_batches(steps),
             num_workers=workers,
             # A worker sends arrays through a pipe, but each tensor in a segment of shared memory.
             collate_fn=lambda batch: map_tensors(batch, Tensor.numpy),
             # The loader draws a seed. From the default generator, that would change what a resumed
             # run draws.
             generator=torch.Generator().manual_seed(order.config.train.seed),
-            worker_init_fn=partial(_init_worker, os.getpid()) if workers else None,
+            worker_init_fn=partial(_init_worker, os.getpid(), stopping) if workers else None,
             # The rows are mapped into memory and no worker touches an accelerator, so a fork is
             # cheap and safe.
             multiprocessing_context="fork" if workers else None,
@@ -85,11 +87,21 @@ def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
     return iter(loader)
 
 
-def _init_worker(parent: int, worker: int) -> None:
+def _init_worker(parent: int, stopping: Sequence[int], worker: int) -> None:
     """End with the run, whose accelerator memory a fork would hold otherwise. Use one thread, and
-    ignore Ctrl-C, after which the run still finishes its step."""
+    ignore Ctrl-C and the signals `stopping`, after which the run still finishes its step."""
     # What an earlier run has left cannot end in a fork, such as groups with threads.
     gc.freeze()
     die_with(parent)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    threading.Thread(target=_end_with_loader, args=[parent, stopping], daemon=True).start()
+
+
+def _end_with_loader(parent: int, stopping: Sequence[int]) -> None:
+    """End this worker when its parent sends a signal, as the loader does when it gives the worker
+    up. The same signal from another process is for the run, whose processes may all get it."""
+    while signal.sigwaitinfo(stopping).si_pid != parent:
+        pass
+    os._exit(0)

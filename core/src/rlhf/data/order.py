@@ -129,7 +129,7 @@ class RunOrder:
         spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
         lengths = np.array([sum(span) for span in spans])
         paths = np.array([span[0] + max(span[1:]) for span in spans])
-        positions = layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
+        positions = self._positions(lengths, paths)
         own = [by_rank[self.rank] for by_rank in positions]
         per_epoch = self.steps_per_epoch * passes
         totals = {
@@ -185,7 +185,10 @@ class RunOrder:
         return pack(examples, rows.tolist(), round_to=self.round_to, at_most=budget)
 
     def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
-        """Numbers of examples as `[micro][rank]`."""
-        lengths, paths = examples.lengths[rows], examples.longest_path[rows]
-        positions = layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
+        """Return numbers of examples as `[micro][rank]`."""
+        positions = self._positions(examples.lengths[rows], examples.longest_path[rows])
         return [[rows[place] for place in micro] for micro in positions]
+
+    def _positions(self, lengths: NDArray[np.int64], paths: NDArray[np.int64]) -> list[list[Rows]]:
+        """Return positions within a step as `[micro][rank]`."""
+        return layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))

@@ -37,8 +37,16 @@ def with_our_columns(row: Columns) -> Columns:
         ours[name] = _as_messages(name, ours[name])
     first = "messages" if has(ours, "messages") else "prompt"
     if has(row, "system") and isinstance(ours.get(first), list):
-        ours[first] = [{"role": "system", "content": row["system"]}, *ours[first]]
+        ours[first] = _after_system(row["system"], ours[first])
     return ours
+
+
+def _after_system(text: str, messages: list[Any]) -> list[Any]:
+    """Return the messages after one of the system with `text`, unless they begin with their own."""
+    first = messages[0] if messages else None
+    if isinstance(first, Mapping) and first.get("role") == "system":
+        return messages
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _instruction(row: Columns) -> list[dict[str, Any]]:
@@ -50,7 +58,7 @@ def _instruction(row: Columns) -> list[dict[str, Any]]:
 
 
 def _as_messages(name: str, value: Any) -> Any:
-    """ShareGPT's messages, or the only one, as ours; anything else as it is."""
+    """Return ShareGPT's messages, or the only one, as ours; anything else as it is."""
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, list) or not any(_is_theirs(message) for message in messages):
         return value

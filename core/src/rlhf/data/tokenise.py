@@ -76,7 +76,7 @@ def _prepare_entry(
     def build(folder: Path) -> None:
         # Outside of `folder`: NFS keeps files that are still mapped under other names.
         with tempfile.TemporaryDirectory(
-            prefix="rows-", dir=folder.parent, ignore_cleanup_errors=True
+            prefix=f"{folder.name}-rows-", dir=folder.parent, ignore_cleanup_errors=True
         ) as scratch:
             rows = source.read(Path(scratch))
             numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
@@ -141,7 +141,7 @@ def _tokenised(rows: datasets.Dataset, mapping: RowsToTrees, scratch: Path) -> p
             with_indices=True,
             num_proc=processes if processes > 1 else None,
             cache_file_name=str(scratch / "part.arrow"),
-            new_fingerprint=scratch.name,
+            new_fingerprint=scratch.name.rpartition("-")[2],  # Short: 64 characters at most.
             load_from_cache_file=False,
             desc=f"tokenising {mapping.source.entry.path}",
         )

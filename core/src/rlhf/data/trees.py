@@ -39,9 +39,10 @@ TOKENS = ("prompt", "tokens", "ends", "trained")
 """The lists that decide what a model sees and predicts."""
 SCHEMA = pa.schema(
     [(name, pa.int64()) for name in NUMBERS]
-    + [(name, pa.list_(kind)) for name, kind in LISTS.items()]
+    + [(name, pa.large_list(kind)) for name, kind in LISTS.items()]
     + [(name, pa.string()) for name in ("kinds", "inputs")]
 )
+"""Offsets have 64 bits: the lists of a chunk are joined, which long rows make longer than 2**31."""
 CHUNK_ROWS = 8192
 NOTHING = Example([], [])
 NO_IDS = np.empty(0, np.int32)
@@ -63,7 +64,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
-        "inputs": json.dumps(dict(example.inputs)) if example.inputs else "",
+        "inputs": json.dumps(dict(example.inputs), default=_listed) if example.inputs else "",
     }
 
 
@@ -117,7 +118,8 @@ class TreeFile:
         for chunk in self._chunks:
             for name in TOKENS:
                 offsets, values = chunk[name]
-                digest.update(np.diff(offsets).tobytes())
+                # The digest does not depend on how wide the offsets are.
+                digest.update(np.diff(offsets).astype(np.int32).tobytes())
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
         return digest.hexdigest()
 
@@ -164,6 +166,11 @@ def _flat(value: Any) -> list[float]:
     return [float(x) for item in value for x in (item if hasattr(item, "__len__") else [item])]
 
 
+def _listed(value: Any) -> Any:
+    """Return a tensor or an array as nested lists."""
+    return value.tolist()
+
+
 def _nested(
     flat: NDArray[np.float32], kinds: Mapping[str, str], answers: Sequence[Answer]
 ) -> dict[str, Any]:
@@ -179,5 +186,5 @@ def _nested(
     return values
 
 
-def _numpy(array: pa.Array) -> tuple[NDArray[np.int32], NDArray[Any]]:
+def _numpy(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
     return array.offsets.to_numpy(), array.values.to_numpy()

@@ -80,8 +80,8 @@ def free_space(folder: Path) -> int:
 def write_speed(folder: Path) -> float:
     """Return the bytes per second at which a file of up to 256 MiB is written and flushed to the
     disk of `folder`, in about a second. Raises RLHFError if the folder cannot be written."""
-    block, start = os.urandom(SPEED_BLOCK), time.perf_counter()
-    with writing(folder), tempfile.TemporaryFile(dir=existing(folder)) as file:
+    block, start, place = os.urandom(SPEED_BLOCK), time.perf_counter(), existing(folder)
+    with writing(place), tempfile.TemporaryFile(dir=place) as file:
         for number in range(1, 257):
             file.write(block)
             if number % 16 == 0:
@@ -107,7 +107,8 @@ def _refusal(error: BaseException, place: Path) -> str | None:
     """Return a message if the system refused to write, or None for any other error, a defect.
 
     torch reports a full disk while it handles the system's error, so errors in the context count
-    for that case. A refusal counts only if the error was raised from it.
+    for that case. A refusal counts only if the error was raised from it, and not for a file outside
+    of `place`, which may have been read.
     """
     chain, following = [error], error
     while following := following.__cause__ or following.__context__:  # type: ignore[assignment]
@@ -123,8 +124,16 @@ def _refusal(error: BaseException, place: Path) -> str | None:
             return f"cannot write to {where}: the disk is full; free some space and start again"
     source: BaseException | None = error
     while source is not None:
-        if isinstance(source, OSError) and source.errno in REFUSED:
+        if isinstance(source, OSError) and source.errno in REFUSED and _concerns(source, place):
             where = source.filename or place
             return f"cannot write to {where} ({source.strerror}); choose another location"
         source = source.__cause__
     return None
+
+
+def _concerns(error: OSError, place: Path) -> bool:
+    """Return whether the error names no file, or one in `place`, where it is written, or above."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return True
+    file, places = Path(error.filename).absolute(), (place.absolute(), part_of(place))
+    return any(file.is_relative_to(each) or each.is_relative_to(file) for each in places)

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlhf.config.sections import CheckpointConfig
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import ASIDE, MANIFEST, REPLACED, all_checkpoints, step_folder, step_of
+from rlhf.folder.disk import free_space
 
 GB = 10**9
 
@@ -38,7 +39,7 @@ def rotate(
 def check_disk(folder: Path, size: int) -> int:
     """Return the bytes that are free on the disk of a folder. Raises RLHFError if they are less
     than `size`, those of a checkpoint."""
-    free = shutil.disk_usage(folder).free
+    free = free_space(folder)
     if free < size:
         raise RLHFError(
             f"{folder} is on a disk with {free / GB:.3g} GB free, but a checkpoint takes "

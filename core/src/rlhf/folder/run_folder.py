@@ -6,8 +6,8 @@ import math
 import platform
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -56,14 +56,15 @@ RECORDED = (
 
 
 def choose(request: Request) -> Path:
-    """Return the folder of this run. Raises RLHFError if it already contains a run and neither
-    --resume nor --overwrite was passed."""
+    """Return the folder of this run; without --output a new one, which is created, so that no other
+    run takes it. Raises RLHFError if it already contains a run and neither --resume nor --overwrite
+    was passed."""
     if request.config.output is None:
         if request.resume is not None or request.overwrite:
             flag = "--resume" if request.resume is not None else "--overwrite"
             raise RLHFError(f"{flag} needs the run folder; pass --output")
         numbered = (Path("runs") / f"{request.name}-{number}" for number in itertools.count(1))
-        return next(folder for folder in numbered if not folder.exists())
+        return next(folder for folder in numbered if _is_created(folder))
     folder = Path(request.config.output)
     if holds_run(folder) and request.resume is None and not request.overwrite:
         raise RLHFError(
@@ -75,6 +76,27 @@ def choose(request: Request) -> Path:
     if folder.name in FOLDERS and holds_run(folder.parent):
         raise RLHFError(f"output {folder} belongs to the run in {folder.parent}; choose another")
     return folder
+
+
+@contextmanager
+def chosen(request: Request) -> Iterator[Path]:
+    """Yield the folder of this run. A new one that is empty is removed if the block fails."""
+    folder = choose(request)
+    try:
+        yield folder
+    except BaseException:
+        if request.config.output is None:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _is_created(folder: Path) -> bool:
+    """Create the folder; return False if it exists."""
+    with writing(folder), suppress(FileExistsError):
+        folder.mkdir(parents=True)
+        return True
+    return False
 
 
 def holds_run(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from rlhf.folder.run_folder import METRICS, SAMPLES, RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.progress import Progress, evaluation_line, sample_line
 from rlhf.journal.speed import Speed
-from rlhf.journal.sums import Derive, Report
+from rlhf.journal.sums import Derive, ReducedSums
 from rlhf.registry.observers import ObserverGateway
 
 
@@ -33,7 +33,7 @@ class StepResult:
     outcomes: Mapping[str, StepOutcome | LaterOutcome]
     """By role of the trained models."""
     learning_rates: Mapping[str, float]
-    report: Report | None
+    report: ReducedSums | None
     """Its metrics, or None if it is not logged."""
 
     @property
@@ -98,14 +98,14 @@ class Journal:
             self._progress.step(result.step)
 
     def start_evaluation(self) -> None:
-        """An evaluation begins; its time does not count as that of steps."""
+        """Note that an evaluation begins; its time does not count as that of steps."""
         self.flush()
         self._evaluating_since = time.perf_counter()
 
     def evaluation(
-        self, step: int, report: Report, samples: Sequence[Mapping[str, Any]] = ()
+        self, step: int, report: ReducedSums, samples: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """An evaluation has ended."""
+        """Report an evaluation that has ended."""
         metrics = {f"eval/{name}": value for name, value in report.read(self.derive).items()}
         self.last |= metrics
         if self.folder is not None:

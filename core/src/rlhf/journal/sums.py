@@ -92,7 +92,7 @@ class Sums:
             self.terms[f"{TERM}{number}"] = term.per
         self._add_metrics(loss)
 
-    def reduce(self, totals: Totals) -> "Report":
+    def reduce(self, totals: Totals) -> "ReducedSums":
         """Reduce over all ranks and start the copy to the host. Collective: one sum, and one
         maximum if there are extremes."""
         # Ranks are added up by position, whatever order their micro-batches had.
@@ -103,7 +103,7 @@ class Sums:
         if num_sums < len(names):
             values = torch.cat([values, self._mesh.data.max(_flat(parts[num_sums:]))])
         shapes = {name: part.shape for name, part in zip(names, parts, strict=True)}
-        return Report(Deferred(values), shapes, dict(self._per), totals)
+        return ReducedSums(Deferred(values), shapes, dict(self._per), totals)
 
     def _add_metrics(self, loss: Loss) -> None:
         for name, (value, per) in loss.metrics.items():
@@ -123,7 +123,7 @@ class Sums:
 
 
 @frozen
-class Report:
+class ReducedSums:
     """The reduced sums of one step or evaluation, while they are copied to the host."""
 
     _values: Deferred

@@ -10,6 +10,7 @@ import yaml
 
 from rlhf.errors import RLHFError
 from rlhf.launch.hosts import PORT, Place
+from rlhf.launch.signals import numbers
 
 
 def slurm_script(
@@ -26,10 +27,13 @@ def slurm_script(
     """Return a batch script that runs `command` once per device and continues it when time is up.
 
     The ranks get the signal `seconds_to_save` before the end, save, and exit with 143; the script
-    then puts the job back into the queue. `options` are further options of sbatch, such as
+    then puts the job back into the queue, also if the signal ended ranks that had not begun to
+    train. `options` are further options of sbatch, such as
     `partition=gpu`.
     """
     seconds = round(seconds_to_save)
+    codes = dict.fromkeys([143, 128 + numbers([stop_signal])[0]])
+    stopped = " || ".join(f'[ "$code" = {code} ]' for code in codes)
     more = "".join(f"#SBATCH --{option}\n" for option in options)
     # Without --wait, the ranks of other hosts would wait for one that has failed.
     return f"""\
@@ -46,7 +50,7 @@ cd {shlex.quote(str(folder))} || exit 1
 srun --wait={seconds} {shlex.join(command)}
 code=$?
 # 143: the run was stopped and has saved. The same job continues it.
-if [ "$code" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if {stopped}; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
 
@@ -72,7 +76,7 @@ def train_job(
     manifest: dict[str, Any] = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": {"name": f"rlhf-{name}".replace("_", "-")},
+        "metadata": {"name": f"rlhf-{name}".replace("_", "-").lower().rstrip("-")},
         "spec": {
             "runtimeRef": {"name": "torch-distributed"},
             "trainer": {

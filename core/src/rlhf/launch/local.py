@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO
 
 from rlhf.launch import places
@@ -60,31 +60,36 @@ class Ranks:
         silence: float = 45.0,
         output: IO[bytes] | None = None,
         prepare: Callable[[], object] = lambda: None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
         other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
         run. After one, ranks that wait for one another, by their places in the folder `places_in`,
         are ended once they have been silent for `silence` seconds. `output` gets what the ranks
         print. `prepare` runs while they import; they wait for its end in `wait_at_gate`. If it
-        raises, they are killed."""
+        raises, they are killed. `variables` join their environment."""
         self._patience, self._grace, self._silence = patience, grace, silence
         self._places_in, self._began = places_in, time.time()
         self._preparing = False
         self._deadline: float | None = None
         self._problems = tempfile.TemporaryFile()  # noqa: SIM115
-        # Installed first: a signal after the first start must reach the ranks.
-        self._caught = catch(self._on_signal, signals)
         self._stop = numbers(signals)[0]
         self.processes: list[subprocess.Popen[bytes]] = []
+        # Before the first start: a signal after it must reach the ranks.
+        self._caught = catch(self._on_signal, signals)
         self._first = place.host * count
         gate, opener = os.pipe()
         files = {PROBLEMS: self._problems.fileno(), GATE: gate}
         shared = _variables(count, place) | {name: str(file) for name, file in files.items()}
         for local in range(count):
-            variables = shared | {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
+            own = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             self.processes.append(
                 subprocess.Popen(
-                    command, env=variables, stdout=output, stderr=output, pass_fds=files.values()
+                    command,
+                    env={**shared, **own, **variables},
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=files.values(),
                 )
             )
         os.close(gate)
@@ -180,7 +185,7 @@ class Ranks:
             process.wait()
 
     def _exit_code(self, codes: Sequence[int | None]) -> int:
-        if self._deadline is not None and {-signal.SIGTERM, INTERRUPTED} & set(codes):
+        if self._deadline is not None and {-self._stop, -signal.SIGTERM, INTERRUPTED} & set(codes):
             print("stopped before or after training steps; continue with --resume", flush=True)
             return STOPPED
         for rank, code in enumerate(codes):

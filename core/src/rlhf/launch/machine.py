@@ -65,7 +65,7 @@ def _memory() -> Finding:
     limit = CGROUP.read_text().strip() if CGROUP.is_file() else ""
     if limit.isdecimal():
         total = min(total, int(limit))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     return Finding(
         subject="host", here=f"{platform.system()}, {cores} cores, {total / GIB:.1f} GiB of memory"
     )

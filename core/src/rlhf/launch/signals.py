@@ -16,6 +16,8 @@ PROBLEMS = "RLHF_PROBLEMS"
 GATE = "RLHF_GATE"
 """Variable with the descriptor from which a rank reads one byte once that launcher has prepared
 the run."""
+FOLDER = "RLHF_FOLDER"
+"""Variable with the run folder that that launcher has chosen."""
 PR_SET_PDEATHSIG = 1
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"

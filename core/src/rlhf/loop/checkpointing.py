@@ -101,7 +101,7 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     if (ranks, state.get("axes", [ranks, 1, 1])) == (mesh.world, _axes(mesh)):
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
         return step, ""
-    random_state.spread(session.config.train.seed, mesh.shards.rank, step)
+    random_state.seed_generators(session.config.train.seed, mesh.shards.rank, step)
     by = f"{ranks} rank{'s' * (ranks > 1)}"
     other = f"saved by {by}" if ranks != mesh.world else f"the {by} were divided in another way"
     return step, f"; {other}, so random numbers differ"

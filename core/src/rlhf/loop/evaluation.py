@@ -1,10 +1,7 @@
 """Evaluation on the held-out rows, when it is due, and what follows from it."""
 
-import itertools
-
 import torch
 
-from rlhf.data.loader import batches_from
 from rlhf.data.order import RunOrder
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, total_of
@@ -58,13 +55,12 @@ def is_due(every: int | None, step: int) -> bool:
 
 def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, dict[str, float]]:
     """Return the sums of the loss over all rows, and the totals that divide them. Collective."""
-    # Packed in this process: a fork while threads of the training's loader run may never return.
-    source = batches_from(order)
     sums, totals = Sums(session.mesh), dict[str, float]()
     for number in range(order.steps_per_epoch):
         if session.rollouts is None:
             plan = order.step(number)
-            packed = list(itertools.islice(source, plan.num_batches))
+            # In this process: a fork while threads of the training's loader run may never return.
+            packed = [*map(order.__getitem__, plan.survey), *map(order.__getitem__, plan.micro)]
         else:
             session.place.enter("rollout", step=step)
             plan, packed = session.rollouts.held_out(order, number, step=step)

@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import ModelConfig
 from rlhf.config.structure import structure
-from rlhf.engine import Mesh, Plan, save_weights
+from rlhf.engine import Mesh, save_weights
 from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
@@ -22,12 +22,11 @@ from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
 from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
-from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.role import ModelSpec
+from rlhf.model.role import POLICY, ModelSpec
 from rlhf.model.save import SCORED_BY, save_tokenizer_and_config, verify_export
+from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
-from rlhf.registry.gateway import load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
@@ -38,7 +37,7 @@ def export_model(session: Session) -> None:
     """Write every trained model to a folder of the run folder, the policy to `model/` and last:
     first to a hidden folder, which is re-opened, compared by shape and renamed. Collective."""
     session.place.enter("export")
-    for role in sorted(session.trained, key="policy".__eq__):
+    for role in _policy_last(session.trained):
         _export(session, role)
 
 
@@ -55,22 +54,27 @@ def _export(session: Session, role: str) -> None:
     session.mesh.barrier()
 
 
+def _policy_last(roles: Iterable[str]) -> list[str]:
+    """Return the roles in the order of their export: a run whose policy is written is exported."""
+    return sorted(roles, key=POLICY.__eq__)
+
+
 def folder_of(role: str) -> str:
     """Return the name of the folder of a trained model."""
-    return "model" if role == "policy" else f"model-{role}"
+    return "model" if role == POLICY else f"model-{role}"
 
 
 def export_checkpoint(folder: Path, run: Path) -> None:
     """Write the trained models of one of the run's checkpoints as `export_model` does. Not
     collective."""
     plans = _recorded(run / "plan.json")
-    for role in sorted(plans, key="policy".__eq__):
-        if role == "policy" or plans[role].get("trained"):
+    for role in _policy_last(plans):
+        if role == POLICY or plans[role].get("trained"):
             with new_folder(run / folder_of(role), replace=True) as part:
                 write_model(folder, part, role)
 
 
-def write_model(folder: Path, target: Path, role: str = "policy") -> None:
+def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     """Write a model of a checkpoint to the empty folder `target`. Not collective."""
     run = folder.parent.parent
     trainer_name = _recorded(run / "versions.json", "trainer")
@@ -102,19 +106,18 @@ def write_model(folder: Path, target: Path, role: str = "policy") -> None:
 
 
 def _plain_model(spec: ModelSpec, weights: Mapping[str, Tensor]) -> PackedModel:
-    """Return the model of a checkpoint's `weights` without what only speeds up training, which the
-    machine that exports need not have."""
-    backend, _ = load_hooks(spec.config)
-    plain = attrs.evolve(spec.config.model, kernels="none", fp8=None, recompute="none")
+    """Return the model of a checkpoint's `weights`, itself without values, and without what only
+    training needs, which the machine that exports may not have."""
+    plain = attrs.evolve(
+        spec.config.model, kernels="none", fp8=None, recompute="none", quantize=None
+    )
     config = attrs.evolve(spec.config, model=plain)
     extra = {
         name.removeprefix(EXTRA_PREFIX): value
         for name, value in weights.items()
         if name.startswith(EXTRA_PREFIX)
     }
-    spec = attrs.evolve(spec, config=config, extra=extra)
-    whole = Plan(stage=0, precision=config.model.dtype)
-    return load_model(spec, plan=whole, mesh=Mesh(), hooks=backend)
+    return empty_model(attrs.evolve(spec, config=config, extra=extra), Mesh())
 
 
 def _add_tokenizer_and_config(
@@ -127,7 +130,7 @@ def _add_tokenizer_and_config(
 
 def _usage(trainer: Trainer, role: str, name: str, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return what config.json says about how to use a model; its scorer is found by `name`."""
-    if role != "policy":
+    if role != POLICY:
         return {}
     found = {} if trainer.scorer is None else {SCORED_BY: name}
     return found | dict(trainer.model_config(metrics))
@@ -147,7 +150,8 @@ def _recorded(path: Path, *keys: str) -> Any:
     try:
         return functools.reduce(operator.getitem, keys, json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"lacks {'.'.join(keys)}" if keys else "is missing or damaged"
         raise RLHFError(
-            f"{path} lacks {'.'.join(keys)}; a run writes this file at its start, so restore it or "
+            f"{path} {problem}; a run writes this file at its start, so restore it or "
             "resume the run once"
         ) from error

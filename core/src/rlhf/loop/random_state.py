@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 
-def spread(*numbers: int) -> None:
+def seed_generators(*numbers: int) -> None:
     """Give each rank that computes other tokens its own dropout, from the run's seed, the rank and
     what else tells this moment from others. Called once the models exist, which all ranks must draw
     alike."""
@@ -32,7 +32,7 @@ def save(path: Path, device: torch.device) -> None:
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state(device)
     rest = {"python": [version, gauss], "numpy": [kind, *numpy_state]}
-    # Of several entries the order in the file would be random.
+    # safetensors writes metadata entries in random order, so there is only one.
     save_file(tensors, path, {"rest": json.dumps(rest)})
 
 

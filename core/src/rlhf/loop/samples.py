@@ -42,6 +42,7 @@ def take_samples(session: Session) -> list[Shown]:
     order, trainer = session.eval_order, session.trainer
     if order is None or not session.config.train.samples:
         return []
+    # A rank may write for long while others wait: only this phase allows it (places.SLOW).
     session.place.enter("rollout")
     held_out = order.examples
     rows = rows_to_show(trainer, held_out, session.config.train.samples)

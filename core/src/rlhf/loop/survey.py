@@ -61,7 +61,7 @@ class Survey:
         kinds = self._agreed_kinds(local, index, positions)
         ranks = self.mesh.data
         whole = {
-            name: ranks.sum(spread(values, positions[kinds[name]], index.sizes[kinds[name]]))
+            name: ranks.sum(scattered(values, positions[kinds[name]], index.sizes[kinds[name]]))
             for name, values in local.items()
         }
         batches = [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
@@ -114,7 +114,7 @@ class StepIndex:
         return {name: on_device(local, device).long() for name, local in numbers.items()}
 
 
-def spread(values: Tensor, positions: Tensor, size: int) -> Tensor:
+def scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:
     """Scatter values [n, ...] -> [size, ...], zero except at `positions` [n]. The sum of such
     tensors over all ranks is the whole step's."""
     whole = values.new_zeros(size, *values.shape[1:])

@@ -46,8 +46,8 @@ def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     """
     on_accelerator = fit.mesh.memory and fit.mesh.device.type != "cpu"
     if not on_accelerator or fit.estimate is None:
-        return Choice(*fit.own), ""
-    configured = Choice(*fit.own, fit.chosen.name)
+        return Choice(*fit.token_settings), ""
+    configured = Choice(*fit.token_settings, fit.chosen.name)
     whole = fit.estimate.peak
     limit = MARGIN * fit.mesh.memory
     if whole <= limit:
@@ -68,7 +68,7 @@ def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choic
     if configured.recompute == "auto":
         # A compiler decides by itself what it keeps of a layer.
         levels = ["full"] if compiles(fit.config.model) else ["selective", "full"]
-    least = max(fit.largest_example(), TOKENS_STEP)
+    least = max(fit.largest, TOKENS_STEP)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []
     deepest = levels[-1] if levels else configured.recompute

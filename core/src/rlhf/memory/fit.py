@@ -42,6 +42,8 @@ class StepFit:
     hooks: BackendGateway
     steps: int
     longest: int
+    largest: int
+    """Tokens of the largest example, also of those that a rollout may make."""
     examples: Sequence[Examples]
     layout: str = ""
     """Name of the layout; empty for the first that is configured."""
@@ -54,14 +56,14 @@ class StepFit:
     @property
     def rehearsed(self) -> Rehearsed | NotRehearsed:
         """A step without values."""
-        if self.own not in self._known:
+        if self.token_settings not in self._known:
             run = Rehearsal(
                 config=self.config, tokenizer=self.trainer.tokenizer, mesh=self.mesh,
                 hooks=self.hooks, steps=self.steps, longest=self.longest,
                 examples=tuple(self.examples),
             )  # fmt: skip
-            self._known[self.own] = rehearse(self.trainer, run)
-        return self._known[self.own]
+            self._known[self.token_settings] = rehearse(self.trainer, run)
+        return self._known[self.token_settings]
 
     @cached_property
     def layouts(self) -> Sequence[Layout]:
@@ -103,7 +105,7 @@ class StepFit:
     def under(self, tokens: int, recompute: Recompute, layout: str = "") -> "StepFit":
         """Return the fit of the same run with other tokens, recomputation and layout."""
         layout = layout or self.layout
-        if (*self.own, self.layout) == (tokens, recompute, layout):
+        if (*self.token_settings, self.layout) == (tokens, recompute, layout):
             return self
         batch = attrs.evolve(self.config.batch, tokens=tokens)
         model = attrs.evolve(self.config.model, recompute=recompute)
@@ -114,10 +116,6 @@ class StepFit:
         other = attrs.evolve(self, config=config, layout=layout)
         vars(other)["_known"] = self._known
         return other
-
-    def largest_example(self) -> int:
-        """Return the tokens of the largest example, to train on or held out."""
-        return max(int(part.lengths.max()) for part in self.examples)
 
     def line(self) -> str:
         """Return the line `memory` of the run's introduction."""
@@ -158,7 +156,7 @@ class StepFit:
         for layout in self.layouts:
             if layout.cost + WORTH > self.chosen.cost:
                 break
-            other = self.under(*self.own, layout.name)
+            other = self.under(*self.token_settings, layout.name)
             if other.fits:
                 return (
                     f"faster     {layout.name} fits too, with {layout.settings}: "
@@ -173,7 +171,7 @@ class StepFit:
         return self.rehearsed.policy.shape.mean_layer
 
     @property
-    def own(self) -> tuple[int, Recompute]:
+    def token_settings(self) -> tuple[int, Recompute]:
         """`batch.tokens` and `model.recompute`."""
         return self.config.batch.budget, self.config.model.recompute
 
@@ -188,7 +186,7 @@ class StepFit:
         fewer = estimate.peak_with(tokens)
         if tokens and fewer < estimate.peak:
             peaks[f"set batch.tokens to {tokens}"] = fewer
-        others = {"set model.recompute to full": self.under(self.own[0], "full")}
+        others = {"set model.recompute to full": self.under(self.token_settings[0], "full")}
         optim = self.config.optim
         is_adamw = (optim.name, optim.states) == ("adamw", "fp32")
         if is_adamw and self.config.model.dtype == "bf16":
@@ -200,7 +198,7 @@ class StepFit:
                 peaks[setting] = fit.peak
         least = estimate.peak
         for layout in self.layouts:
-            peak = self.under(*self.own, layout.name).peak or least
+            peak = self.under(*self.token_settings, layout.name).peak or least
             if layout.cost > self.chosen.cost and peak < LESS * least:
                 peaks[f"use {layout.settings}"] = least = peak
         most = limit if min(peaks.values(), default=math.inf) <= limit else math.inf
@@ -214,4 +212,4 @@ class StepFit:
             estimate.tokens_that_fit(int(MARGIN * self.mesh.memory)), 3 * estimate.tokens // 4
         )
         tokens = most // TOKENS_STEP * TOKENS_STEP or most
-        return tokens if tokens >= self.largest_example() else 0
+        return tokens if tokens >= self.largest else 0

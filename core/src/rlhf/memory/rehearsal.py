@@ -6,17 +6,20 @@ for any trainer and any model whose code does not read values.
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from attrs import frozen
+from numpy.typing import NDArray
 from torch import nn
 
 from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
-from rlhf.data.order import RunOrder, StepPlan
+from rlhf.data.layout import Rows
+from rlhf.data.order import RunOrder
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -119,28 +122,36 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         # Modules of the trainer's own draw values; only rank 0 rehearses.
         actor.setup(run)
     check_setup(actor, run.roles)
-    order = run.order(actor)
-    batch = run.without_values(largest(order, run.steps))
+    batch, accumulates = largest(run.order(actor), run.steps)
     modules = [role.engine.module for role in run.roles.values()]
     return Rehearsed(
         run=run,
-        step=count_step(actor, batch, modules),
+        step=count_step(actor, run.without_values(batch), modules),
         tokens=len(batch.tokens),
-        accumulates=any(len(plan.layout) > 1 for plan in plans_ahead(order, run.steps)),
+        accumulates=accumulates,
     )
 
 
-def largest(order: RunOrder, steps: int) -> PackedBatch:
-    """Return the micro-batch with the most tokens of the first steps, on any rank."""
+def largest(order: RunOrder, steps: int) -> tuple[PackedBatch, bool]:
+    """Return the micro-batch with the most tokens of the first steps, on any rank, and whether a
+    step may have several micro-batches."""
     sizes = order.examples.lengths
-    plans = plans_ahead(order, steps)
-    each = (rows for plan in plans for micro in plan.layout for rows in micro)
-    return order[max(each, key=lambda rows: sizes[rows].sum())]
+    layouts = [order.step(number).layout for number in range(min(steps, LOOK_AHEAD))]
+    each = [rows for layout in layouts for micro in layout for rows in micro]
+    accumulates = any(len(layout) > 1 for layout in layouts)
+    if order.trainer is not None and order.trainer.needs_rollout():
+        most = -(-order.config.batch.size // order.ranks) * order.config.data.max_tokens
+        budget = order.config.batch.budget
+        each.append(filling(sizes, min(most, budget)))
+        accumulates |= most > budget
+    return order[max(each, key=lambda rows: sizes[rows].sum())], accumulates
 
 
-def plans_ahead(order: RunOrder, steps: int) -> Iterator[StepPlan]:
-    """Yield the plans of a run's first steps."""
-    return (order.step(number) for number in range(min(steps, LOOK_AHEAD)))
+def filling(sizes: NDArray[np.int64], tokens: int) -> Rows:
+    """Return rows with as many of these `tokens` as they can fill, some perhaps several times: the
+    answers of a rollout may be longer than those of the data."""
+    rows = np.resize(np.arange(len(sizes)), tokens)
+    return rows[sizes[rows].cumsum() <= tokens]
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -1,5 +1,6 @@
 """A file of another project becomes the keys that it sets, with the project and the trainer."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +17,13 @@ from rlhf.request.settings_tree import load_yaml
 DEVICES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[ =](\d+)")
 """Options of launchers that say how many devices there are."""
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S+|\"[^\"]*\"|'[^']*')\s*$", re.MULTILINE)
+
+SHELL = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
+    r"|(?P<redirection>(?:(?<=\s)\d+|&)?[<>]+&?\s*[^\s&|;<>]*)|(?P<end>[&|;])|.",
+    re.DOTALL,
+)
+"""Quoted text, a redirection, the end of a command, or another character of a shell script."""
 
 
 @frozen(kw_only=True)
@@ -73,11 +81,17 @@ def _command(path: Path) -> tuple[tuple[str, str], dict[str, Any], int | None]:
         raise RLHFError(f"{path} {problem}; it must have one command line of {titles}")
     name, variant, line, after = found[0]
     try:
-        words = shlex.split(after.replace("$'", "'"), comments=True)
+        words = shlex.split(_one_command(after).replace("$'", "'"), comments=True)
     except ValueError as error:
         raise RLHFError(f"{path}: the command line cannot be parsed ({error})") from error
     devices = DEVICES.search(line)
     return (name, variant), _options(words, path), int(devices[1]) if devices else None
+
+
+def _one_command(text: str) -> str:
+    """Return the text up to the end of its first command, without redirections."""
+    pieces = itertools.takewhile(lambda piece: not piece["end"], SHELL.finditer(text))
+    return "".join(piece[0] for piece in pieces if not piece["redirection"])
 
 
 def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
@@ -89,7 +103,7 @@ def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             options[name] = [value] if equals else []
-        elif name and word not in ("&&", ";", "|", "&", ">", "2>&1"):
+        elif name:
             options[name].append(word)
         elif re.fullmatch(r"\w+=.*", word):  # As Hydra and LLaMA-Factory write them.
             key, _, value = word.partition("=")

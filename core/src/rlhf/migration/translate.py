@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from rlhf.config.foreign import PROJECTS, Rule
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import Arguments, located
 from rlhf.migration.datasets import READERS, listed
+
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 @define
@@ -51,17 +54,17 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     project = PROJECTS[arguments.project]
     variant = project.variants[arguments.variant]
     rules = {**project.keys, **variant.keys}
-    given = {key: _plain(value) for key, value in arguments.keys.items()}
+    written = {key: _plain(value) for key, value in arguments.keys.items()}
     default = {**project.defaults, **variant.defaults}
-    keys = default | {key: value for key, value in given.items() if value is not None}
+    keys = default | {key: value for key, value in written.items() if value is not None}
     migration = Migration(variant.trainer, f"{project.title}'s {arguments.variant}")
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
     for key, rule in rules.items():
         if key in keys:
-            origin = key if key in given else f"default of {project.title}"
+            origin = key if key in written else f"default of {project.title}"
             _apply(migration, key, keys[key], rule, origin)
-    migration.unknown.extend(key for key in given if key not in rules)
+    migration.unknown.extend(key for key in written if key not in rules)
     _batch(migration, devices or arguments.devices)
     _optimizer(migration, keys)
     _length(migration)
@@ -73,12 +76,10 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number in place of its text: YAML 1.1 reads 1e-5 as text."""
-    try:
-        has_digit = isinstance(value, str) and any(map(str.isdigit, value))
-        return float(value) if has_digit else value
-    except ValueError:
-        return value
+    """Return a number with an exponent in place of its text: YAML 1.1 reads 1e-5 as text."""
+    if isinstance(value, str) and EXPONENT.fullmatch(value) and math.isfinite(float(value)):
+        return float(value)
+    return value
 
 
 def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
@@ -90,11 +91,19 @@ def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) 
     elif rule.kind == "lost":
         migration.lost[f"{key} {_short(value)}"] = rule.note
     elif rule.kind == "factor":
-        migration.factors[key] = int(value)
+        migration.factors[key] = _factor(key, value)
     elif rule.kind == "set":
         _set(migration, key, value, rule, origin)
     if rule.note and rule.values is None and rule.kind != "lost" and origin == key:
         migration.notes[f"{key} {_short(value)}"] = rule.note
+
+
+def _factor(key: str, value: Any) -> int:
+    """Return a factor of the batch size. Raises RLHFError for one that is not a number."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise RLHFError(f"{key} is {value!r}; write the number that was used") from None
 
 
 def _set(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:

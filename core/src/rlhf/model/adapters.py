@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 
@@ -194,8 +194,14 @@ def linear_names(causal: Any) -> list[str]:
 
 
 def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
-    """Return the settings of an adapter folder; RLHFError unless it was trained for `task`."""
+    """Return the settings of a LoRA adapter. Raises RLHFError for an adapter of another kind, or
+    that was trained for another task."""
     settings = adapter_settings(folder)
+    if settings.peft_type != PeftType.LORA:
+        raise RLHFError(
+            f"model.adapter {folder} is not a LoRA adapter; merge it into its base first, or "
+            "choose another adapter"
+        )
     if settings.task_type not in (None, FORMS[task].peft):
         raise RLHFError(
             f"model.adapter {folder} was trained for {settings.task_type}, but this trainer needs "

@@ -1,9 +1,10 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError, first_line
@@ -45,11 +46,17 @@ def known_tokens(config: Config) -> int | None:
 
 
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
-    """Return a model of this architecture and task without loaded weights."""
+    """Return a model of this architecture and task without loaded weights, with the generation
+    config of `model.path` as transformers' own loaders read it."""
     causal = FORMS[task].auto.from_config(
         architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
     )
     causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
+    if causal.can_generate():
+        with suppress(OSError):  # Not every folder has one.
+            causal.generation_config = GenerationConfig.from_pretrained(
+                resolved(config.model.path), revision=config.model.revision
+            )
     return causal
 
 

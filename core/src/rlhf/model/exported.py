@@ -23,9 +23,9 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
     # A classifier's adapter folder has a config.json for its head and padding. A language model's
     # has one only if its trainer wrote settings there.
     described = (folder / "config.json").is_file()
-    options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
     try:
         with quiet_loading():
+            options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
             model, report = FORMS[task].auto.from_pretrained(
                 base, dtype=dtype, weights_only=True, output_loading_info=True, **options
             )
@@ -35,8 +35,8 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
                 f"cannot load {folder} ({first_line(error)}); pass the model/ folder of a run"
             ) from error
         raise RLHFError(
-            f"cannot load the base model {base} of {folder}; correct base_model_name_or_path in "
-            "its adapter_config.json"
+            f"cannot load the base model {base} of {folder} ({first_line(error)}); correct "
+            "base_model_name_or_path in its adapter_config.json"
         ) from error
     if adapted:
         return load_adapter(model, str(folder), trained=False)

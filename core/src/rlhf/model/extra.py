@@ -27,8 +27,9 @@ def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tenso
     check_extra(extra)
     if not extra:
         return {}
-    source = config.model.adapter or resolved(config.model.path)
-    saved = exported_extra(source, revision=config.model.revision)
+    model = config.model
+    source = model.adapter or resolved(model.path)
+    saved = exported_extra(source, revision=None if model.adapter else model.revision)
     for name in sorted(saved.keys() & extra.keys()):
         if saved[name].shape != extra[name].shape:
             raise RLHFError(

@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.adapters import adapter_settings
+from rlhf.model.adapters import read_adapter
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import change_layers, check_layers
@@ -31,7 +31,7 @@ def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway
     Below stage 3 every rank loads the model onto its device. At stage 3 the module is created in
     shards and only rank 0 reads the weights. Collective at stage 3.
     """
-    config, task = spec.config, spec.task or "causal"
+    config, task = spec.config, spec.head_task
     architecture = read_architecture(config, task, spec.labels)
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
@@ -52,7 +52,7 @@ def packed_model(
     """Return a transformers model as `spec` asks for it: with adapters, frozen parameters and
     recomputation as configured, and with the trainer's own parameters."""
     extra = {name: value.to(device, dtype, copy=True) for name, value in spec.extra.items()}
-    model = prepare_trainable(causal, spec.config, spec.task or "causal")
+    model = prepare_trainable(causal, spec.config, spec.head_task)
     fuse_adapters(model, spec.config.model, device)
     module = PackedModel(
         model,
@@ -88,8 +88,8 @@ def load_sharded(
 
     Rank 0's copy comes from transformers' own loader, so renamed and merged weights are right.
     """
-    config, task, dtype = spec.config, spec.task or "causal", DTYPES[plan.precision]
-    check_shardable(config.model)
+    config, task, dtype = spec.config, spec.head_task, DTYPES[plan.precision]
+    check_shardable(config.model, task)
     with hooks.model_context(plan=plan, role=spec.role, mesh=mesh), no_init_weights():
         causal = from_config(architecture, config, task, dtype=dtype)
     causal.tie_weights()
@@ -104,14 +104,14 @@ def load_sharded(
     return causal
 
 
-def check_shardable(model: ModelConfig) -> None:
+def check_shardable(model: ModelConfig, task: Task) -> None:
     """Raise RLHFError for what cannot be in shards."""
     if model.quantize is not None:
         raise RLHFError(
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
             "remove model.quantize"
         )
-    if model.adapter and adapter_settings(model.adapter).use_dora:
+    if model.adapter and read_adapter(model.adapter, task).use_dora:
         raise RLHFError(
             f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
             "ZeRO stage 3; choose stage 2 or lower"

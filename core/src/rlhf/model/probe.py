@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -75,34 +75,41 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
                 f"scale and soft cap applied to the last hidden states (off by {worst:.1e}), so "
                 "this family cannot be trained; choose another model.path"
             )
-        choice = first_correct(engine, batch, truth["hidden"], longest)
-    # Ranks may differ by rounding; all take the most careful choice of any rank.
-    ladder = get_args(PathName)
-    choice = max(mesh.gather(choice), key=lambda item: ladder.index(item.path))
+        choice = first_correct(engine, mesh, batch, truth["hidden"], longest)
     module.path = choice.path
     return choice
 
 
-def first_correct(engine: Engine, batch: PackedBatch, truth: Tensor, longest: int) -> AttentionPath:
-    """Return the best path whose hidden states are those of one path at a time."""
+def first_correct(
+    engine: Engine, mesh: Mesh, batch: PackedBatch, truth: Tensor, longest: int
+) -> AttentionPath:
+    """Return the best path whose hidden states are those of one path at a time on every rank.
+    Collective."""
     module: Any = engine.module
     candidates, reason = candidates_of(module.causal, longest, engine.device)
     for path in candidates:
         module.path = path
-        try:
-            hidden = engine(batch, lambda hidden, *_: {"hidden": hidden})["hidden"]
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-            # A model's own code may fail in any way on a mask it does not expect. Then this path
-            # is not for it.
-            reason = f"{path} failed with {type(error).__name__}: {first_line(error)}"
-            continue
-        distance = largest_error(hidden, truth, batch.spans, exact=engine.precision == "fp32")
-        if distance <= TOLERANCE[engine.precision]:
+        # Ranks may differ by rounding or by a compiler. One that tried another path by itself would
+        # gather weights at ZeRO-3 that the others do not.
+        problems = [problem for problem in mesh.gather(problem_of(engine, batch, truth)) if problem]
+        if not problems:
             return AttentionPath(path=path, reason=reason)
-        reason = f"{path} was off by {distance:.1e}"
+        reason = f"{path} {problems[0]}"
     return AttentionPath(path="separate", reason=reason)
+
+
+def problem_of(engine: Engine, batch: PackedBatch, truth: Tensor) -> str:
+    """Return what is wrong with the module's path on this rank, or ""."""
+    try:
+        hidden = engine(batch, lambda hidden, *_: {"hidden": hidden})["hidden"]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        # A model's own code may fail in any way on a mask it does not expect. Then this path is not
+        # for it.
+        return f"failed with {type(error).__name__}: {first_line(error)}"
+    distance = largest_error(hidden, truth, batch.spans, exact=engine.precision == "fp32")
+    return "" if distance <= TOLERANCE[engine.precision] else f"was off by {distance:.1e}"
 
 
 def candidates_of(

@@ -41,6 +41,11 @@ class ModelSpec:
     dropout: bool = True
     """Whether it keeps its own dropout."""
 
+    @property
+    def head_task(self) -> Task:
+        """The task of a model of transformers; causal unless another one is set."""
+        return self.task or "causal"
+
 
 @frozen(kw_only=True)
 class Role:

@@ -115,10 +115,7 @@ def verify_export(
             problem = f"{name} has shape {list(written[name])}, expected {list(expected[name])}"
         else:
             continue
-        raise RLHFError(
-            f"the export in {directory} is incomplete: {problem}; the checkpoint is intact, run "
-            "rlhf export on it"
-        )
+        raise RLHFError(f"the export in {directory} is incomplete: {problem}")
 
 
 def written_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ their `model_type` is another."""
 
 def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
     """Return a model on the meta device: its parameters have shapes and no values."""
-    config, task, meta = spec.config, spec.task or "causal", torch.device("meta")
+    config, task, meta = spec.config, spec.head_task, torch.device("meta")
     architecture = read_architecture(config, task, spec.labels)
     dtype = DTYPES[config.model.dtype]
     with meta:
@@ -83,12 +83,12 @@ def tensor_ranks(config: Any) -> tuple[int, str]:
 
 
 def check_positions(causal: Any, longest: int, name: str) -> list[str]:
-    """Return a line for the start of the run if the longest row exceeds the positions in the
-    model's configuration. Raises RLHFError if positions come from a table, which ends there."""
+    """Return a line for the start of the run if its rows may exceed the positions in the model's
+    configuration. Raises RLHFError if positions come from a table, which ends there."""
     known = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     if known is None or longest <= known:
         return []
-    what = f"{name} has {known:,} positions but the longest row has {longest:,} tokens"
+    what = f"{name} has {known:,} positions but rows of up to {longest:,} tokens"
     if _looked_up(causal, known):
         raise RLHFError(
             f"{what}; set data.max_tokens to {known} (data.too_long drops or cuts longer rows)"

@@ -76,7 +76,7 @@ class RunContext(RunModels):
     def _notes_on(self, spec: ModelSpec, module: PackedModel, written: str) -> Iterator[str]:
         """Yield what the run prints of a loaded model, whose folder has weights of the class
         `written`."""
-        model, form = spec.config.model, FORMS[spec.task or "causal"]
+        model, form = spec.config.model, FORMS[spec.head_task]
         if module.layers and spec.trained:
             yield module.layers
         if module.router_loss and spec.trained:

@@ -29,19 +29,21 @@ class Dataset:
         parts = {"train": self.train, "eval": self.eval}
         return {which: part for which, part in parts.items() if part}
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest path."""
-        return max(int(part.longest_path.max()) for part in self.parts.values())
+    def longest(self, config: Config) -> int:
+        """Return the tokens of the longest path, also of the paths that a rollout may make."""
+        rows = max(int(part.longest_path.max()) for part in self.parts.values())
+        return max(rows, self._made(config))
+
+    def largest(self, config: Config) -> int:
+        """Return the tokens of the largest example, also of those that a rollout may make."""
+        rows = max(int(part.lengths.max()) for part in self.parts.values())
+        return max(rows, self._made(config))
 
     def with_token_budget(self, config: Config) -> Config:
-        """Return `config` with a number for `batch.tokens: auto`, which holds every example and
-        every one that a rollout may make."""
+        """Return `config` with a number for `batch.tokens: auto`, which holds every example."""
         if config.batch.tokens != "auto":
             return config
-        made = config.data.max_tokens if self.trainer.needs_rollout() else 0
-        largest = max(int(part.lengths.max()) for part in self.parts.values())
-        tokens = max(START, made, largest)
+        tokens = max(START, self.largest(config))
         return attrs.evolve(config, batch=attrs.evolve(config.batch, tokens=tokens))
 
     def steps_per_epoch(self, config: Config) -> int:
@@ -57,6 +59,10 @@ class Dataset:
         """Return a line for each part of the data of which many rows were dropped or cut."""
         warnings = (part.report.warning(which) for which, part in self.parts.items())
         return [f"warning    {warning}" for warning in warnings if warning]
+
+    def _made(self, config: Config) -> int:
+        """Return the tokens that an example of a rollout may have; 0 without one."""
+        return config.data.max_tokens if self.trainer.needs_rollout() else 0
 
 
 def prepare_data(request: Request) -> Dataset:

@@ -1,6 +1,7 @@
 """The first lines of a run, and what its folder holds before the first step."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -71,10 +72,12 @@ def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def introduce_models(request: Request, run: RunContext, folder: RunFolder) -> None:
+def introduce_models(
+    request: Request, run: RunContext, folder: RunFolder, plans: Mapping[str, Any]
+) -> None:
     """Print how the models run, and write configuration, plans and versions into the folder."""
     folder.write_config(to_tree(request.config))
-    folder.write_json("plan.json", plans_of(run))
+    folder.write_json("plan.json", plans)
     folder.write_versions(
         trainer=request.trainer, trust_remote_code=run.config.model.trust_remote_code
     )

@@ -44,6 +44,7 @@ class Phases:
             for role, kinds in idle.items()
         )
         before = self._moved
+        # A phase in which nothing is idle keeps what the phase around it has moved.
         self._moved = {role: before.get(role, ()) + kinds for role, kinds in idle.items()} or before
         if size and phase not in self._reported and self._mesh.rank == 0:
             self._reported.add(phase)

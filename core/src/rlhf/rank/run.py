@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import transformers
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh
-from rlhf.errors import first_line
+from rlhf.errors import RLHFError, SameOnAllRanks, first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
@@ -36,6 +37,7 @@ def run_rank(
     *,
     backend: Any = None,
     observers: Mapping[str, object] = MappingProxyType({}),
+    chosen: Path | None = None,
     verified: bool = False,
     startup: Startup | None = None,
 ) -> tuple[Path, str]:
@@ -43,8 +45,9 @@ def run_rank(
     has saved.
 
     `backend`, an object with hook implementations, replaces the one of the configuration;
-    `observers` join those of the configuration. With `verified` the checkpoint to resume from has
-    been verified. `startup` is the clock of the run's start.
+    `observers` join those of the configuration. `chosen` is the run folder, if the launcher has
+    chosen it. With `verified` the checkpoint to resume from has been verified. `startup` is the
+    clock of the run's start.
     """
     config, startup = request.config, startup or Startup()
     transformers.utils.logging.disable_progress_bar()
@@ -54,7 +57,7 @@ def run_rank(
         data = prepare_data(request)
     session = None
     with process_group(config, hooks) as mesh:
-        path, resumed = choose_folder(request, data, mesh, verified=verified)
+        path, resumed = choose_folder(request, data, mesh, chosen, verified=verified)
         try:
             with opened(path, mesh, startup, fresh=resumed is None) as (folder, place):
                 session = set_up(request, data, mesh, hooks, watching, path, folder, place, resumed)
@@ -94,11 +97,11 @@ def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
 
 
 def choose_folder(
-    request: Request, data: Dataset, mesh: Mesh, *, verified: bool
+    request: Request, data: Dataset, mesh: Mesh, chosen: Path | None, *, verified: bool
 ) -> tuple[Path, Path | None]:
-    """Return the run folder and the checkpoint to resume from, if any. Raises RLHFError if the run
-    cannot be resumed. Collective."""
-    path = mesh.on_rank_zero(lambda: run_folder.choose(request))
+    """Return the run folder, which the launcher may have `chosen`, and the checkpoint to resume
+    from, if any. Raises RLHFError if the run cannot be resumed. Collective."""
+    path = mesh.on_rank_zero(lambda: chosen or run_folder.choose(request))
     resumed = mesh.on_rank_zero(
         lambda: run_folder.check_resumable(request, path, verified=verified)
     )
@@ -117,8 +120,19 @@ def opened(
         folder = mesh.on_rank_zero(lambda: run_folder.RunFolder(path, fresh=fresh), share=False)
         if folder is not None:
             stack.enter_context(folder)
+        check_shared(path, mesh)
         marker = places.Marker(path / run_folder.RANKS, mesh.rank, startup)
         yield folder, stack.enter_context(closing(marker))
+
+
+def check_shared(path: Path, mesh: Mesh) -> None:
+    """Raise RLHFError on every rank if a host does not have the run folder. Collective."""
+    for host, present in mesh.gather((socket.gethostname(), path.is_dir())):
+        if not present:
+            raise SameOnAllRanks(
+                f"{path} is not on host {host}; choose an --output that is the same folder on all "
+                "hosts"
+            )
 
 
 def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
@@ -161,7 +175,7 @@ def export_at_end(session: Session, reason: str, step: int) -> None:
     Collective."""
     best, record = session.best, session.record
     if best.step is None:
-        export_model(session)
+        export_saved(session)
         if session.folder is not None:
             session.folder.write_summary(exported=step)
     if reason == "patience":
@@ -171,6 +185,14 @@ def export_at_end(session: Session, reason: str, step: int) -> None:
         say(session, f"stopped    {at}; remove it and pass --resume to continue")
     of = "" if best.step is None else f", the best by {best}"
     say(session, f"model      {record.folder / 'model'}{of}")
+
+
+def export_saved(session: Session) -> None:
+    """Write the models of a step that has a checkpoint. Collective."""
+    try:
+        export_model(session)
+    except RLHFError as error:
+        raise RLHFError(f"{error}; the checkpoint is intact, run rlhf export on it") from error
 
 
 def is_exported(session: Session, step: int) -> bool:
@@ -209,7 +231,7 @@ def restore_best(session: Session, *, step: int) -> str:
     if best.step is None:
         return ""
     if best.step == step:
-        export_model(session)
+        export_saved(session)
         return ""
     folder = checkpoints.step_folder(session.checkpoints, best.step)
     if session.mesh.on_rank_zero(lambda: checkpoints.damage(folder)):

@@ -47,14 +47,14 @@ def set_up(
     config, trainer = fit.config, data.trainer
     run = RunContext(
         config=config, tokenizer=trainer.tokenizer, mesh=mesh, hooks=hooks, steps=fit.steps,
-        longest=data.longest, examples=tuple(data.parts.values()), resumed=resumed, fit=fit,
+        longest=data.longest(config), examples=tuple(data.parts.values()), resumed=resumed, fit=fit,
         startup=place.startup,
     )  # fmt: skip
     identity = "" if folder is None else introduce_run(request, data, fit, choice, folder)
     trainer.setup(run)
     check_setup(trainer, run.roles)
     check_samples(request.name, trainer, config, run.roles["policy"])
-    random_state.spread(config.train.seed, mesh.shards.rank)
+    random_state.seed_generators(config.train.seed, mesh.shards.rank)
     settings = {name: it for name, it in leaves(to_tree(config)).items() if it is not None}
     record = RunRecord(
         name=request.name, folder=path, config=config, steps=run.steps, id=identity,
@@ -63,7 +63,7 @@ def set_up(
     session = session_of(run, record, trainer, observers, folder, place)
     if folder is not None:
         folder.begin()
-        introduce_models(request, run, folder)
+        introduce_models(request, run, folder, record.plan)
     return session
 
 
@@ -113,21 +113,23 @@ def choose_fit(
     """Return the fit with the chosen values, and the line that explains them. Collective."""
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
-    # Ranks may see different amounts of device memory: rank 0 decides.
-    settled = None
-    if mesh.rank == 0:
+
+    def chosen() -> tuple[Config, str, str]:
         choice, line = choose(fit, any_tokens=any_tokens)
-        fit = fit.under(*choice)
-        settled = fit.resolved, line
-    config, line = mesh.gather(settled)[0]
-    return fit.with_config(config, fit.layout), line
+        under = fit.under(*choice)
+        return under.resolved, under.layout, line
+
+    # Ranks may see different amounts of device memory: rank 0 decides.
+    settled, layout, line = mesh.on_rank_zero(chosen)
+    return fit.with_config(settled, layout), line
 
 
 def step_fit(config: Config, data: Dataset, mesh: Mesh, hooks: BackendGateway) -> StepFit:
     """Return whether a step of this run fits."""
     return StepFit(
         data.trainer, data.with_token_budget(config), mesh, hooks, steps=data.num_steps(config),
-        longest=data.longest, examples=tuple(data.parts.values()),
+        longest=data.longest(config), largest=data.largest(config),
+        examples=tuple(data.parts.values()),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.devices import fused_on
 from rlhf.engine import Engine, Readout
 from rlhf.model.head import Head
+from rlhf.model.masks import mark_any_size
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum
 from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
@@ -211,7 +212,7 @@ def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor
         read = raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32)
         return read, torch.empty_like(raw)
     for tensor in (raw, *tensors):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        mark_any_size(tensor, 0)
     return _compiled_compare()(raw, *tensors, **options)
 
 

@@ -38,7 +38,8 @@ def weights_digest(config: Config) -> str:
     if model.fp8 is not None:
         parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
-        parts += _contents(Path(model.adapter), WEIGHT_FILES)
+        settings = Path(str(cached_file(model.adapter, "adapter_config.json")))
+        parts += _contents(settings.parent, WEIGHT_FILES)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

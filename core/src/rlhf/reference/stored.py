@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf.data.trees import TreeFile
+from rlhf.folder.disk import writing
 
 PART = 2048
 """Examples per file: as many as a killed run can lose."""
@@ -59,10 +60,14 @@ class LogprobTable:
 
     def write(self, part: int, values: NDArray[np.float32]) -> None:
         """Write a part, completely or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         hidden = self.folder / f".{part:06d}.{os.getpid()}.npy"
-        np.save(hidden, values, allow_pickle=False)
-        hidden.replace(self.folder / f"{part:06d}-{_digest(values)}.npy")
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                np.save(hidden, values, allow_pickle=False)
+                hidden.replace(self.folder / f"{part:06d}-{_digest(values)}.npy")
+            finally:
+                hidden.unlink(missing_ok=True)
 
     def examples_of(self, part: int) -> range:
         """Return the numbers of the examples in a part."""

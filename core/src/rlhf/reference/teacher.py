@@ -65,7 +65,7 @@ def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: flo
 
 
 def _top(hidden: Tensor, *, head: Head, top: int, temperature: float) -> Tensor:
-    """hidden [n, H] -> [n, 2 top + 1]."""
+    """Return what is stored of each prediction: hidden [n, H] -> [n, 2 top + 1]."""
     logprobs = head.logits(hidden).div_(temperature).log_softmax(-1)
     top_logprobs, tokens = logprobs.topk(top, dim=-1)
     rest = logprobs.scatter_(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -88,18 +88,18 @@ def build_gateways(
     manager.register(load_object(CORE)())
     manager.register(backend)
     for extension in reversed(list(extensions)):
-        list(check_hooks("extension", extension))
+        check_hooks("extension", extension)
         manager.register(extension)
     manager.check_pending()
     for observer in observers.values():
-        list(check_hooks("observer", observer))
+        check_hooks("observer", observer)
     return BackendGateway(manager), ObserverGateway(observers)
 
 
 def check_backend(backend: object) -> None:
     """Raise RLHFError unless `backend` implements each hook exactly once, not counting wrappers;
     those that core implements may be missing."""
-    implemented = list(check_hooks("backend", backend))
+    implemented = check_hooks("backend", backend)
     covered = {*implemented, *check_hooks("backend", load_object(CORE))}
     for hook in BACKEND_HOOKS:
         if implemented.count(hook) > 1:
@@ -110,10 +110,10 @@ def check_backend(backend: object) -> None:
             raise RLHFError(_without_hook("backend", backend, hook))
 
 
-def check_hooks(kind: str, plugin: object) -> Iterator[str]:
-    """Yield the hooks that `plugin`, an object or a class, implements, without wrappers. Raises
+def check_hooks(kind: str, plugin: object) -> list[str]:
+    """Return the hooks that `plugin`, an object or a class, implements, without wrappers. Raises
     RLHFError for one that cannot work."""
-    reader = pluggy.PluginManager("rlhf")
+    reader, implemented = pluggy.PluginManager("rlhf"), []
     _check_marks(kind, plugin, reader)
     for name in dir(plugin):
         options = reader.parse_hookimpl_opts(plugin, name)
@@ -135,7 +135,8 @@ def check_hooks(kind: str, plugin: object) -> Iterator[str]:
         _check_parameters(where, spec, getattr(plugin, name))
         _check_wrapper(where, options, getattr(plugin, name))
         if not (options["wrapper"] or options["hookwrapper"]):
-            yield hook
+            implemented.append(hook)
+    return implemented
 
 
 def _check_marks(kind: str, plugin: object, reader: pluggy.PluginManager) -> None:

@@ -129,7 +129,7 @@ class ObserverConformance:
     @promise("an observer implements hooks of observers", "hooks.md, Observer hooks")
     def test_it_has_hooks(self) -> None:
         plugin = self._made()
-        assert list(check_hooks("observer", plugin)), f"{self.observer} has no method @hookimpl"
+        assert check_hooks("observer", plugin), f"{self.observer} has no method @hookimpl"
 
     @promise("an observer does not raise", "testing.md, Observers")
     def test_it_does_not_raise(self, runs: Watched) -> None:

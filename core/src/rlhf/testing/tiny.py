@@ -186,7 +186,7 @@ def step_memory(
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
     session.train()
-    batch = largest(session.train_order, session.record.steps)
+    batch, _ = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step_peak)
     measured = count_step(session.trainer, batch, modules)

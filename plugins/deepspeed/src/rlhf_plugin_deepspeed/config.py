@@ -89,8 +89,8 @@ REFUSED = {
     "compile": "DeepCompile is not offered: its graphs bypass the patches that make the curve "
     "exact; set model.kernels to compile, at stages 0 to 2",
     "tensor_parallel": "deepspeed.tensor_parallel decides it",
-    "expert_parallel": "AutoEP is not offered: its process groups do not match the run's mesh; "
-    "remove it, or use stage 3, which shards experts",
+    "expert_parallel": "AutoEP is not offered: it renames experts and divides them over ranks, so "
+    "exports and adapters would be incomplete; remove it, or use stage 3, which shards experts",
 } | {
     f"zero_optimization.zero_quantized_{name}": "it rounds what ranks exchange to 8 or 4 bits, "
     "which changes the curve; deepspeed.hpz_partition_size does not"

@@ -129,14 +129,16 @@ def _patch(decoder: Any) -> None:
 class Rotary:
     """A family's rotary embedding: Liger's for CUDA tensors, the family's own for all others."""
 
-    def __init__(self, fused: Callable[..., Any], own: Callable[..., Any]) -> None:
+    def __init__(self, fused: Callable[..., Any], original: Callable[..., Any]) -> None:
         self.fused = fused
-        self.own: Callable[..., Any] = own.own if isinstance(own, Rotary) else own
+        self.original: Callable[..., Any] = (
+            original.original if isinstance(original, Rotary) else original
+        )
 
     def __call__(self, query: Tensor, *rest: Any, **options: Any) -> Any:
         # torch.compile fuses the family's own function itself.
         fits = query.device.type == "cuda" and not torch.compiler.is_compiling()
-        chosen = self.fused if fits else self.own
+        chosen = self.fused if fits else self.original
         return chosen(query, *rest, **options)
 
 

@@ -115,7 +115,7 @@ PATCHES = {
         targets=(f"{STAGES_1_2}.copy_grads_in_partition(param, group_idx=)",),
         stages=(1, 2), kind="speed", offload=False,
         reason="DeepSpeed allocates memory for all gradients when the first one arrives",
-        gain="as fast, in less memory",
+        gain="14.5 -> 14.0 GiB at the peak on a CPU (0.5B, fp32), as fast on GPUs",
     ),
     "no-master-copy": Patch(
         targets=(

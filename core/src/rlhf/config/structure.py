@@ -213,15 +213,16 @@ def _message(path: Path, text: str, root: type) -> str:
     section_name, _, rest = key.partition(".")
     if rest and not above:
         return f"{dotted}: unknown setting; in a file, write `{section_name}: {{{rest}: ...}}`"
-    return f"{dotted}: unknown setting; {_hint(key, here, anywhere)}"
+    return _unknown(dotted, key, here, anywhere)
 
 
-def _hint(key: str, here: Mapping[str, str], anywhere: Mapping[str, str]) -> str:
-    """Return which setting may be meant by `key`, else those of its section."""
+def _unknown(dotted: str, key: str, here: Mapping[str, str], anywhere: Mapping[str, str]) -> str:
+    """Return the message for an unknown key with the setting that may be meant, else with those of
+    its section."""
     for names in (here, anywhere):
         for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
-            return f"did you mean {names[near]}?"
-    return f"available: {', '.join(here) or 'none'}"
+            return f"{dotted}: unknown setting; did you mean {names[near]}?"
+    return f"{dotted}: unknown setting; available: {', '.join(here) or 'none'}"
 
 
 def _settings(root: type) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import sft_runs
 from rlhf.commands.main import main
@@ -200,6 +201,48 @@ def test_changed_rows_under_the_same_name_are_refused(
     )
     (error,) = one.errors(sft_runs.run, [*words, "--resume"], str(inputs.cache))
     assert re.search(message, error)
+
+
+def test_rows_in_another_order_are_refused(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(inputs.train.read_bytes())
+    words = sft_runs.words(inputs, tmp_path / "run", "--data.train", str(rows))
+    one.run(sft_runs.run, [*words, "--train.stop_at", "2"], str(inputs.cache))
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[::-1]))
+    message = (
+        "step-000002 was written in training on 22 examples of 1,168 tokens but data.train now has "
+        "as many with other content or in another order; restore the old rows, or start again with "
+        "--overwrite"
+    )
+    (error,) = one.errors(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+    assert message in error
+
+
+def test_another_base_under_an_adapter_is_refused_but_not_under_trained_weights(
+    inputs: Inputs, two: Ranks, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(inputs.model, model)
+
+    def words(name: str, *more: str) -> list[str]:
+        same = ("--model", str(model), "--train.steps", "4", "--train.stop_at", "2")
+        return sft_runs.words(inputs, tmp_path / name, *same, *more)
+
+    two.run(sft_runs.run, words("whole"), str(inputs.cache))
+    two.run(sft_runs.run, words("adapter", "--lora.rank", "2"), str(inputs.cache))
+    weights = {name: it + 1 for name, it in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    more = ("--resume", "--train.stop_at", "4")
+    two.run(sft_runs.run, words("whole", *more), str(inputs.cache))
+    errors = two.errors(
+        sft_runs.run, words("adapter", "--lora.rank", "2", *more), str(inputs.cache)
+    )
+    message = (
+        f"{model} has other weights or another config.json than when {tmp_path}/adapter/checkpoints"
+        "/step-000002 was written, which has no copy of these frozen weights; restore the old "
+        "files, or start again with --overwrite"
+    )
+    assert all(message in error for error in errors)
 
 
 def test_another_model_in_the_old_folder_is_refused_before_its_weights_are_read(

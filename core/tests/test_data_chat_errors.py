@@ -4,8 +4,10 @@ import re
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, GEMMA, TALK, read, tokenizer_of
+from chat_templates import CHATML, GEMMA, LLAMA3, TALK, read, tokenizer_of
+from transformers import AutoTokenizer
 
+from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf.model import tokenizer as tokenizers
 
@@ -57,7 +59,6 @@ def test_content_that_a_template_rewrites_is_not_dropped() -> None:
     ("columns", "message"),
     [
         ({"messages": [TALK[0], TOOL_CALL]}, "chatml has no form for tool calls"),
-        ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "a message has no content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, TALK[1]]},
             "chatml has no form for a part that is not text",
@@ -124,4 +125,82 @@ def test_rows_of_another_format_are_refused_with_their_columns() -> None:
         read(tokenizer, messages=[{"speaker": "me", "text": "hi"}])
     assert str(caught.value) == (
         'rows.jsonl line 1: message 0 of `messages` has no `role`: {"speaker": "me", "text": "hi"}'
+    )
+
+
+QUESTION = {"role": "user", "content": "two words"}
+PARTS = [{"type": "text", "text": word} for word in ("two ", "words")]
+IMAGE = {"type": "image", "image": "a.png"}
+OWN_PARTS = CHATML.replace(
+    "m['content'] +",
+    "(m['content'] if m['content'] is string else m['content'] | map(attribute='text')"
+    " | map('upper') | join('|')) +",
+)
+"""A template that renders parts, in its own way."""
+INTERPOLATED = CHATML.replace("+ m['content'] +", "~ m['content'] ~")
+
+
+def prompt_of(template: str | None, *messages: Any) -> str:
+    """The prompt of the last turn, as text."""
+    tokenizer = demo_tokenizer() if template is None else tokenizer_of("bytes", template)
+    (row,) = read(tokenizer, messages=[*messages, TALK[1]])
+    return tokenizer.decode(row.prompt)
+
+
+def demo_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.base_model_folder())
+
+
+@pytest.mark.parametrize("template", [None, LLAMA3, CHATML, INTERPOLATED])
+def test_parts_of_text_are_joined_for_a_template_of_text(template: str | None) -> None:
+    joined = prompt_of(template, {**QUESTION, "content": PARTS})
+    assert "two words" in joined
+    assert joined == prompt_of(template, QUESTION)
+    assert prompt_of(template, {**QUESTION, "content": ["two ", "words"]}) == joined
+
+
+def test_a_template_that_renders_parts_gets_them() -> None:
+    assert "TWO |WORDS" in prompt_of(OWN_PARTS, {**QUESTION, "content": PARTS})
+
+
+@pytest.mark.parametrize("template", [None, LLAMA3, INTERPOLATED])
+def test_a_part_that_would_be_printed_as_a_python_value_is_an_error(template: str | None) -> None:
+    with pytest.raises(RLHFError) as caught:
+        prompt_of(template, {**QUESTION, "content": [*PARTS, IMAGE]})
+    assert str(caught.value) == (
+        "rows.jsonl line 1: `content` of message 0 (role user) has a part of type 'image', which "
+        "the chat template cannot render; remove the row or set data.chat_template"
+    )
+
+
+def test_a_part_that_the_template_drops_is_an_error() -> None:
+    template = OWN_PARTS.replace("m['content'] | map(", "m['content'][:2] | map(")
+    with pytest.raises(RLHFError) as caught:
+        prompt_of(template, {**QUESTION, "content": [*PARTS, IMAGE]})
+    assert str(caught.value) == (
+        "rows.jsonl line 1: the chat template drops part 2 of `content` of message 0 (role user); "
+        "change the row or set data.chat_template"
+    )
+
+
+@pytest.mark.parametrize("template", [None, LLAMA3, CHATML, tokenizers.CHATML])
+@pytest.mark.parametrize("message", [{"role": "user", "content": None}, {"role": "user"}])
+def test_a_message_without_content_is_an_error(template: str | None, message: Any) -> None:
+    with pytest.raises(RLHFError) as caught:
+        prompt_of(template, message)
+    assert str(caught.value) == (
+        "rows.jsonl line 1: message 0 (role user) has no `content`; give it text, which may be "
+        "empty, or remove the row"
+    )
+
+
+def test_null_beside_tool_calls_is_not_printed_as_none() -> None:
+    template = INTERPOLATED.replace(
+        "~ '<|im_end|>", "~ (m.tool_calls | tojson if m.tool_calls else '') ~ '<|im_end|>"
+    )
+    assert "tool_calls" in template
+    prompt = prompt_of(template, QUESTION, TOOL_CALL, {"role": "tool", "content": "4"})
+    assert "None" not in prompt
+    assert prompt == prompt_of(
+        template, QUESTION, {**TOOL_CALL, "content": ""}, {"role": "tool", "content": "4"}
     )

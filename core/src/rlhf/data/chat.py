@@ -9,18 +9,18 @@ is split, so that each turn is trained on in the context in which it is generate
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from rlhf.data.content import Messages, readable, text_of
 from rlhf.data.encode import Rendered, common_prefix
 from rlhf.errors import RLHFError
 
 Message = Mapping[str, Any]
-Messages = Sequence[Message]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
 """What templates write before an answer without reasoning, such as `<think></think>`: it is part of
@@ -55,12 +55,16 @@ class ChatTemplate:
         One text, or several if the template renders earlier turns differently; none without such a
         turn. Raises RLHFError if the template refuses the conversation or a turn cannot be located.
         """
-        contexts = [
-            messages[: number + 1]
+        turns = [
+            number
             for number, message in enumerate(messages)
             if number >= first and message["role"] == "assistant"
         ]
         view = self.view(tools, keywords)
+        if not turns:
+            return []
+        messages = readable(messages[: turns[-1] + 1], view.text_or_none)
+        contexts = [messages[: number + 1] for number in turns]
         rendered = [self._turn(context, view) for context in contexts]
         out: list[Rendered] = []
         for text, spans in reversed(rendered):
@@ -68,16 +72,15 @@ class ChatTemplate:
                 out[-1] = Rendered(out[-1].text, spans + out[-1].spans)
             else:
                 out.append(Rendered(text, spans))
-        if out:
-            # The first here is the text of the last turn.
-            _raise_if_dropped(view, contexts[-1], out[0].text)
-            if self._whole:
-                out[0] = Rendered(view.text(contexts[-1]), out[0].spans)
-            bare = self.view(None, keywords) if view.tools else None
-            if bare and all(bare.text_or_none(it) == view.text_or_none(it) for it in contexts):
-                raise RLHFError(
-                    "the chat template ignores `tools`; remove them or set data.chat_template"
-                )
+        # The first here is the text of the last turn.
+        _raise_if_dropped(view, contexts[-1], out[0].text)
+        if self._whole:
+            out[0] = Rendered(view.text(contexts[-1]), out[0].spans)
+        bare = self.view(None, keywords) if view.tools else None
+        if bare and all(bare.text_or_none(it) == view.text_or_none(it) for it in contexts):
+            raise RLHFError(
+                "the chat template ignores `tools`; remove them or set data.chat_template"
+            )
         return out[::-1]
 
     def view(
@@ -235,19 +238,28 @@ ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeErr
 def _raise_if_dropped(view: Rendering, messages: Messages, text: str) -> None:
     """Raise RLHFError for content or tool calls on which the rendered `text` does not depend."""
     for number, message in enumerate(messages):
-        others: dict[str, Any] = {}
-        content = message.get("content")
-        if isinstance(content, str) and content.strip() not in text:
-            others["content"] = PROBES[0]
-        if message.get("tool_calls"):
-            others["tool_calls"] = []
-        for key, other in others.items():
-            changed = [*messages[:number], {**message, key: other}, *messages[number + 1 :]]
+        for what, other in _others(message, text):
+            changed = [*messages[:number], {**message, **other}, *messages[number + 1 :]]
             if view.text_or_none(changed) == view.text(messages):
                 raise RLHFError(
-                    f"the chat template drops `{key}` of message {number} (role "
+                    f"the chat template drops {what} of message {number} (role "
                     f"{message['role']}); change the row or set data.chat_template"
                 )
+
+
+def _others(message: Message, text: str) -> Iterator[tuple[str, Message]]:
+    """Yield what the rendered `text` may lack of a message, with another value of it."""
+    content = message.get("content")
+    if isinstance(content, str) and content.strip() not in text:
+        yield "`content`", {"content": PROBES[0]}
+    parts = content if isinstance(content, list) else []
+    for number, part in enumerate(parts):
+        words = text_of(part)
+        if words is None or words.strip() not in text:
+            others = [*parts[:number], *parts[number + 1 :]]
+            yield f"part {number} of `content`", {"content": others}
+    if message.get("tool_calls"):
+        yield "`tool_calls`", {"tool_calls": []}
 
 
 def _after_empty_reasoning(text: str, start: int, message: Message) -> int:

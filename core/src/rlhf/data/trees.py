@@ -4,6 +4,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,21 @@ class TreeFile:
                 # The digest does not depend on how wide the offsets are.
                 digest.update(np.diff(offsets).astype(np.int32).tobytes())
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def content(self) -> str:
+        """A digest of all that training reads of the examples, in their order: tokens, which are
+        trained on, values, inputs and which are of one row. It does not depend on the chunks."""
+        digest = hashlib.sha256(json.dumps(self.kinds).encode())
+        digest.update((np.diff(self.column("row")) != 0).data)
+        for name in LISTS:
+            digest.update(self.list_lengths(name).data)
+            for chunk in self._chunks:
+                offsets, values = chunk[name]
+                digest.update(values[offsets[0] : offsets[-1]].data)
+        if self._inputs:
+            digest.update(json.dumps(self._table["inputs"].to_pylist()).encode())
         return digest.hexdigest()
 
     def largest_token(self) -> int:

@@ -1,7 +1,7 @@
 """What a checkpoint holds: the engines, the run's own state, and the random generators."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.examples import Examples
 from rlhf.engine import Mesh
-from rlhf.errors import SameOnAllRanks
+from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints, retention
 from rlhf.loop import random_state
 from rlhf.loop.fragments import (
@@ -108,14 +108,32 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
 
 
 def check_data(folder: Path, train: Examples) -> None:
-    """Raise if the training rows changed: the steps that remain were planned for the old ones."""
-    saved, (rows, tokens) = _read(folder)["data"], _data(train)
-    if saved != [rows, tokens]:
-        raise SameOnAllRanks(
-            f"{folder} was written in training on {saved[0]:,} examples of {saved[1]:,} tokens but "
-            f"data.train now has {rows:,} of {tokens:,}; restore the old rows, or "
-            "start again with --overwrite"
-        )
+    """Raise RLHFError if the training rows changed: the steps that remain were planned for the old
+    ones."""
+    saved, now = _read(folder)["data"], _data(train)
+    # Checkpoints of earlier checkouts have no digests.
+    if saved == now[: len(saved)]:
+        return
+    change = f"now has {now[0]:,} of {now[1]:,}"
+    if saved[:2] == now[:2]:
+        change = "now has as many with other content or in another order"
+    raise RLHFError(
+        f"{folder} was written in training on {saved[0]:,} examples of {saved[1]:,} tokens but "
+        f"data.train {change}; restore the old rows, or start again with --overwrite"
+    )
+
+
+def check_frozen(folder: Path, sources: Mapping[str, str]) -> None:
+    """Raise RLHFError if frozen weights changed, which the checkpoint does not have: `sources` are
+    digests of their files by path."""
+    saved = _read(folder).get("frozen", {})
+    for path, digest in sources.items():
+        if saved.get(path, digest) != digest:
+            raise RLHFError(
+                f"{path} has other weights or another config.json than when {folder} was written, "
+                "which has no copy of these frozen weights; restore the old files, or start again "
+                "with --overwrite"
+            )
 
 
 def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callable[[], None]:
@@ -156,6 +174,7 @@ def _state(session: Session, step: int) -> dict[str, Any]:
         "ranks": session.mesh.world,
         "axes": _axes(session.mesh),
         "data": _data(session.train_order.examples),
+        "frozen": dict(session.frozen),
         "schedules": {role: schedule.state_dict() for role, schedule in schedules(session).items()},
         "trainer": session.trainer.state(),
         **session.journal.state(),
@@ -181,6 +200,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RUN).read_text())
 
 
-def _data(train: Examples) -> list[int]:
-    """Return the number of training examples and of their tokens."""
-    return [len(train.lengths), int(train.lengths.sum())]
+def _data(train: Examples) -> list[int | str]:
+    """Return the number of training examples and of their tokens, and digests of their content."""
+    digests = (file.content for file in train.files)
+    return [len(train.lengths), int(train.lengths.sum()), *digests]

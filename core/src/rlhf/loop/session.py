@@ -40,6 +40,8 @@ class Session:
     """Frozen engines whose weights move with the policy's."""
     saved_engines: Sequence[Engine]
     """The engines whose weights change, which checkpoints hold."""
+    frozen: Mapping[str, str]
+    """Digests of the files with frozen weights, which checkpoints do not hold, by path."""
     contract: Contract = Factory(lambda it: Contract(it.trainer, it.trained), takes_self=True)
     """Calls the trainer's survey and loss."""
     survey: Survey = Factory(lambda it: Survey(it.contract, it.mesh), takes_self=True)

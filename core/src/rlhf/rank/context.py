@@ -1,6 +1,6 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.startup import Startup
+from rlhf.loop.checkpointing import check_frozen
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
@@ -32,7 +33,7 @@ from rlhf.rank.phases import Phases
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import attach_values
-from rlhf.reference.digest import cache_folder
+from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.teacher import TEACHER, top_tokens
@@ -48,11 +49,19 @@ class RunContext(RunModels):
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
     startup: Startup = field(factory=Startup)
+    _frozen: dict[str, Mapping[str, str]] = field(factory=dict, init=False)
+    """For each role with frozen weights, digests of their files by path."""
     phases: Phases = field(init=False)
 
     @phases.default
     def _phases(self) -> Phases:
         return Phases(self.roles, self.mesh, self.hooks, self.fit)
+
+    def frozen_files(self) -> dict[str, str]:
+        """Return digests of the files with frozen weights that checkpoints do not have, by path."""
+        moving = {follower.engine.role for follower in self.followers}
+        sources = [files for role, files in self._frozen.items() if role not in moving]
+        return {path: digest for files in sources for path, digest in files.items()}
 
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
@@ -62,6 +71,9 @@ class RunContext(RunModels):
         check_packed(best, reason, config.model, self.mesh.sequence)
         read = partial(load_model, spec, mesh=self.mesh, hooks=self.hooks)
         engine = self._add(spec, empty, read)
+        if not spec.trained or config.lora is not None or config.model.adapter is not None:
+            # Checkpoints have the weights of a trained adapter.
+            self._note_frozen(role, config.model, adapter=not spec.trained)
         with self.startup.part("probe of attention"):
             attention = choose_path(engine, self.mesh, longest=self.longest)
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
@@ -72,6 +84,19 @@ class RunContext(RunModels):
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
+
+    def _note_frozen(self, role: str, model: ModelConfig, *, adapter: bool = True) -> None:
+        """Note the files with frozen weights of a role, which checkpoints do not have. Raises
+        RLHFError if they have changed since the checkpoint that the run continues. Collective."""
+
+        def sources() -> Mapping[str, str]:
+            found = quick_digests(model, adapter=adapter)
+            if self.resumed is not None:
+                check_frozen(self.resumed, found)
+            return found
+
+        with self.startup.part("loading"):
+            self._frozen[role] = self.mesh.on_rank_zero(sources)
 
     def _notes_on(self, spec: ModelSpec, module: PackedModel, written: str) -> Iterator[str]:
         """Yield what the run prints of a loaded model, whose folder has weights of the class
@@ -154,6 +179,7 @@ class RunContext(RunModels):
                 stack.enter_context(self.phases("caching", running=policy))
                 return policy
 
+            self._note_frozen("reference", self.config.model)
             folder = cache_folder("reference", self.config, self.mesh)
             return attach_values(
                 self, REFERENCE, folder, make_room,
@@ -169,6 +195,7 @@ class RunContext(RunModels):
                 self, TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
                 read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
             )  # fmt: skip
+        self._note_frozen(TEACHER, model)
         if TEACHER in self.roles:
             self.release(TEACHER)
         return done

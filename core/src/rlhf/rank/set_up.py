@@ -88,7 +88,7 @@ def session_of(
     return Session(
         record=record, config=config, mesh=mesh, hooks=run.hooks, trainer=trainer, trained=trained,
         followers=run.followers, saved_engines=saved, journal=journal, folder=folder, place=place,
-        make_room=run.phases, sample=run.sample,
+        make_room=run.phases, sample=run.sample, frozen=run.frozen_files(),
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
         checkpoint_bytes=num_bytes(

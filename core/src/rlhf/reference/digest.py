@@ -1,10 +1,14 @@
-"""The cache folder of what a model computes, named by the content of its weights."""
+"""Digests of a model's files: the cache folder of what the model computes is named by their whole
+content, and checkpoints have a quick digest of files with frozen weights."""
 
 import hashlib
-from collections.abc import Sequence
+import json
+import struct
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 
 from transformers.utils.hub import cached_file
 
@@ -16,7 +20,14 @@ from rlhf.model.architecture import resolved
 
 FORMAT = 1
 """Changes with the format of what is stored."""
-WEIGHT_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.py")
+WEIGHTS = ("*.safetensors", "*.bin")
+WEIGHT_FILES = ("config.json", "adapter_config.json", *WEIGHTS, "*.py")
+BLOCK = 4096
+"""Bytes of each tensor that a quick digest reads."""
+MOST_BLOCKS = 1024
+"""Blocks that a quick digest reads of a file without an index of tensors."""
+THREADS = 8
+"""Files that are read at once."""
 
 
 def cache_folder(kind: str, config: Config, mesh: Mesh) -> Path:
@@ -38,9 +49,26 @@ def weights_digest(config: Config) -> str:
     if model.fp8 is not None:
         parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
-        settings = Path(str(cached_file(model.adapter, "adapter_config.json")))
-        parts += _contents(settings.parent, WEIGHT_FILES)
+        parts += _contents(_adapter_folder(model.adapter), WEIGHT_FILES)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
+    """Return a digest of the files from which a model was loaded, by the model's name in the
+    configuration, and with `adapter` of those of `model.adapter`. Random weights have none.
+
+    It reads names, sizes and a block in the middle of each tensor: a change of other elements of a
+    tensor is missed, if no other tensor changes.
+    """
+    folders = {}
+    if model.init != "random":
+        revision = "" if model.revision is None else f"@{model.revision}"
+        folders[f"{model.path}{revision}"] = _folder(model)
+    if adapter and model.adapter is not None:
+        folders[model.adapter] = _adapter_folder(model.adapter)
+    # A model whose outputs are cached may not have been downloaded.
+    present = {name: it for name, it in folders.items() if _files(it, WEIGHTS)}
+    return {name: _quick_digest(folder) for name, folder in present.items()}
 
 
 def _folder(model: ModelConfig) -> Path:
@@ -54,8 +82,49 @@ def _folder(model: ModelConfig) -> Path:
     return Path(str(path)).parent
 
 
+def _adapter_folder(adapter: str) -> Path:
+    """Return the local folder of an adapter that has been loaded."""
+    return Path(str(cached_file(adapter, "adapter_config.json"))).parent
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
 def _contents(folder: Path, patterns: Sequence[str]) -> list[str]:
     """Return name and SHA-256 of the folder's files of these patterns."""
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
+        paths = _files(folder, patterns)
         return list(pool.map(lambda path: f"{path.name} {sha256(path)}", paths))
+
+
+def _quick_digest(folder: Path) -> str:
+    with ThreadPoolExecutor(THREADS) as pool:
+        parts = list(pool.map(_sampled, _files(folder, WEIGHT_FILES)))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _sampled(path: Path) -> str:
+    """Return a file's name, its size and a digest of some of its blocks."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        blocks = _tensors(file) if path.suffix == ".safetensors" else _evenly(size)
+        for start in blocks:
+            file.seek(start)
+            digest.update(file.read(BLOCK))
+    return f"{path.name} {size} {digest.hexdigest()}"
+
+
+def _tensors(file: BinaryIO) -> Iterator[int]:
+    """Yield the starts of the blocks in the middle of the tensors of a safetensors file, of which
+    shorter tensors fill less. The format: docs of safetensors, "Format"."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    for first, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
+        yield 8 + length + max(first, (first + end - BLOCK) // 2)
+
+
+def _evenly(size: int) -> Iterator[int]:
+    """Yield the starts of blocks that are evenly spaced; they cover a small file."""
+    yield from range(0, size, max(BLOCK, size // MOST_BLOCKS))

@@ -1,6 +1,7 @@
 """Sampled answers: they end where trained ones do, on ranks that end at different lengths too."""
 
 import functools
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import sft_runs
 from rlhf.config.sections import BatchConfig
@@ -124,6 +125,29 @@ def test_ranks_sample_together_though_answers_end_at_different_lengths(
     expected = [[21, 22, 23, 24, 25, END], [23, 24, 25, END], [25, END], [END], [BEGIN] * 9]
     words = [*chained, *PLACES[place]]
     assert two.run(answers, words, str(inputs.cache), prompts, 26) == [expected] * 2
+
+
+def warnings_while_answering(words: list[str], cache: str, prompt: list[int]) -> list[str]:
+    """What transformers warns of while it writes the answer to one prompt."""
+    said: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    logger.addFilter(note)
+    answers(words, cache, [prompt], 2048)
+    logger.removeFilter(note)
+    return said
+
+
+def test_an_answer_past_the_context_is_not_a_warning_of_transformers(
+    inputs: Inputs, chained: list[str], one: Ranks
+) -> None:
+    positions = LlamaConfig.from_pretrained(inputs.model).max_position_embeddings
+    prompt = [*[9] * positions, 22]
+    assert one.run(warnings_while_answering, chained, str(inputs.cache), prompt) == [[]]
 
 
 def test_an_answer_ends_with_the_trained_turn_though_it_is_not_eos(

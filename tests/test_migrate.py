@@ -1,6 +1,7 @@
 """`rlhf migrate`: files of TRL, Axolotl, LLaMA-Factory and OpenRLHF as configurations of ours. The
 examples are written here in each project's format."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from rlhf.commands.main import main
 from rlhf.config.foreign import FOREIGN, PROJECTS
 from rlhf.config.structure import setting_name
 from rlhf.errors import RLHFError
-from rlhf.migration.arguments import read_arguments
+from rlhf.migration.arguments import Arguments, read_arguments
 from rlhf.migration.translate import Migration, translate
 from rlhf.request.reader import read_config
 
@@ -450,12 +451,75 @@ def test_only_numbers_with_an_exponent_are_read_out_of_texts(tmp_path: Path) -> 
     assert settings == ["2024", "12e4567", 2e-4, 0.1]
 
 
-def test_a_batch_size_that_is_not_a_number_is_one_clear_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("gradient_accumulation_steps: auto",
+         "gradient_accumulation_steps is 'auto'; write the number that was used"),
+        ("per_device_train_batch_size: [2]",
+         "per_device_train_batch_size is [2]; write the number that was used"),
+        ("per_device_train_batch_size: 2.5",
+         "per_device_train_batch_size is 2.5; write the whole number that was used"),
+        ("num_train_epochs: x", "num_train_epochs is 'x'; write the number that was used"),
+        ("eval_steps: none", "eval_steps is 'none'; write the number that was used"),
+        ("lr_scheduler_kwargs: 3",
+         "lr_scheduler_kwargs is 3; write a mapping such as {min_lr: 1.0e-6}"),
+        ("datasets: 3", "datasets is 3; write a list of mappings such as `- path: NAME`"),
+        ("datasets: [3]", "datasets is [3]; write a list of mappings such as `- path: NAME`"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_one_clear_line(line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
-        of_trl(tmp_path, "model_name_or_path: m", "gradient_accumulation_steps: auto")
-    assert str(error.value) == (
-        "gradient_accumulation_steps is 'auto'; write the number that was used"
+        of_trl(tmp_path, "model_name_or_path: m", line)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_no_value_of_a_key_is_a_defect(project: str, tmp_path: Path) -> None:
+    for name, variant in PROJECTS[project].variants.items():
+        first = variant is next(iter(PROJECTS[project].variants.values()))
+        for key in {**(PROJECTS[project].keys if first else {}), **variant.keys}:
+            for value in ("x", "$X", [None], {"a": 1}):
+                arguments = Arguments(project=project, variant=name, keys={key: value})
+                with contextlib.suppress(RLHFError):
+                    translate(arguments, folder=tmp_path)
+
+
+def test_a_variable_of_the_shell_has_its_value_or_its_default_or_is_to_be_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text(
+        "SEED=${SEED:-7}\ntrl sft --model_name_or_path m --dataset_name d --seed $SEED "
+        "--gradient_accumulation_steps ${GAS:-2} --per_device_train_batch_size $BS "
+        '--num_train_epochs ${E} "$@"'
     )
+    assert main(["migrate", str(script)]) == 0
+    out, err = capsys.readouterr()
+    assert err == (
+        f"{script} is TRL's sft: to be completed, because these have no value: "
+        "per_device_train_batch_size, num_train_epochs\n"
+    )
+    assert "# To be completed:\n# - per_device_train_batch_size: $BS has no value in the" in out
+    assert yaml.safe_load(out)["train"] == {"seed": 7}
+    assert "batch" not in yaml.safe_load(out)
+    script.write_text(script.read_text().replace("$BS", "4").replace("${E}", "${E:-1}"))
+    assert main(["migrate", str(script)]) == 0
+    ours = yaml.safe_load(capsys.readouterr().out)
+    assert (ours["batch"]["size"], ours["train"]["epochs"]) == (8, 1)
+
+
+def test_texts_around_the_columns_of_axolotl_change_what_is_learned(tmp_path: Path) -> None:
+    kind = {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}
+    rows = {"path": "a.jsonl", "type": kind, "roles_to_train": []}
+    keys = {"base_model": "m", "datasets": [rows]}
+    arguments = Arguments(project="axolotl", variant="sft", keys=keys)
+    assert translate(arguments, folder=tmp_path).lost == {
+        "datasets: roles_to_train []": "",
+        "datasets: format '[INST] {instruction}'": (
+            "prompts are used as they are; put it into the rows"
+        ),
+    }
 
 
 def of_trl(folder: Path, *lines: str) -> Migration:

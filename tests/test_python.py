@@ -13,7 +13,8 @@ import pytest
 
 import rlhf
 import sft_runs
-from rlhf import RLHFError, read_config
+from rlhf import RLHFError, read_config, run
+from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.request.settings_tree import to_tree
 from rlhf.testing import Ranks, without_timings
 from sft_runs import Inputs
@@ -108,6 +109,33 @@ def test_a_configuration_is_typed_and_reads_back(tmp_path: Path) -> None:
     assert (config.lora.rank, config.own.train_on) == (8, "everything")
     assert read_config("sft", overrides=to_tree(config)) == config
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_only_one_run_at_a_time_takes_place_in_the_calling_process(tmp_path: Path) -> None:
+    overrides = {"model": "m", "data": "rows.jsonl", "output": str(tmp_path / "run")}
+    config = read_config("sft", overrides=overrides)
+    with only_rank(), pytest.raises(RLHFError) as error:
+        run(config, nproc=1)
+    assert str(error.value) == (
+        "another run is in progress in this process; wait for it, or run this one with nproc=2 or "
+        "in another process"
+    )
+    assert not (tmp_path / "run").exists()
+    with only_rank():
+        pass
+
+
+def test_the_last_of_several_runs_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_BEFORE", "1")
+    before = dict(os.environ)
+    first, second = same_environment(), same_environment()
+    first.__enter__()
+    os.environ |= {"RLHF_FIRST": "1", "RLHF_BEFORE": "2"}
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ["RLHF_FIRST"] == "1"
+    second.__exit__(None, None, None)
+    assert dict(os.environ) == before
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -95,6 +95,19 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
         assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
+def test_a_current_folder_that_was_deleted_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "deleted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the current folder no longer exists; change to another\n"
+    )
+
+
 def test_an_error_names_its_rank_unless_rank_0_reports_it(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

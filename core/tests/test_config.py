@@ -339,7 +339,11 @@ def test_a_file_that_is_not_a_configuration_is_refused_with_its_line(toy: Path) 
         (["--optim..lr", "1"], "'--optim..lr' is not a setting; write --section.field VALUE"),
         (["--optim.=1"], "'--optim.=1' is not a setting; write --section.field VALUE"),
         (["a.yaml", "b.yaml"], "unexpected argument 'b.yaml': the config file is already a.yaml"),
-        (["a.jsonl"], "'a.jsonl' is not a YAML file; pass data with --data, a model with --model"),
+        (
+            ["a.jsonl"],
+            "'a.jsonl' is not a YAML file: its name must end with .yaml or .yml; pass "
+            "data with --data, a model with --model",
+        ),
         (
             ["--toy", "{a"],
             "--toy {a: the value is not valid YAML (expected ',' or '}', but got '<stream end>')",

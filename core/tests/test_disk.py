@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder, write_whole, writing
@@ -30,6 +31,24 @@ def test_a_full_disk_is_reported_with_its_path(write, tmp_path: Path) -> None:  
     assert str(error.value) == (
         f"cannot write to {tmp_path}: the disk is full; free some space and start again"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.EFBIG, " (File too large); choose another location"),
+        (errno.EDQUOT, ": the disk is full; free some space and start again"),
+        (errno.EROFS, " (Read-only file system); choose another location"),
+    ],
+)
+def test_a_refusal_that_safetensors_reports_is_one_line(
+    number: int, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RLHFError) as error, writing(tmp_path):
+        raise SafetensorError(f"Error while serializing: I/O error: x (os error {number})")
+    assert str(error.value) == f"cannot write to {tmp_path}{problem}"
+    with pytest.raises(SafetensorError), writing(tmp_path):
+        raise SafetensorError(f"Error while deserializing: I/O error: x (os error {number})")
 
 
 def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
@@ -103,6 +122,13 @@ def test_a_new_folder_is_complete_or_does_not_exist(tmp_path: Path) -> None:
         assert not target.exists()
     assert [path.name for path in target.parent.iterdir()] == ["model"]
     assert (target / "weights").read_text() == "whole"
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "runs\udcff"
+    with pytest.raises(RLHFError) as error, new_folder(folder):
+        pass
+    assert str(error.value) == f"the path {str(folder)!a} is not UTF-8; choose another"
 
 
 def test_a_new_folder_replaces_only_an_empty_one(tmp_path: Path) -> None:

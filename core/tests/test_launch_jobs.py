@@ -211,9 +211,20 @@ def test_incomplete_or_invalid_pet_variables_are_refused(
             "SLURM_NTASKS is 8, but this is one process; start the ranks with `srun python -m rlhf "
             "run ...`, or give --nproc to use this machine only",
         ),
+        (
+            {"RANK": "7", "WORLD_SIZE": "4"},
+            "RANK is 7, but WORLD_SIZE is 4; ranks are counted from 0 to WORLD_SIZE - 1",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2; ranks are counted from 0 to "
+            "LOCAL_WORLD_SIZE - 1",
+        ),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x', which is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "2.5"}, "WORLD_SIZE is '2.5', which is not a number"),
     ],
 )
-def test_fewer_ranks_than_the_launcher_announces_are_refused(
+def test_a_number_of_ranks_that_contradicts_the_launcher_is_refused(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
 ) -> None:
     for name, value in environment.items():

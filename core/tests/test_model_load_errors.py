@@ -326,6 +326,24 @@ def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("read", [load, load_tokenizer])
+def test_an_adapter_or_a_run_folder_in_place_of_a_model_is_named(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RLHFError) as caught:
+        read(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} is an adapter; set model.adapter to it and model.path to its base, "
+        "or merge it first with rlhf merge"
+    )
+    (tmp_path / "adapter_config.json").rename(tmp_path / "config.yaml")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(RLHFError) as caught:
+        read(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} is a run folder; did you mean {tmp_path}/model?"
+    )
+
+
 def test_a_missing_tokenizer_is_reported(llama: str) -> None:
     remedy = "check the name, or set model.tokenizer"
     with pytest.raises(RLHFError, match=rf"^no tokenizer in {llama} .*; {remedy}$"):

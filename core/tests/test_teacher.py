@@ -1,5 +1,6 @@
 """A teacher must have the policy's tokens."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,9 @@ from attrs import frozen
 from transformers import LlamaConfig
 
 from rlhf.config.sections import ModelConfig
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.model.tokenizer import read_tokenizer
-from rlhf.reference.teacher import check_teacher
+from rlhf.reference.teacher import check_teacher, naming_teacher
 
 
 @frozen
@@ -37,6 +38,23 @@ def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
         f"kd.teacher demo:base has 295 tokens but the policy {tmp_path} has 99; choose a teacher "
         "with the policy's vocabulary"
     )
+
+
+def test_an_adapter_as_a_teacher_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    settings: Any = Settings(ModelConfig(path="demo:base"))
+    with pytest.raises(RLHFError) as error:
+        check_teacher(settings, ModelConfig(path=str(tmp_path)), None, top=None)
+    assert str(error.value) == (
+        f"kd.teacher {tmp_path} is an adapter; merge it first with rlhf merge"
+    )
+
+
+def test_an_error_about_the_weights_of_a_teacher_names_its_setting() -> None:
+    settings: Any = Settings(TEACHER)
+    with pytest.raises(SameOnAllRanks) as error, naming_teacher(settings):
+        raise SameOnAllRanks("a has no lm_head: model.path must be a complete language model")
+    assert str(error.value) == "a has no lm_head: kd.teacher must be a complete language model"
 
 
 def test_other_tokens_of_the_same_number_are_refused() -> None:

@@ -5,8 +5,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ from rlhf.config.sections import Config
 from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
+from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
 from rlhf.launch.signals import FOLDER, PARENT, die_with
@@ -88,7 +88,7 @@ def run(
     argv = ["run", config.trainer_key, *words]
     request = reader.read_config(config.trainer_key, overrides=words, argv=argv)
     try:
-        with _same_environment():
+        with same_environment():
             folder, ended = start(request)
     except RanksFailed as failure:
         if failure.code == 130:
@@ -147,10 +147,11 @@ def _start_here(
         ranks = num_ranks(request, place)
     if ranks * place.hosts > 1:
         return folder, _start_ranks(request, place, ranks, folder)
-    with startup.part("imports"), importing():
-        from rlhf.rank.run import run_rank  # late: start-up time
+    with only_rank():
+        with startup.part("imports"), importing():
+            from rlhf.rank.run import run_rank  # late: start-up time
 
-    return run_rank(request, chosen=folder, verified=True, startup=startup)
+        return run_rank(request, chosen=folder, verified=True, startup=startup)
 
 
 def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path) -> str:
@@ -200,19 +201,6 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
 def num_ranks(request: reader.Request, place: Place) -> int:
     """Return the number of ranks that are started on this host."""
     return request.nproc or place.nproc or (1 if request.demo else num_devices())
-
-
-@contextmanager
-def _same_environment() -> Iterator[None]:
-    """Undo what a run does to the environment variables, and to where Python keeps bytecode."""
-    before, bytecode = dict(os.environ), (sys.pycache_prefix, sys.dont_write_bytecode)
-    try:
-        yield
-    finally:
-        sys.pycache_prefix, sys.dont_write_bytecode = bytecode
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _checkpoint_folder(source: Path) -> Path:

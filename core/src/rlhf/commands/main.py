@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Never
 
 from rlhf.commands.parsing import positive
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     141 if the output has no reader any more. A defect raises, which Python turns into 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        _check_current_folder()
         options = _parser(words).parse_args(words)
         code = _act(options, words)
         sys.stdout.flush()
@@ -71,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes the rest of the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+
+
+def _check_current_folder() -> None:
+    """Raise RLHFError if the current folder has been deleted, where libraries end the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        text = "the current folder no longer exists; change to another"
+        raise RLHFError(text) from None
 
 
 def _output_is_closed() -> bool:

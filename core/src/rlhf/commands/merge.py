@@ -1,6 +1,9 @@
 """`rlhf merge`: merge a LoRA adapter into its base model."""
 
+import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -25,7 +28,8 @@ def merge_command(source: str, output: str) -> int:
         adapter = adapter_folder(Path(source))
         settings = adapter_settings(str(adapter))
         merged = exported_model(adapter, task_of(settings.task_type)).merge_and_unload()
-        merged.save_pretrained(target)
+        with _quiet_deepspeed():
+            merged.save_pretrained(target)
         if (adapter / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
         save_extra(exported_extra(adapter), target)
@@ -35,6 +39,21 @@ def merge_command(source: str, output: str) -> int:
             write_card(target, adapter.parent)
     print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
+
+
+@contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """Hide what DeepSpeed logs if it is installed: accelerate imports it to save a model."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def adapter_folder(path: Path) -> Path:

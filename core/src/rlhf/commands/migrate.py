@@ -8,7 +8,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder.disk import writing
 from rlhf.migration.arguments import read_arguments
 from rlhf.migration.as_yaml import page
-from rlhf.migration.translate import translate
+from rlhf.migration.translate import Migration, translate
 from rlhf.registry.installed import NotInstalled
 from rlhf.request.reader import read_config
 
@@ -29,12 +29,15 @@ def migrate_command(
         with writing(Path(output)):
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             Path(output).write_text(text)
-    print(f"{path} is {migration.title}: {_check(migration.trainer, text)}", file=sys.stderr)
+    print(f"{path} is {migration.title}: {_check(migration, text)}", file=sys.stderr)
     return 0
 
 
-def _check(trainer: str, text: str) -> str:
-    """Return what our own reader says of the file."""
+def _check(migration: Migration, text: str) -> str:
+    """Return what our own reader says of the file, or which keys have no value."""
+    trainer = migration.trainer
+    if migration.incomplete:
+        return f"to be completed, because these have no value: {', '.join(migration.incomplete)}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "migrated.yaml"
         file.write_text(text)

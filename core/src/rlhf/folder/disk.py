@@ -17,10 +17,12 @@ from rlhf.errors import RLHFError
 FULL = {errno.ENOSPC, errno.EDQUOT}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.EIO, errno.ELOOP,
+    errno.ENAMETOOLONG, errno.EIO, errno.ELOOP, errno.EFBIG,
 }  # fmt: skip
 SIGNS = ("No space left on device", "PytorchStreamWriter failed", "unexpected pos")
-"""What safetensors and torch say about a full disk, instead of an error number."""
+"""What torch says about a full disk, instead of an error number."""
+SAFETENSORS = re.compile(r"while serializing: .*\(os error (\d+)\)")
+"""What safetensors says about an error of the system."""
 SPEED_BLOCK, SPEED_SECONDS = 2**20, 1.0
 SHARED_MEMORY = re.compile(r"/dev/shm|</torch_|nccl", re.IGNORECASE)
 """Signs that shared memory is full and not a disk: segments of data loaders and NCCL."""
@@ -44,6 +46,7 @@ def writing(place: Path) -> Iterator[None]:
 def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which is renamed to it if the block succeeds. Raises
     RLHFError if `target` exists and is not an empty folder, unless it may `replace` it."""
+    check_name(target)
     part = part_of(target)
     with writing(target):
         if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -58,6 +61,14 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
             part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def check_name(folder: Path) -> None:
+    """Raise RLHFError for a path that is not UTF-8, which safetensors cannot write to."""
+    try:
+        os.fspath(folder.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise RLHFError(f"the path {str(folder)!a} is not UTF-8; choose another") from error
 
 
 def part_of(target: Path) -> Path:
@@ -119,21 +130,28 @@ def _refusal(error: BaseException, place: Path) -> str | None:
                 "shared memory /dev/shm is full; enlarge it (docker --shm-size), or set "
                 "data.workers to 0"
             )
-        if getattr(one, "errno", None) in FULL or any(sign in str(one) for sign in SIGNS):
+        if _number(one) in FULL or any(sign in str(one) for sign in SIGNS):
             where = getattr(one, "filename", None) or place
             return f"cannot write to {where}: the disk is full; free some space and start again"
     source: BaseException | None = error
     while source is not None:
-        if isinstance(source, OSError) and source.errno in REFUSED and _concerns(source, place):
-            where = source.filename or place
-            return f"cannot write to {where} ({source.strerror}); choose another location"
+        number, file = _number(source), getattr(source, "filename", None)
+        if number in REFUSED and _concerns(file, place):
+            where, text = file or place, getattr(source, "strerror", None) or os.strerror(number)
+            return f"cannot write to {where} ({text}); choose another location"
         source = source.__cause__
     return None
 
 
-def _concerns(error: OSError, place: Path) -> bool:
-    """Return whether the error names no file, or one in `place`, where it is written, or above."""
-    if not isinstance(error.filename, str | os.PathLike):
+def _number(error: BaseException) -> int:
+    """Return the system's number of an error of Python or of safetensors; 0 if it has none."""
+    said = SAFETENSORS.search(str(error))
+    return int(said[1]) if said else getattr(error, "errno", None) or 0
+
+
+def _concerns(filename: object, place: Path) -> bool:
+    """Return whether an error names no file, or one in `place`, where it is written, or above."""
+    if not isinstance(filename, str | os.PathLike):
         return True
-    file, places = Path(error.filename).absolute(), (place.absolute(), part_of(place))
+    file, places = Path(filename).absolute(), (place.absolute(), part_of(place))
     return any(file.is_relative_to(each) or each.is_relative_to(file) for each in places)

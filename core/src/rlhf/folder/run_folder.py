@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
-from rlhf.folder.disk import REFUSED, write_whole, writing
+from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import changed_keys, load_recorded, to_tree, without_removed
 
@@ -64,8 +64,10 @@ def choose(request: Request) -> Path:
             flag = "--resume" if request.resume is not None else "--overwrite"
             raise RLHFError(f"{flag} needs the run folder; pass --output")
         numbered = (Path("runs") / f"{request.name}-{number}" for number in itertools.count(1))
+        check_name(Path("runs"))
         return next(folder for folder in numbered if _is_created(folder))
     folder = Path(request.config.output)
+    check_name(folder)
     if holds_run(folder) and request.resume is None and not request.overwrite:
         raise RLHFError(
             f"{folder} already contains a run; continue it with --resume, replace it with "

@@ -55,6 +55,19 @@ def place_of_host() -> Place:
     return Place(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
 
 
+def _check_ranks() -> None:
+    """Raise RLHFError unless the launcher's numbers of this rank are below those of all ranks."""
+    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank, ranks = os.environ.get(name, "0"), os.environ.get(of)
+        for variable, value in ((name, rank), (of, ranks)):
+            if value is not None and not value.isdecimal():
+                raise RLHFError(f"{variable} is {value!r}, which is not a number")
+        if ranks is not None and int(rank) >= int(ranks):
+            raise RLHFError(
+                f"{name} is {rank}, but {of} is {ranks}; ranks are counted from 0 to {of} - 1"
+            )
+
+
 def check_world(nproc: int | None) -> None:
     """Raise RLHFError if the environment promises more ranks than were started.
 
@@ -62,6 +75,7 @@ def check_world(nproc: int | None) -> None:
     """
     env = os.environ
     world = env.get("WORLD_SIZE")
+    _check_ranks()
     for name in ("PET_NNODES", "SLURM_STEP_NUM_TASKS"):
         promised = env.get(name, "1")
         if world and promised.isdecimal() and world.isdecimal() and int(world) < int(promised):

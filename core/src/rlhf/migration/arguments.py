@@ -17,6 +17,8 @@ from rlhf.request.settings_tree import load_yaml
 DEVICES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[ =](\d+)")
 """Options of launchers that say how many devices there are."""
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?(\w+)=(\S+|\"[^\"]*\"|'[^']*')\s*$", re.MULTILINE)
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^}]*))?\})")
+"""`$NAME`, `${NAME}`, or `${NAME:-default}`."""
 
 SHELL = re.compile(
     r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
@@ -67,8 +69,7 @@ def _command(path: Path) -> tuple[tuple[str, str], dict[str, Any], int | None]:
         text = path.read_text().replace("\\\n", " ")
     except (OSError, UnicodeDecodeError) as error:
         raise RLHFError(f"cannot read {path}: {error}") from error
-    variables = {name: value.strip("\"'") for name, value in ASSIGNMENT.findall(text)}
-    text = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), text)
+    text = _expanded(text)
     found = [
         (name, next(filter(None, match.groups()), ""), line, line[match.end() :])
         for line in text.splitlines()
@@ -88,6 +89,20 @@ def _command(path: Path) -> tuple[tuple[str, str], dict[str, Any], int | None]:
     return (name, variant), _options(words, path), int(devices[1]) if devices else None
 
 
+def _expanded(text: str) -> str:
+    """Return a script with the values of its variables; one without a value stays."""
+    variables: dict[str, str] = {}
+
+    def expand(part: str) -> str:
+        return VARIABLE.sub(
+            lambda match: variables.get(match[1] or match[2], match[3] or match[0]), part
+        )
+
+    for name, value in ASSIGNMENT.findall(text):
+        variables[name] = expand(value.strip("\"'"))
+    return expand(text)
+
+
 def _one_command(text: str) -> str:
     """Return the text up to the end of its first command, without redirections."""
     pieces = itertools.takewhile(lambda piece: not piece["end"], SHELL.finditer(text))
@@ -99,6 +114,8 @@ def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
     options: dict[str, list[str]] = {}
     name, file = "", {}
     for word in words:
+        if word in ("$@", "$*"):
+            continue
         if re.fullmatch(r"--[a-zA-Z][\w.-]*(=.*)?", word, re.DOTALL):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -126,11 +143,12 @@ def located(name: str, folder: Path) -> Path:
 
 def _value(values: list[str]) -> Any:
     """Return the value of an option: true without words, else one or several."""
-    parsed = [_parse(text) for text in values]
+    parsed = [parse(text) for text in values]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 
 
-def _parse(text: str) -> Any:
+def parse(text: str) -> Any:
+    """Return the value that a text has in YAML; the text itself if it is not YAML."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

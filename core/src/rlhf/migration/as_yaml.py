@@ -25,6 +25,7 @@ def remarks(migration: Migration) -> Iterator[str]:
     """Yield comments on what is not the same."""
     lost = {key: note or "has no counterpart" for key, note in migration.lost.items()}
     for title, entries in (
+        ("To be completed:", migration.incomplete),
         ("Changes what is learned, and is left out:", lost),
         ("Is not the same:", migration.notes),
     ):

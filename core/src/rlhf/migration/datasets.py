@@ -18,6 +18,13 @@ LLAMA_FACTORY_COLUMNS = {
 }  # fmt: skip
 """Keys of `columns` in LLaMA-Factory's dataset_info.json, by the names of our columns."""
 
+AXOLOTL_LOST = (
+    "roles_to_train", "train_on_eos", "shards", "split_thinking", "roles", "system_prompt",
+)  # fmt: skip
+"""Keys of a data set in Axolotl that change what is learned and have no counterpart."""
+AXOLOTL_FORMATS = ("format", "no_input_format", "system_format")
+"""Texts around the columns of a row, in a `type` of Axolotl that is a mapping."""
+
 
 def _entry(path: Any, **options: Any) -> Any:
     """Return an entry, or only its path if it has no other key."""
@@ -38,14 +45,29 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _trl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
+def names_in(value: Any) -> list[str]:
+    """Return the names in a list, a text with commas or a single value."""
+    return [str(each) for each in listed(value)]
+
+
+def _data_sets(keys: Keys, key: str) -> list[Keys]:
+    """Return the data sets in a list of mappings. Raises RLHFError for anything else."""
+    value = keys.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise RLHFError(f"{key} is {value!r}; write a list of mappings such as `- path: NAME`")
+    return value
+
+
+def _trl(
+    variant: str, keys: Keys, folder: Path, notes: Notes, lost: Notes
+) -> tuple[Entries, Entries]:
     train = [
         _entry(
             (listed(each.get("data_files")) or [each.get("path")])[0],
             subset=each.get("name"),
             split=each.get("split"),
         )
-        for each in keys.get("datasets") or ()
+        for each in _data_sets(keys, "datasets")
     ]
     name, subset = keys.get("dataset_name"), keys.get("dataset_config")
     if not name:
@@ -56,7 +78,18 @@ def _trl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries,
     return train, [_entry(name, subset=subset, split=keys.get("dataset_test_split", "test"))]
 
 
-def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
+def _lost_of_axolotl(fields: Keys) -> Notes:
+    """Return the keys of a data set that change what is learned and have no counterpart."""
+    lost = {name: "" for name in AXOLOTL_LOST if fields.get(name) not in (None, False)}
+    for name in AXOLOTL_FORMATS:
+        if fields.get(name) is not None:
+            lost[name] = "prompts are used as they are; put it into the rows"
+    return {f"datasets: {name} {fields[name]!r}": note for name, note in lost.items()}
+
+
+def _axolotl(
+    variant: str, keys: Keys, folder: Path, notes: Notes, lost: Notes
+) -> tuple[Entries, Entries]:
     def read(each: Mapping[str, Any]) -> Any:
         kind = each.get("type")
         fields = each if not isinstance(kind, Mapping) else {**each, **kind}
@@ -65,10 +98,9 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
         columns |= _renamed([("text", fields.get("field"))])
         if columns.get("messages") == "conversations":
             del columns["messages"]  # It is read under this name too.
-        for name in ("roles_to_train", "train_on_eos", "shards", "split_thinking", "roles"):
-            if each.get(name):
-                notes[f"datasets: {name}"] = "has no counterpart here"
-        mapping = each.get("message_property_mappings") or {}
+        lost.update(_lost_of_axolotl(fields))
+        mapping = each.get("message_property_mappings")
+        mapping = mapping if isinstance(mapping, Mapping) else {}
         theirs = (mapping.get("role", "role"), mapping.get("content", "content"))
         if theirs not in (("role", "content"), ("from", "value")):
             notes["datasets: message_property_mappings"] = (
@@ -87,11 +119,13 @@ def _axolotl(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entr
             "the tokenizer's own template is used here; data.chat_template replaces it by a file "
             "or chatml"
         )
-    train = [read(each) for each in keys.get("datasets") or ()]
-    return train, [read(each) for each in keys.get("test_datasets") or ()]
+    train = [read(each) for each in _data_sets(keys, "datasets")]
+    return train, [read(each) for each in _data_sets(keys, "test_datasets")]
 
 
-def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
+def _llama_factory(
+    variant: str, keys: Keys, folder: Path, notes: Notes, lost: Notes
+) -> tuple[Entries, Entries]:
     place = located(str(keys.get("dataset_dir", "data")), folder)
     try:
         text = (place / "dataset_info.json").read_text() if place.is_dir() else "{}"
@@ -121,11 +155,13 @@ def _llama_factory(variant: str, keys: Keys, folder: Path, notes: Notes) -> tupl
 
     if "enable_thinking" in keys:
         notes["enable_thinking"] = "set it in data.chat_template_kwargs if the template reads it"
-    train = [read(name) for name in listed(keys.get("dataset"))]
-    return train, [read(name) for name in listed(keys.get("eval_dataset"))]
+    train = [read(name) for name in names_in(keys.get("dataset"))]
+    return train, [read(name) for name in names_in(keys.get("eval_dataset"))]
 
 
-def _openrlhf(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Entries, Entries]:
+def _openrlhf(
+    variant: str, keys: Keys, folder: Path, notes: Notes, lost: Notes
+) -> tuple[Entries, Entries]:
     first, second = keys.get("input_key", "input"), keys.get("output_key")
     templated = keys.get("apply_chat_template")
     if variant == "kd":
@@ -163,16 +199,16 @@ def _openrlhf(variant: str, keys: Keys, folder: Path, notes: Notes) -> tuple[Ent
         )
 
     train_split = keys.get("dataset_split", keys.get("train_split"))
-    train = [read(name, train_split) for name in listed(keys.get("dataset"))]
-    held_out = listed(keys.get("eval_dataset"))
+    train = [read(name, train_split) for name in names_in(keys.get("dataset"))]
+    held_out = names_in(keys.get("eval_dataset"))
     return train, [read(name, keys.get("eval_split")) for name in held_out]
 
 
-READERS: dict[str, Callable[[str, Keys, Path, Notes], tuple[Entries, Entries]]] = {
+READERS: dict[str, Callable[[str, Keys, Path, Notes, Notes], tuple[Entries, Entries]]] = {
     "trl": _trl,
     "axolotl": _axolotl,
     "llamafactory": _llama_factory,
     "openrlhf": _openrlhf,
 }
 """For each project what returns the entries of `data.train` and `data.eval` from its keys, and adds
-what to know about them to the notes."""
+what to know about them to the notes, and what has no counterpart to the lost keys."""

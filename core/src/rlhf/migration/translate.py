@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from attrs import define, field
 
 from rlhf.config.foreign import PROJECTS, Rule
 from rlhf.errors import RLHFError
-from rlhf.migration.arguments import Arguments, located
-from rlhf.migration.datasets import READERS, listed
+from rlhf.migration.arguments import Arguments, located, parse
+from rlhf.migration.datasets import READERS, listed, names_in
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+VARIABLE = re.compile(r"\$[\w{(]")
+"""The beginning of a variable of a shell, or of a command in its place."""
 
 
 @define
@@ -32,6 +34,8 @@ class Migration:
     """What differs, by key."""
     lost: dict[str, str] = field(factory=dict)
     """Keys that change what is learned and have no counterpart, with a remark or without."""
+    incomplete: dict[str, str] = field(factory=dict)
+    """Keys whose value the file does not have, with a remark."""
     factors: dict[str, int] = field(factory=dict)
     """Keys whose product is the batch size of a device."""
     unneeded: list[str] = field(factory=list)
@@ -58,6 +62,7 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     default = {**project.defaults, **variant.defaults}
     keys = default | {key: value for key, value in written.items() if value is not None}
     migration = Migration(variant.trainer, f"{project.title}'s {arguments.variant}")
+    _leave_out_variables(migration, keys)
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
     for key, rule in rules.items():
@@ -65,7 +70,7 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
             origin = key if key in written else f"default of {project.title}"
             _apply(migration, key, keys[key], rule, origin)
     migration.unknown.extend(key for key in written if key not in rules)
-    _batch(migration, devices or arguments.devices)
+    _batch(migration, devices or arguments.devices, rules)
     _optimizer(migration, keys)
     _length(migration)
     _lora(migration)
@@ -80,6 +85,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str) and EXPONENT.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     return value
+
+
+def _leave_out_variables(migration: Migration, keys: dict[str, Any]) -> None:
+    """Remove the keys whose value is a variable of the shell that the file does not set."""
+    for key in [key for key, value in keys.items() if VARIABLE.search(str(value))]:
+        value = _short(keys.pop(key))
+        migration.incomplete[key] = f"{value} has no value in the file; write the value"
 
 
 def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
@@ -99,28 +111,40 @@ def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) 
 
 
 def _factor(key: str, value: Any) -> int:
-    """Return a factor of the batch size. Raises RLHFError for one that is not a number."""
+    """Return a factor of the batch size. Raises RLHFError if it is not a whole number."""
+    number = _number(key, value)
+    if number % 1:
+        raise RLHFError(f"{key} is {value!r}; write the whole number that was used")
+    return int(number)
+
+
+def _number(key: str, value: Any) -> float:
+    """Return the value of a key. Raises RLHFError if it is not a number."""
     try:
-        return int(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        raise RLHFError(f"{key} is {value!r}; write the number that was used") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise RLHFError(f"{key} is {value!r}; write the number that was used")
+    return number
 
 
 def _set(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
     if rule.values is None:
         ours: Mapping[str, Any] = {rule.ours: value}
     else:
-        chosen = value if isinstance(value, list) else [value]
-        for each in chosen:
-            if each not in rule.values:
+        known = []
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Hashable) and each in rule.values:
+                known.append(rule.values[each])
+            else:
                 migration.lost[f"{key} {_short(each)}"] = rule.note
-        known = [rule.values[each] for each in chosen if each in rule.values]
         if not known:
             return
         only = known[0] if len(known) == 1 else known
         ours = only if isinstance(only, Mapping) else {rule.ours: only}
     for name, each in ours.items():
-        if name == "optim.betas" and not isinstance(each, list):
+        if name == "optim.betas" and key[-1] in "12":
             betas = list(migration.settings.get(name, [0.9, 0.999]))
             betas[key.endswith("2")] = each
             each = betas
@@ -132,9 +156,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _batch(migration: Migration, devices: int | None) -> None:
-    """Set `batch.size` to the product of the factors and the devices."""
-    if not migration.factors:
+def _batch(migration: Migration, devices: int | None, rules: Mapping[str, Rule]) -> None:
+    """Set `batch.size` to the product of the factors and the devices, if all are known."""
+    unknown = [key for key in migration.incomplete if key in rules and rules[key].kind == "factor"]
+    if unknown or not migration.factors:
         return
     size = math.prod(migration.factors.values()) * (devices or 1)
     words = [f"{name} {value}" for name, value in migration.factors.items()]
@@ -150,11 +175,16 @@ def _optimizer(migration: Migration, keys: Mapping[str, Any]) -> None:
     """Translate the final learning rate, which only some schedules have."""
     options = keys.get("lr_scheduler_kwargs") or {}
     if isinstance(options, str):
-        options = json.loads(options) if options.startswith("{") else {}
+        options = parse(options)
+    if not isinstance(options, Mapping):
+        raise RLHFError(
+            f"lr_scheduler_kwargs is {options!r}; write a mapping such as {{min_lr: 1.0e-6}}"
+        )
     if "min_lr_rate" in options:
         migration.set("optim.min_lr", options["min_lr_rate"], "lr_scheduler_kwargs")
     elif "min_lr" in options:
-        share = options["min_lr"] / migration.settings["optim.lr"]
+        rate = _number("the learning rate", migration.settings.get("optim.lr"))
+        share = _number("min_lr", options["min_lr"]) / rate
         migration.set("optim.min_lr", share, "lr_scheduler_kwargs: min_lr / learning rate")
     name = str(keys.get("lr_scheduler_type", keys.get("lr_scheduler")))
     has_minimum = "min_lr" in name or "cosine_min_lr_ratio" in keys
@@ -166,16 +196,18 @@ def _length(migration: Migration) -> None:
     """Say how many epochs or steps there are; a length in steps has precedence."""
     if "train.steps" in migration.settings:
         migration.drop("train.epochs")
-    epochs = migration.settings.get("train.epochs", 1)
     if "train.epochs" in migration.settings:
+        epochs = _number(migration.origins["train.epochs"], migration.settings["train.epochs"])
         migration.settings["train.epochs"] = math.ceil(epochs)
-    if epochs % 1:
-        migration.notes[f"{epochs:g} epochs"] = "here epochs are whole; set train.steps instead"
+        if epochs % 1:
+            migration.notes[f"{epochs:g} epochs"] = "here epochs are whole; set train.steps instead"
     for name, per in (("train.eval_every", "eval_steps"), ("checkpoint.every", "save_steps")):
-        value = migration.settings.get(name)
+        if name not in migration.settings:
+            continue
+        value = _number(migration.origins[name], migration.settings[name])
         if value == -1:
             migration.settings[name] = None
-        elif value is not None and 0 < value < 1:
+        elif 0 < value < 1:
             migration.drop(name)
             migration.notes[f"{per} {value:g}"] = f"a share of the run; set {name} to steps"
 
@@ -207,10 +239,10 @@ def _losses(migration: Migration, keys: Mapping[str, Any]) -> None:
         _distillation(migration, keys)
     if migration.trainer != "dpo":
         return
-    names = listed(migration.settings["dpo.loss"])
-    theirs = listed(keys.get("loss_type", keys.get("dpo_loss_type", names)))
+    names = listed(migration.settings.get("dpo.loss"))
+    theirs = names_in(keys.get("loss_type", keys.get("dpo_loss_type", names)))
     weights = keys.get("loss_weights", keys.get("dpo_loss_weights", [1.0] * len(theirs)))
-    weight_of = dict(zip(theirs, weights, strict=False))
+    weight_of = dict(zip(theirs, listed(weights), strict=False))
     losses = {name: weight_of.get(name, 1.0) for name in names}
     sft = migration.drop("dpo.sft")
     if sft or (sft == 0 and "cpo" in losses):
@@ -220,7 +252,8 @@ def _losses(migration: Migration, keys: Mapping[str, Any]) -> None:
     entries = [
         name if each == 1 else {"name": name, "weight": each} for name, each in losses.items()
     ]
-    migration.settings["dpo.loss"] = entries[0] if len(entries) == 1 else entries
+    if names:
+        migration.settings["dpo.loss"] = entries[0] if len(entries) == 1 else entries
     if keys.get("sync_ref_model"):
         every, mix = keys.get("ref_model_sync_steps", 512), keys.get("ref_model_mixup_alpha", 0.6)
         migration.set("dpo.reference_every", every, "ref_model_sync_steps")
@@ -231,7 +264,8 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
     """Translate GKD's divergence and OpenRLHF's share of it."""
     settings = migration.settings
     if "kd_coef" in keys:
-        migration.set("kd.sft", round(1 - keys["kd_coef"], 6), "1 - kd_coef")
+        share = 1 - _number("kd_coef", keys["kd_coef"])
+        migration.set("kd.sft", round(share, 6), "1 - kd_coef")
     if settings.get("kd.beta") in (0, 1):
         settings["kd.loss"] = "reverse_kl" if migration.drop("kd.beta") else "forward_kl"
     if not settings.get("kd.on_policy") and not settings.get("kd.teacher_answers"):
@@ -241,7 +275,8 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
 
 def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None:
     """Take the ZeRO stage and offload from DeepSpeed's JSON."""
-    zero = _deepspeed(migration, keys.get("deepspeed"), folder).get("zero_optimization", {})
+    zero = _deepspeed(migration, keys.get("deepspeed"), folder).get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
@@ -263,7 +298,7 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
     optimizer = zero.get("offload_optimizer") or {}
     # DeepSpeed reads it at this stage only.
-    ratio = optimizer.get("ratio", 1) if zero.get("stage") == 3 else 1
+    ratio = _number("ratio", optimizer.get("ratio", 1)) if zero.get("stage") == 3 else 1
     if optimizer.get("device") == "cpu" and 0 < ratio < 1:
         migration.set("deepspeed.offload_ratio", ratio, "deepspeed")
 
@@ -293,7 +328,7 @@ def _data(
 ) -> None:
     """Translate the data sets, and drop the settings of evaluation if no row is held out."""
     read = READERS[arguments.project]
-    train, held_out = read(arguments.variant, keys, folder, migration.notes)
+    train, held_out = read(arguments.variant, keys, folder, migration.notes, migration.lost)
     rules = PROJECTS[arguments.project].keys
     for name, entries in (("data.train", train), ("data.eval", held_out)):
         if entries:

@@ -14,7 +14,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.kernels.layers import compiles, setting
 from rlhf.model.task import FORMS, Task, label_head
-from rlhf.model.weights import quiet_loading
+from rlhf.model.weights import quiet_transformers
 from rlhf.sharding import whole_shape
 
 
@@ -30,7 +30,7 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
     adapter = config.model.adapter
     if adapter is None and config.lora is None:
         return causal
-    with torch.random.fork_rng(devices=[]), quiet_loading():
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(config.train.seed)
         if adapter is None:
             settings = lora_settings(causal, config, task)
@@ -79,7 +79,7 @@ def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
             f"{folder} has no adapter_model.safetensors; pass a complete adapter folder"
         )
     try:
-        with quiet_loading():
+        with quiet_transformers():
             return PeftModel.from_pretrained(
                 causal, folder, is_trainable=trained, autocast_adapter_dtype=False
             )

@@ -1,6 +1,7 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def read_architecture(config: Config, task: Task = "causal", labels: int | None 
     model, and a family without a class for the task.
     """
     path = resolved(config.model.path)
+    check_model_folder(path)
     try:
         architecture = _saved_config(config)
     except Exception as error:  # A damaged folder may raise anything.
@@ -69,6 +71,17 @@ def resolved(path: str) -> str:
     if not path:
         raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
     return path
+
+
+def check_model_folder(path: str, setting: str = "model.path") -> None:
+    """Raise RLHFError if a setting names an adapter or a run folder in place of a model."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("model*.safetensors")):
+        adapter = "set model.adapter to it and model.path to its base, or "
+        remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
+        raise RLHFError(f"{setting} {path} is an adapter; {remedy}")
+    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+        raise RLHFError(f"{setting} {path} is a run folder; did you mean {folder / 'model'}?")
 
 
 def _saved_config(config: Config) -> Any:

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.adapters import adapter_settings, load_adapter
 from rlhf.model.task import FORMS, Task
-from rlhf.model.weights import quiet_loading
+from rlhf.model.weights import quiet_transformers
 
 
 def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> Any:
@@ -24,7 +24,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
     # has one only if its trainer wrote settings there.
     described = (folder / "config.json").is_file()
     try:
-        with quiet_loading():
+        with quiet_transformers():
             options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
             model, report = FORMS[task].auto.from_pretrained(
                 base, dtype=dtype, weights_only=True, output_loading_info=True, **options

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.architecture import resolved
+from rlhf.model.architecture import check_model_folder, resolved
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
@@ -37,6 +37,8 @@ def read_tokenizer(model: ModelConfig) -> Any:
     """Return the tokenizer of a model as it is."""
     revision = None if model.tokenizer else model.revision
     path = resolved(model.tokenizer or model.path)
+    if not model.tokenizer:
+        check_model_folder(path)
     if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists()):
         raise RLHFError(f"{path} is not a folder; pass a model folder or a name on the hub")
     try:

@@ -42,7 +42,7 @@ def pretrained_model(
     kind = devices[0].type if devices else "cpu"
     try:
         # transformers draws a missing head from the global generators, which a run must not move.
-        with torch.random.fork_rng(devices, device_type=kind), quiet_loading():
+        with torch.random.fork_rng(devices, device_type=kind), quiet_transformers():
             causal, report = FORMS[task].auto.from_pretrained(
                 path,
                 config=architecture,
@@ -107,9 +107,10 @@ def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str], task: Task
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Silence transformers' warnings about a model folder, since we check it ourselves, and peft's
-    about a name that transformers has deprecated."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings about a model folder and about positions past the model's
+    context, since we check both ourselves, and peft's about a name that transformers has
+    deprecated."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:

@@ -18,6 +18,7 @@ from transformers import (
 from rlhf.data.layout import groups_by_length
 from rlhf.engine import Engine, Mesh
 from rlhf.model.tokenizer import end_tokens
+from rlhf.model.weights import quiet_transformers
 from rlhf.reference.run_models import RunModels
 from rlhf.trainer import Sample
 
@@ -135,7 +136,8 @@ def _continued(
         options["stopping_criteria"] = StoppingCriteriaList([ended])
         # A rank must not stop by itself: each forward gathers weights from all ranks.
         ends = ()
-    with torch.no_grad(), run.hooks.generation_context(engine=engine):
+    generating = run.hooks.generation_context(engine=engine)
+    with torch.no_grad(), quiet_transformers(), generating:
         out = engine.module.model.generate(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),

@@ -20,7 +20,7 @@ from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
-from rlhf.reference.teacher import TEACHER, check_teacher
+from rlhf.reference.teacher import TEACHER, check_teacher, naming_teacher
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Reference, Trainer
 
@@ -131,11 +131,13 @@ class RunModels(ABC):
         """See `rlhf.trainer.Run`."""
         check_teacher(self.config, model, self.tokenizer, top=top)
         if top is None:
-            engine = self.load(TEACHER, model=model, trained=False)
+            with naming_teacher(self.config):
+                engine = self.load(TEACHER, model=model, trained=False)
             size = self.roles[TEACHER].shape.parameters
             self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
             return engine
-        done = self._cache_teacher(model, top=top, temperature=temperature)
+        with naming_teacher(self.config):
+            done = self._cache_teacher(model, top=top, temperature=temperature)
         self.notes.append(f"teacher    its {top} most likely tokens: {done}")
         return None
 

@@ -1,5 +1,7 @@
 """A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.model.architecture import read_architecture
+from rlhf.model.architecture import check_model_folder, read_architecture
 from rlhf.model.head import Head
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
@@ -25,12 +27,10 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
     configurations and tokenizers, no weights."""
     teacher, policy = evolve(config, model=model), config.model.path
     setting = f"{config.trainer_name}.teacher {model.path}"
+    check_model_folder(model.path, f"{config.trainer_name}.teacher")
     size = read_architecture(config).get_text_config().vocab_size
-    try:
+    with naming_teacher(config):
         teachers = read_architecture(teacher).get_text_config().vocab_size
-    except RLHFError as error:
-        text = str(error).replace("model.path", f"{config.trainer_name}.teacher", 1)
-        raise RLHFError(text) from error
     if size != teachers:
         raise RLHFError(
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
@@ -49,6 +49,17 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
             "vocabulary; lower it, or remove it to run the teacher alongside the policy"
         )
+
+
+@contextmanager
+def naming_teacher(config: Config) -> Iterator[None]:
+    """Name the teacher's setting in an error about the model that is loaded in this block."""
+    try:
+        yield
+    except RLHFError as error:
+        setting = f"{config.trainer_name}.teacher"
+        error.args = (str(error).replace("model.path", setting, 1),)
+        raise
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:

@@ -50,7 +50,9 @@ def parse_words(words: Sequence[str]) -> Words:
             overrides.append((name, _parse(name, value)))
         elif not str(value).endswith((".yaml", ".yml")):
             advice = "pass data with --data, a model with --model"
-            raise RLHFError(f"'{value}' is not a YAML file; {advice}")
+            raise RLHFError(
+                f"'{value}' is not a YAML file: its name must end with .yaml or .yml; {advice}"
+            )
         elif "source" in parsed:
             first = parsed["source"]
             raise RLHFError(f"unexpected argument '{value}': the config file is already {first}")

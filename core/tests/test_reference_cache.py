@@ -137,6 +137,30 @@ def test_adapters_on_the_hub_have_different_keys(
     assert len(digests) == 3
 
 
+def test_a_model_that_was_never_loaded_has_the_key_of_its_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attrs.evolve(make_run(folder).config.model, path="org/teacher")
+    config = attrs.evolve(make_run(folder).config, model=model)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    kept = loaded_from_hub(tmp_path, "org/teacher")
+    (kept / "config.json").write_text("{}")
+    with pytest.raises(RLHFError) as error:
+        weights_digest(config)
+    assert str(error.value) == "org/teacher has no weights here; download them, or check the name"
+
+    def download(repository: str, *, allow_patterns: str, **_: object) -> None:
+        assert repository == "org/teacher"
+        if allow_patterns == "*.bin":
+            (kept / "pytorch_model.bin").write_text("weights")
+
+    monkeypatch.setattr("rlhf.reference.digest.snapshot_download", download)
+    first = weights_digest(config)
+    (kept / "pytorch_model.bin").write_text("others")
+    assert weights_digest(config) != first
+
+
 def test_the_cache_has_only_the_answers_of_the_rows(folder: Path) -> None:
     run = make_run(folder)
     reference = run.reference("cache")

@@ -10,10 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 
+from huggingface_hub import snapshot_download
 from transformers.utils.hub import cached_file
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh
+from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256
 from rlhf.launch.caches import cache_root
 from rlhf.model.architecture import resolved
@@ -45,7 +47,7 @@ def weights_digest(config: Config) -> str:
     if model.init == "random":
         parts += ["random", str(config.train.seed), *_contents(_folder(model), WEIGHT_FILES[:1])]
     else:
-        parts += _contents(_folder(model), WEIGHT_FILES)
+        parts += _contents(_whole_folder(model), WEIGHT_FILES)
     if model.fp8 is not None:
         parts.append(f"fp8 {model.fp8}")
     if model.adapter is not None:
@@ -80,6 +82,20 @@ def _folder(model: ModelConfig) -> Path:
         trust_remote_code=model.trust_remote_code,
     )
     return Path(str(path)).parent
+
+
+def _whole_folder(model: ModelConfig) -> Path:
+    """Return the local folder of a model with its weights, which are downloaded if it has not been
+    loaded: a teacher whose outputs are cached never is. Raises RLHFError without weights."""
+    folder = _folder(model)
+    for pattern in WEIGHTS:
+        if not _files(folder, WEIGHTS) and not Path(resolved(model.path)).is_dir():
+            snapshot_download(
+                model.path, revision=model.revision, allow_patterns=pattern, ignore_patterns="*/*"
+            )
+    if not _files(folder, WEIGHTS):
+        raise RLHFError(f"{model.path} has no weights here; download them, or check the name")
+    return folder
 
 
 def _adapter_folder(adapter: str) -> Path:

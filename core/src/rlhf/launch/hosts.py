@@ -58,11 +58,8 @@ def place_of_host() -> Place:
 def _check_ranks() -> None:
     """Raise RLHFError unless the launcher's numbers of this rank are below those of all ranks."""
     for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        rank, ranks = os.environ.get(name, "0"), os.environ.get(of)
-        for variable, value in ((name, rank), (of, ranks)):
-            if value is not None and not value.isdecimal():
-                raise RLHFError(f"{variable} is {value!r}, which is not a number")
-        if ranks is not None and int(rank) >= int(ranks):
+        rank, ranks = os.environ.get(name, ""), os.environ.get(of, "")
+        if rank.isdecimal() and ranks.isdecimal() and int(rank) >= int(ranks):
             raise RLHFError(
                 f"{name} is {rank}, but {of} is {ranks}; ranks are counted from 0 to {of} - 1"
             )

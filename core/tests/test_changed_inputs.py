@@ -12,6 +12,7 @@ from pair_runs import make_run, write_inputs
 from safetensors.torch import load_file, save_file
 
 from rlhf.config.sections import LoraConfig, ModelConfig
+from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.loop.checkpointing import check_data, check_frozen
 from rlhf.rank.context import RunContext
@@ -50,7 +51,7 @@ def test_other_rows_of_the_same_size_are_refused(folder: Path, changed: str) -> 
     before = make_run(folder).examples[0]
     data = [len(before), int(before.lengths.sum()), before.files[0].content]
     saved = checkpoint(folder, data=data)
-    check_data(saved, before)
+    check_data(saved, before, Mesh())
     rows = (folder / "pairs.jsonl").read_text().splitlines()
     if changed == "order":
         rows.reverse()
@@ -59,7 +60,7 @@ def test_other_rows_of_the_same_size_are_refused(folder: Path, changed: str) -> 
     (folder / "pairs.jsonl").write_text("\n".join(rows))
     after = make_run(folder).examples[0]
     with pytest.raises(RLHFError) as error:
-        check_data(saved, after)
+        check_data(saved, after, Mesh())
     assert str(error.value) == (
         f"{saved} was written in training on 12 examples of {data[1]:,} tokens but data.train now "
         "has as many with other content or in another order; restore the old rows, or start again "
@@ -70,7 +71,7 @@ def test_other_rows_of_the_same_size_are_refused(folder: Path, changed: str) -> 
 def test_a_checkpoint_without_a_digest_compares_counts(folder: Path) -> None:
     examples = make_run(folder).examples[0]
     data = [len(examples), int(examples.lengths.sum())]
-    check_data(checkpoint(folder, data=data), examples)
+    check_data(checkpoint(folder, data=data), examples, Mesh())
 
 
 def reads_an_adapters_base(run: RunContext) -> object:
@@ -123,9 +124,9 @@ def test_other_frozen_weights_in_the_old_folder_are_refused(folder: Path, read: 
     with pytest.raises(RLHFError) as error:
         read(again)
     assert str(error.value) == (
-        f"{model} has other weights or another config.json than when {saved} was written, which "
-        "has no copy of these frozen weights; restore the old files, or start again with "
-        "--overwrite"
+        f"{model} has other weights than when {saved} was written, which has no copy of these "
+        "frozen weights; restore the old files or set model.revision to the old commit, or start "
+        "again with --overwrite"
     )
 
 
@@ -164,21 +165,30 @@ def test_the_quick_digest_reads_a_block_of_every_tensor(
     assert [*quick_digests(model, adapter=False).values()] == digests[-1:]
 
 
-def test_the_quick_digest_covers_every_file_that_a_model_needs(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_quick_digest_reads_what_is_loaded(folder: Path, tmp_path: Path) -> None:
     model = ModelConfig(path=str(folder / "model"), adapter=str(tmp_path / "adapter"))
     shutil.copytree(folder / "model", tmp_path / "adapter")
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    torch.save({"a": torch.zeros(9)}, folder / "model/more.bin")
+    (tmp_path / "adapter" / WEIGHTS).rename(tmp_path / "adapter/adapter_model.safetensors")
     before = quick_digests(model, adapter=True)
     assert list(before) == [model.path, model.adapter]
     assert quick_digests(model, adapter=False) == {model.path: before[model.path]}
-    torch.save({"a": torch.ones(9)}, folder / "model/more.bin")
-    (tmp_path / "adapter/adapter_config.json").write_text("{ }")
-    after = quick_digests(model, adapter=True)
+    # What git-lfs leaves of a file that was not downloaded.
+    (folder / "model/consolidated.safetensors").write_text("version https://git-lfs.github.com")
+    (folder / "model/training_args.bin").write_text("")
+    assert quick_digests(model, adapter=True) == before
+
+
+def test_the_quick_digest_reads_all_shards_and_old_formats(folder: Path) -> None:
+    model = ModelConfig(path=str(folder / "model"))
+    (folder / "model" / WEIGHTS).rename(folder / "model/a.safetensors")
+    index = {"weight_map": {"first": "a.safetensors", "second": "b.bin", "third": "b.bin"}}
+    (folder / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"second": torch.zeros(9)}, folder / "model/b.bin")
+    before = quick_digests(model, adapter=False)
+    torch.save({"second": torch.ones(9)}, folder / "model/b.bin")
+    after = quick_digests(model, adapter=False)
     assert before[model.path] != after[model.path]
-    assert before[str(model.adapter)] != after[str(model.adapter)]
 
 
 def test_random_weights_and_absent_ones_have_no_quick_digest(folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_rows_are_tokenised_again_when_another_module_of_the_package_has_changed
 def test_the_cache_holds_no_pickles(tmp_path: Path, cache: Path) -> None:
     examples_of(write_lines(tmp_path / "rows.jsonl"))
     files = {file.name for file in cache.rglob("*") if file.is_file() and file.suffix != ".lock"}
-    assert files == {"digests.json", "examples.arrow", "report.json"}
+    assert files == {"digests.json", "examples.arrow", "examples.sha256", "report.json"}
 
 
 def build_slowly(folder: Path, log: Path) -> None:

@@ -159,6 +159,17 @@ def test_parts_of_text_are_joined_for_a_template_of_text(template: str | None) -
     assert prompt_of(template, {**QUESTION, "content": ["two ", "words"]}) == joined
 
 
+def test_reasoning_that_a_template_leaves_out_of_earlier_turns_is_no_error() -> None:
+    template = OWN_PARTS.replace(
+        "map(attribute='text')", "selectattr('type', 'eq', 'text') | map(attribute='text')"
+    )
+    thought = {"type": "thinking", "thinking": "two ducks"}
+    turn = {"role": "assistant", "content": [thought, *PARTS]}
+    tokenizer = tokenizer_of("bytes", template)
+    (row,) = read(tokenizer, messages=[QUESTION, turn, QUESTION, TALK[1]])
+    assert "TWO |WORDS" in tokenizer.decode(row.answers[0].tokens)
+
+
 def test_a_template_that_renders_parts_gets_them() -> None:
     assert "TWO |WORDS" in prompt_of(OWN_PARTS, {**QUESTION, "content": PARTS})
 

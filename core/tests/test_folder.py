@@ -64,6 +64,11 @@ def test_a_new_folder_that_cannot_be_created_is_an_error(
     assert str(error.value) == (
         "cannot write to runs/sft-1 (Not a directory); choose another location"
     )
+    Path("runs").unlink()
+    Path("runs").symlink_to("a disk that is not mounted")
+    with pytest.raises(RLHFError) as error:
+        choose(request(None))
+    assert str(error.value) == "cannot write to runs (Not a directory); choose another location"
 
 
 def test_a_folder_with_a_run_needs_resume_or_overwrite(tmp_path: Path) -> None:

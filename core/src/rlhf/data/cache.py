@@ -85,8 +85,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _prefix(folder: Path) -> str:
     """Return how the names of temporary folders begin: with the host, since locks may not reach
-    another one."""
-    return f"{folder.name}-{socket.gethostname()}-"
+    another one, and a character that no host's name has."""
+    return f"{folder.name}-{socket.gethostname()}@"
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:

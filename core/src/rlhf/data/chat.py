@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.content import Messages, readable, text_of
+from rlhf.data.content import REASONING, Messages, readable, text_of
 from rlhf.data.encode import Rendered, common_prefix
 from rlhf.errors import RLHFError
 
@@ -254,6 +254,8 @@ def _others(message: Message, text: str) -> Iterator[tuple[str, Message]]:
         yield "`content`", {"content": PROBES[0]}
     parts = content if isinstance(content, list) else []
     for number, part in enumerate(parts):
+        if isinstance(part, Mapping) and part.get("type") in REASONING:
+            continue  # Templates render it in the last turn only.
         words = text_of(part)
         if words is None or words.strip() not in text:
             others = [*parts[:number], *parts[number + 1 :]]

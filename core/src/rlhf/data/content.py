@@ -6,7 +6,8 @@ from typing import Any
 from rlhf.errors import RLHFError
 
 Messages = Sequence[Mapping[str, Any]]
-INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning", "thinking")
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", *REASONING)
 """What a message may have instead of content."""
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -124,10 +123,14 @@ class TreeFile:
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
         return digest.hexdigest()
 
-    @cached_property
+    @property
     def content(self) -> str:
-        """A digest of all that training reads of the examples, in their order: tokens, which are
-        trained on, values, inputs and which are of one row. It does not depend on the chunks."""
+        """A digest of all that training reads of the examples, which `write` has computed."""
+        return _beside(self.path).read_text()
+
+    def compute_content(self) -> str:
+        """Return a digest of tokens, which are trained on, values, inputs and which are of one row,
+        in the order of the examples. It does not depend on the chunks."""
         digest = hashlib.sha256(json.dumps(self.kinds).encode())
         digest.update((np.diff(self.column("row")) != 0).data)
         for name in LISTS:
@@ -135,8 +138,9 @@ class TreeFile:
             for chunk in self._chunks:
                 offsets, values = chunk[name]
                 digest.update(values[offsets[0] : offsets[-1]].data)
-        if self._inputs:
-            digest.update(json.dumps(self._table["inputs"].to_pylist()).encode())
+        for chunk in self._table["inputs"].chunks if self._inputs else ():
+            for text in chunk.to_pylist():
+                digest.update(f"{len(text)} {text}".encode())
         return digest.hexdigest()
 
     def largest_token(self) -> int:
@@ -159,13 +163,20 @@ class TreeFile:
 
 
 def write(table: pa.Table, path: Path) -> None:
-    """Write the kept rows of the table as a file of chunks that `TreeFile` maps."""
+    """Write the kept rows of the table as a file of chunks that `TreeFile` maps, and the digest of
+    their content."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         for start in range(0, table.num_rows, CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
             kept = part.filter(pa.array(part["status"].to_numpy() <= CUT)).combine_chunks()
             if kept.num_rows:
                 writer.write_table(kept)
+    _beside(path).write_text(TreeFile(path).compute_content())
+
+
+def _beside(path: Path) -> Path:
+    """Return the file with the digest of a file's content."""
+    return path.with_suffix(".sha256")
 
 
 def _masks(answers: Sequence[Answer]) -> Sequence[bool]:

@@ -1,8 +1,10 @@
 """The run folder: the files that other tools read, locked while a run writes to it."""
 
+import errno
 import itertools
 import json
 import math
+import os
 import platform
 import shutil
 import uuid
@@ -25,7 +27,8 @@ from rlhf.request.settings_tree import changed_keys, load_recorded, to_tree, wit
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
     "train.eval_every", "train.eval_at_start", "train.samples", "data.eval", "data.workers",
-    "data.processes", "checkpoint", "model.recompute", "observers", "output", "backend",
+    "data.processes", "checkpoint", "model.recompute", "model.revision", "observers", "output",
+    "backend",
 )  # fmt: skip
 """Settings that a resumed run may change, since they do not affect what is learnt; those of the
 backend's section too."""
@@ -95,10 +98,16 @@ def chosen(request: Request) -> Iterator[Path]:
 
 def _is_created(folder: Path) -> bool:
     """Create the folder; return False if it exists."""
-    with writing(folder), suppress(FileExistsError):
-        folder.mkdir(parents=True)
-        return True
-    return False
+    with writing(folder):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if folder.parent.is_dir():
+                return False
+            # Such as a link to a disk that is not mounted.
+            problem = os.strerror(errno.ENOTDIR)
+            raise NotADirectoryError(errno.ENOTDIR, problem, str(folder.parent)) from None
+    return True
 
 
 def holds_run(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.examples import Examples
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.folder import checkpoints, retention
 from rlhf.loop import random_state
 from rlhf.loop.fragments import (
@@ -107,17 +107,23 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
     return step, f"; {other}, so random numbers differ"
 
 
-def check_data(folder: Path, train: Examples) -> None:
-    """Raise RLHFError if the training rows changed: the steps that remain were planned for the old
-    ones."""
+def check_data(folder: Path, train: Examples, mesh: Mesh) -> None:
+    """Raise RLHFError if the training rows changed on any host: the steps that remain were planned
+    for the old ones. Collective."""
+    if problem := next(filter(None, mesh.gather(_changed_data(folder, train))), ""):
+        raise SameOnAllRanks(problem)
+
+
+def _changed_data(folder: Path, train: Examples) -> str:
+    """Return how the rows differ from those of a checkpoint; an empty text if they do not."""
     saved, now = _read(folder)["data"], _data(train)
     # Checkpoints of earlier checkouts have no digests.
     if saved == now[: len(saved)]:
-        return
+        return ""
     change = f"now has {now[0]:,} of {now[1]:,}"
     if saved[:2] == now[:2]:
         change = "now has as many with other content or in another order"
-    raise RLHFError(
+    return (
         f"{folder} was written in training on {saved[0]:,} examples of {saved[1]:,} tokens but "
         f"data.train {change}; restore the old rows, or start again with --overwrite"
     )
@@ -130,9 +136,9 @@ def check_frozen(folder: Path, sources: Mapping[str, str]) -> None:
     for path, digest in sources.items():
         if saved.get(path, digest) != digest:
             raise RLHFError(
-                f"{path} has other weights or another config.json than when {folder} was written, "
-                "which has no copy of these frozen weights; restore the old files, or start again "
-                "with --overwrite"
+                f"{path} has other weights than when {folder} was written, which has no copy of "
+                "these frozen weights; restore the old files or set model.revision to the old "
+                "commit, or start again with --overwrite"
             )
 
 
@@ -202,5 +208,4 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _data(train: Examples) -> list[int | str]:
     """Return the number of training examples and of their tokens, and digests of their content."""
-    digests = (file.content for file in train.files)
-    return [len(train.lengths), int(train.lengths.sum()), *digests]
+    return [len(train.lengths), int(train.lengths.sum()), *(file.content for file in train.files)]

@@ -76,11 +76,13 @@ def resolved(path: str) -> str:
 def check_model_folder(path: str, setting: str = "model.path") -> None:
     """Raise RLHFError if a setting names an adapter or a run folder in place of a model."""
     folder = Path(path)
-    if (folder / "adapter_config.json").is_file() and not any(folder.glob("model*.safetensors")):
+    is_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    if (folder / "adapter_config.json").is_file() and not is_model:
         adapter = "set model.adapter to it and model.path to its base, or "
         remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
         raise RLHFError(f"{setting} {path} is an adapter; {remedy}")
-    if (folder / "config.yaml").is_file() and (folder / "model").is_dir():
+    is_run = (folder / "config.yaml").is_file() and (folder / "model").is_dir()
+    if is_run and not (folder / "config.json").is_file():
         raise RLHFError(f"{setting} {path} is a run folder; did you mean {folder / 'model'}?")
 
 

@@ -96,7 +96,8 @@ class RunContext(RunModels):
             return found
 
         with self.startup.part("loading"):
-            self._frozen[role] = self.mesh.on_rank_zero(sources)
+            found = self.mesh.on_rank_zero(sources)
+            self._frozen[role] = {**self._frozen.get(role, {}), **found}
 
     def _notes_on(self, spec: ModelSpec, module: PackedModel, written: str) -> Iterator[str]:
         """Yield what the run prints of a loaded model, whose folder has weights of the class

@@ -106,7 +106,7 @@ def choose_folder(
         lambda: run_folder.check_resumable(request, path, verified=verified)
     )
     if resumed is not None:
-        mesh.on_rank_zero(lambda: check_data(resumed, data.train))
+        check_data(resumed, data.train, mesh)
     return path, resumed
 
 

@@ -24,6 +24,9 @@ FORMAT = 1
 """Changes with the format of what is stored."""
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_FILES = ("config.json", "adapter_config.json", *WEIGHTS, "*.py")
+MODEL = ("model.safetensors", "pytorch_model.bin")
+ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+"""Weights of a model and of an adapter, in the order in which they are looked for."""
 BLOCK = 4096
 """Bytes of each tensor that a quick digest reads."""
 MOST_BLOCKS = 1024
@@ -56,21 +59,29 @@ def weights_digest(config: Config) -> str:
 
 
 def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
-    """Return a digest of the files from which a model was loaded, by the model's name in the
-    configuration, and with `adapter` of those of `model.adapter`. Random weights have none.
+    """Return a digest of the weights that were loaded of a model, by its name in the configuration,
+    and with `adapter` of those of `model.adapter`. Random weights have none.
 
     It reads names, sizes and a block in the middle of each tensor: a change of other elements of a
     tensor is missed, if no other tensor changes.
     """
-    folders = {}
-    if model.init != "random":
-        revision = "" if model.revision is None else f"@{model.revision}"
-        folders[f"{model.path}{revision}"] = _folder(model)
+    weights = {} if model.init == "random" else {model.path: _loaded(_folder(model), MODEL)}
     if adapter and model.adapter is not None:
-        folders[model.adapter] = _adapter_folder(model.adapter)
+        weights[model.adapter] = _loaded(_adapter_folder(model.adapter), ADAPTER)
     # A model whose outputs are cached may not have been downloaded.
-    present = {name: it for name, it in folders.items() if _files(it, WEIGHTS)}
-    return {name: _quick_digest(folder) for name, folder in present.items()}
+    return {name: _quick_digest(files) for name, files in weights.items() if files}
+
+
+def _loaded(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files that transformers and peft load: the first of these names or its shards."""
+    for path in (folder / name for name in names):
+        index = path.with_name(f"{path.name}.index.json")
+        if path.is_file():
+            return [path]
+        if index.is_file():
+            shards = json.loads(index.read_text())["weight_map"].values()
+            return sorted({folder / shard for shard in shards})
+    return []
 
 
 def _folder(model: ModelConfig) -> Path:
@@ -114,16 +125,15 @@ def _contents(folder: Path, patterns: Sequence[str]) -> list[str]:
         return list(pool.map(lambda path: f"{path.name} {sha256(path)}", paths))
 
 
-def _quick_digest(folder: Path) -> str:
+def _quick_digest(files: Sequence[Path]) -> str:
     with ThreadPoolExecutor(THREADS) as pool:
-        parts = list(pool.map(_sampled, _files(folder, WEIGHT_FILES)))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+        return hashlib.sha256("\n".join(pool.map(_sampled, files)).encode()).hexdigest()[:32]
 
 
 def _sampled(path: Path) -> str:
     """Return a file's name, its size and a digest of some of its blocks."""
     digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         blocks = _tensors(file) if path.suffix == ".safetensors" else _evenly(size)
         for start in blocks:
             file.seek(start)

@@ -64,6 +64,8 @@ def observer_class(plugin: Installed) -> Any:
     has_config = record.config is not NoSettings
     try:
         inspect.signature(cls).bind(*[record.config] * has_config)
+    except ValueError:
+        return cls  # Its signature is not known.
     except TypeError:
         problem = "its class takes a config, but its record has none; add config= to ObserverPlugin"
         if has_config:

@@ -39,7 +39,7 @@ def load_demo(path: Path | None) -> dict[str, Any]:
     if path is None or "data" not in tree:
         return tree
     data = as_mapping(DataConfig, tree["data"])
-    for key in {"train", "eval"} & data.keys():
+    for key in (name for name in ("train", "eval") if data.get(name) is not None):
         entries = data[key] if isinstance(data[key], list) else [data[key]]
         data[key] = [_beside(path.parent, as_mapping(DataEntry, entry)) for entry in entries]
     return tree | {"data": data}

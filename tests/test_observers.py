@@ -32,13 +32,15 @@ def observed(words: list[str], cache: str, folder: str) -> Any:
         import wandb
         from mlflow import MlflowClient
         from trackio import SQLiteStorage
+        from trackio.utils import TRACKIO_DIR
 
         def written() -> set[int]:
             names = SQLiteStorage.get_runs("rlhf")
             return {row["step"] for name in names for row in SQLiteStorage.get_logs("rlhf", name)}
 
         def changed() -> float:
-            return max(path.stat().st_mtime for path in Path(folder, "trackio").rglob("*"))
+            # An earlier test of this process may have imported it with another folder.
+            return max((path.stat().st_mtime for path in TRACKIO_DIR.rglob("*")), default=0.0)
 
         # Trackio writes from another process, and may be busy after a run has finished.
         until = time.monotonic() + 60

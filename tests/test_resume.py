@@ -238,9 +238,9 @@ def test_another_base_under_an_adapter_is_refused_but_not_under_trained_weights(
         sft_runs.run, words("adapter", "--lora.rank", "2", *more), str(inputs.cache)
     )
     message = (
-        f"{model} has other weights or another config.json than when {tmp_path}/adapter/checkpoints"
-        "/step-000002 was written, which has no copy of these frozen weights; restore the old "
-        "files, or start again with --overwrite"
+        f"{model} has other weights than when {tmp_path}/adapter/checkpoints/step-000002 was "
+        "written, which has no copy of these frozen weights; restore the old files or set "
+        "model.revision to the old commit, or start again with --overwrite"
     )
     assert all(message in error for error in errors)
 

@@ -108,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--packed", default="")
     parser.add_argument("--lora", type=int, help="rank of an adapter of all linear layers")
+    parser.add_argument("--quantize", choices=["nf4"], help="the adapter's base, in 4 bits")
     parser.add_argument("--started", type=float, default=time.time(), help="when the process was")
     return parser.parse_args()
 
@@ -175,6 +176,12 @@ def built(
 ) -> Any:
     """The folder's weights."""
     torch.manual_seed(0)
+    if options.quantize:
+        # The settings of rlhf's `model.quantize nf4`, those of QLoRA (arXiv 2305.14314).
+        changes["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=DTYPES[options.dtype],
+        )  # fmt: skip
     model = getattr(transformers, kind).from_pretrained(
         folder, attn_implementation=options.attention, dtype=DTYPES[options.dtype], **changes
     )

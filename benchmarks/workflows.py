@@ -108,6 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--packed", default="", help="ROWSxTOKENS of the peer's packed sft")
     parser.add_argument("--liger", action="store_true", help="the peer runs with Liger's kernels")
     parser.add_argument("--lora", type=int, help="rank of an adapter, for sft and dpo")
+    parser.add_argument("--quantize", choices=["nf4"], help="the adapter's base, in 4 bits")
     parser.add_argument("--output", type=Path, default=Path("build/workflows"))
     own = sys.argv[1:]
     cut = own.index("--") if "--" in own else len(own)
@@ -122,6 +123,8 @@ def parse() -> argparse.Namespace:
     others = {*(options.workflows or SIZES)} - ADAPTED
     if options.lora and (others or options.system != "TRL"):
         parser.error(f"--lora is for {' and '.join(sorted(ADAPTED))}, beside TRL")
+    if options.quantize and not options.lora:
+        parser.error("--quantize needs --lora")
     return options
 
 
@@ -195,6 +198,8 @@ def ours(options: argparse.Namespace, workflow: str) -> Row:
         words += ["--kd.teacher", str(options.output / "teacher")]
     if options.lora:
         words += ["--lora.rank", str(options.lora)]
+    if options.quantize:
+        words += ["--model.quantize", options.quantize]
     words += options.more
     log = options.output / f"run-{workflow}.log"
     command = [sys.executable, *options.program, "run", workflow, *words]
@@ -293,6 +298,7 @@ def peer(options: argparse.Namespace, workflow: str) -> Row:
         "--started", str(time.time()),
         *(["--packed", options.packed] if options.packed else []),
         *(["--lora", str(options.lora)] if options.lora else []),
+        *(["--quantize", options.quantize] if options.quantize else []),
     ]  # fmt: skip
     script = Path(__file__).with_name(PEERS[options.system])
     log = options.output / f"peer-{workflow}.log"

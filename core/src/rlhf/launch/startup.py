@@ -2,10 +2,12 @@
 
 import atexit
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 from rlhf.launch.caches import keep_compiled
 
@@ -50,6 +52,37 @@ def importing() -> Iterator[None]:
             atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def opening_device() -> Iterator[None]:
+    """Open this rank's CUDA device beside the imports in the body: the libraries do it in code of
+    their own, which needs no interpreter."""
+    import torch  # late: start-up time
+
+    thread = Thread(target=_open_device)
+    if torch.cuda.is_available():
+        thread.start()
+    try:
+        yield
+    finally:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _open_device() -> None:
+    """Create the context and the handle for products, without allocating tensors, and have Triton
+    compute the digest of itself, which is part of every kernel's key."""
+    import torch
+
+    with suppress(Exception):  # Whatever fails here is reported where it is needed.
+        with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
+            torch.cuda.synchronize()
+            torch.cuda.current_blas_handle()
+        # It imports nothing of torch, whose modules the other thread may be importing.
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def collect(device: str) -> None:

@@ -1,11 +1,10 @@
 """Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
 the Triton kernels of Liger (arXiv 2410.10989), an optional dependency.
 
-Liger knows how each family gates. It patches a family's Python module; we undo that, so that only
-one model changes, and other models in the process stay as they are.
+Liger's own functions patch a family's Python module, so that every model in the process changes.
+Here only one model changes, except for the rotary embedding, which is a function of that module.
 """
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -29,11 +28,6 @@ FAMILIES = (
 )  # fmt: skip
 """`model_type`s whose fused layers are compared with their own (`core/tests/test_fused_cuda.py`).
 """
-WANTED = {
-    "rope": True, "swiglu": True, "geglu": True,
-    # Norms and the head's log-probabilities are ours.
-    "rms_norm": False, "cross_entropy": False, "fused_linear_cross_entropy": False,
-}  # fmt: skip
 ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
 """What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
 a config's activation."""
@@ -73,11 +67,11 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
         advice = f"rotary embedding and gates not: {problem}" if INSTALL in problem else ""
         parts = "; ".join(part for part in (norms, advice) if part)
         return f"layers     {parts}" if parts else ""
-    _patch(decoder)
-    for layer in gates_of(decoder) if device.type == "meta" else ():
-        if replaced_forward(layer) is not None:
-            # A stand-in needs no values.
-            replace_forward(layer, _meta_gate.__get__(layer))
+    gated, _ = _fused_gate(decoder, device)
+    for layer in gates_of(decoder):
+        replace_forward(layer, gated.__get__(layer))
+    if device.type != "meta":
+        _fuse_rotary(decoder)
     parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
     return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
 
@@ -108,22 +102,30 @@ def lacks(package: str, minimum: str, *, extra: str) -> str:
     return ""
 
 
-def _patch(decoder: Any) -> None:
-    """Apply Liger's patch to one model and restore the family's module, except for the rotary
-    embedding, which is a function of that module."""
+def _fused_gate(decoder: Any, device: torch.device) -> tuple[Callable[..., Tensor], Product]:
+    """Return the forward of a fused gated layer of the decoder's family, and the product that it
+    computes. On the meta device both are stand-ins, which need no values."""
+    if device.type == "meta":
+        return _meta_gate, MetaGate.apply
     # Liger would warn about every backend for other hardware.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+    from liger_kernel.transformers.geglu import LigerGEGLUMLP
+    from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
 
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[decoder.config.model_type]
-    known = inspect.signature(apply).parameters
+    family = decoder.config.model_type
+    if family.startswith("gemma"):
+        return LigerGEGLUMLP.forward, LigerGELUMulFunction.apply
+    gated = LigerPhi3SwiGLUMLP if family == "phi3" else LigerSwiGLUMLP
+    return gated.forward, LigerSiLUMulFunction.apply
+
+
+def _fuse_rotary(decoder: Any) -> None:
+    """Replace the rotary embedding in the family's module."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
     family = vars(sys.modules[type(decoder).__module__])
-    before = dict(family)
-    apply(**{name: on for name, on in WANTED.items() if name in known}, model=decoder)
-    rotary = family.get(ROTARY)
-    family.update(before)
-    if rotary is not before.get(ROTARY) and rotary is not None:
-        family[ROTARY] = Rotary(rotary, before[ROTARY])
+    family[ROTARY] = Rotary(liger_rotary_pos_emb, family[ROTARY])
 
 
 class Rotary:
@@ -142,24 +144,10 @@ class Rotary:
         return chosen(query, *rest, **options)
 
 
-def products_of(decoder: nn.Module) -> dict[int, Product]:
-    """Return the fused products of the decoder's gated layers, by the layers' ids."""
-    forwards = {
-        id(layer): getattr(replaced_forward(layer), "__func__", None) for layer in gates_of(decoder)
-    }
-    if not any(forwards.values()):
-        return {}
-    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
-    from liger_kernel.transformers.geglu import LigerGEGLUMLP
-    from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
-
-    products: dict[Any, Product] = {
-        LigerGEGLUMLP.forward: LigerGELUMulFunction.apply,
-        LigerSwiGLUMLP.forward: LigerSiLUMulFunction.apply,
-        LigerPhi3SwiGLUMLP.forward: LigerSiLUMulFunction.apply,
-        _meta_gate: MetaGate.apply,
-    }
-    return {id_: products[forward] for id_, forward in forwards.items() if forward in products}
+def products_of(decoder: nn.Module, device: torch.device) -> dict[int, Product]:
+    """Return the products of the decoder's fused gated layers, by the layers' ids."""
+    fused = [layer for layer in gates_of(decoder) if replaced_forward(layer) is not None]
+    return dict.fromkeys(map(id, fused), _fused_gate(decoder, device)[1]) if fused else {}
 
 
 def _meta_gate(layer: Any, hidden: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str
     """
     line = fuse(decoder, "none" if compiles(model) else model.kernels, device)
     if model.recompute == "selective":
-        recompute_products(decoder, products_of(decoder))
+        recompute_products(decoder, products_of(decoder, device))
     return line
 
 

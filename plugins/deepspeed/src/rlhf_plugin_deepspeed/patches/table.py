@@ -76,6 +76,12 @@ PATCHES = {
         reason="DeepSpeed marks its functions as ranges for NVIDIA's profiler, which costs time",
         gain="452 -> 386 ms a step at stage 3 on two GPUs with a slow CPU (1.5B, one run of each)",
     ),
+    "no-broadcast-alone": Patch(
+        targets=("deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model()",),
+        stages=(0, 1, 2, 3), kind="speed",
+        reason="one rank has no other to send its weights to, and NCCL is not started for it",
+        gain="0.91 -> 0.56 s for the engine at stage 0 (one H100)",
+    ),
     "scaler-floor": Patch(
         targets=("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.raise_error_at_min_scale",),
         stages=(0, 1, 2, 3), kind="correctness",

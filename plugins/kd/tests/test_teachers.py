@@ -132,9 +132,10 @@ def test_a_missing_teacher_is_an_error_before_anything_is_read() -> None:
     assert read_config("kd", inputs=False).config.own.teacher == ""
 
 
-def test_a_revision_of_a_folder_is_refused(words: Words, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--kd.teacher", "demo:base")])
+def test_a_revision_of_a_folder_is_refused(words: Words, more: tuple[str, ...]) -> None:
     with pytest.raises(RLHFError) as error:
-        read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2"))
+        read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2", *more))
     assert str(error.value) == "kd.teacher_revision has no effect on a local folder; remove it"
 
 

@@ -160,6 +160,9 @@ SETTINGS = {
     "--data.train {path: TRAIN, split: test}": "data.train: TRAIN is a file; remove split",
     "--data.train {path: TRAIN, subset: en}": "data.train: TRAIN is a file; remove subset",
     "--model.revision main": "model.revision has no effect on a local folder; remove it",
+    "--model demo:base --model.revision main": (
+        "model.revision has no effect on a local folder; remove it"
+    ),
     "--train.seed 9223372036854775808": (
         "train.seed: must be < 9223372036854775808: 9223372036854775808"
     ),

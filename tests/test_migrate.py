@@ -162,6 +162,15 @@ def test_a_yaml_of_axolotl_becomes_our_configuration(tmp_path: Path) -> None:
     assert "- sample_packing true: packing is always on here. There, a batch counts" in text
 
 
+def test_a_key_of_the_file_has_precedence_over_the_default_of_another(tmp_path: Path) -> None:
+    renamed = (
+        AXOLOTL.replace("num_epochs", "num_train_epochs")
+        + "lr_scheduler_type: linear\nnum_epochs:\n"
+    )
+    ours, _ = migrated(tmp_path / "qlora.yaml", renamed)
+    assert (ours["train"]["epochs"], ours["optim"]["schedule"]) == (2, "linear")
+
+
 def test_a_yaml_of_llama_factory_becomes_our_configuration(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     about = {"pairs": {"file_name": "p.json", "ranking": True, "columns": {"prompt": "question"}}}

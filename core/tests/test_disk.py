@@ -60,6 +60,24 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("place", ["/proc/file", "/proc/folder/file"])
+def test_a_file_system_that_creates_nothing_is_named(place: str) -> None:
+    target = Path(place)
+
+    def write() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("text")
+
+    with pytest.raises(RLHFError) as error, writing(target):
+        write()
+    created = "/".join(place.split("/")[:3])
+    assert str(error.value) == (
+        f"cannot write to {created} (No such file or directory); choose another location"
+    )
+    with pytest.raises(RLHFError, match="cannot write to /proc/"), new_folder(target):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "run"))

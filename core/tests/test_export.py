@@ -1,5 +1,7 @@
 """`rlhf export`: the files of the run, and run folders that are not as a run leaves them."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,16 @@ def test_a_checkpoint_is_exported_to_the_files_of_its_run(
     export_command(str(run), str(tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(run / "model")
     assert b"0.7" in contents(tmp_path / "out")["generation_config.json"]
+
+
+def test_export_prints_only_what_it_has_exported(tmp_path: Path, cache: Path) -> None:
+    run = exported_run(tmp_path, cache)
+    # A process that has not imported DeepSpeed yet, whose import logs.
+    command = [sys.executable, "-m", "rlhf", "export", str(run), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    newest = run / "checkpoints" / "step-000001"
+    assert done.stdout == f"exported {newest} to {tmp_path / 'out'}\n"
 
 
 def test_a_machine_that_exports_needs_neither_the_base_s_weights_nor_its_quantisation(

@@ -54,6 +54,16 @@ def test_a_new_folder_that_a_failed_run_leaves_empty_is_removed(
         assert Path("runs/sft-1").exists() == write
 
 
+def test_a_new_folder_that_a_stopped_run_leaves_empty_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The launcher returns normally when a signal has ended the ranks.
+    with chosen(request(None)) as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
 def test_a_new_folder_that_cannot_be_created_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,12 @@ class Trainer(abc.ABC):
         """Return whether core calls `rollout`: by default, whether the class defines it."""
         return type(self).rollout is not Trainer.rollout
 
+    def rollout_tokens(self, examples: Examples, most: int) -> int:
+        """Return the tokens of the largest example that `rollout` makes of any of `examples`: by
+        default `most`, which is `data.max_tokens`. Batches, memory and the positions of models are
+        planned for it."""
+        return most
+
     def score(self, batch: PackedBatch) -> Tensor:
         """Return the scores of answers that `train.samples` shows: per answer [A], or per token [T]
         with nan for tokens without one.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from rlhf import demo
 from rlhf.errors import RLHFError
@@ -132,9 +133,24 @@ def test_a_missing_teacher_is_an_error_before_anything_is_read() -> None:
     assert read_config("kd", inputs=False).config.own.teacher == ""
 
 
-def test_a_revision_of_a_folder_is_refused(words: Words, tmp_path: Path) -> None:
+def test_new_answers_may_end_with_a_table_of_positions(words: Words, tmp_path: Path) -> None:
+    for name in ("student", "teacher"):
+        folder = tiny.make_model(tmp_path / name)
+        vocabulary = LlamaConfig.from_pretrained(folder).vocab_size
+        sizes = GPT2Config(vocab_size=vocabulary, n_positions=80, n_embd=8, n_head=2, n_layer=1)
+        GPT2LMHeadModel(sizes).save_pretrained(folder)
+    models = ("--model", str(tmp_path / "student"), "--kd.teacher", str(tmp_path / "teacher"))
+    # data.max_tokens is 4096.
+    tiny.run("kd", words("table", *models, *ON_POLICY), str(tmp_path / "cache"), True)
+    longer = words("longer", *models, "--kd.on_policy", "1", "--kd.max_new_tokens", "80")
+    with pytest.raises(RLHFError, match="has 80 positions but rows of up to 1"):
+        tiny.run("kd", longer, str(tmp_path / "cache"), True)
+
+
+@pytest.mark.parametrize("more", [(), ("--kd.teacher", "demo:base")])
+def test_a_revision_of_a_folder_is_refused(words: Words, more: tuple[str, ...]) -> None:
     with pytest.raises(RLHFError) as error:
-        read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2"))
+        read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2", *more))
     assert str(error.value) == "kd.teacher_revision has no effect on a local folder; remove it"
 
 

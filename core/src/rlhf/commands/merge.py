@@ -1,9 +1,6 @@
 """`rlhf merge`: merge a LoRA adapter into its base model."""
 
-import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -14,6 +11,7 @@ from rlhf.folder.disk import new_folder
 from rlhf.model.adapters import adapter_settings
 from rlhf.model.exported import exported_model, task_of
 from rlhf.model.extra import exported_extra, save_extra
+from rlhf.model.save import save_weights
 from rlhf.report.card import write_card
 from rlhf.report.recorded import is_run
 
@@ -28,8 +26,7 @@ def merge_command(source: str, output: str) -> int:
         adapter = adapter_folder(Path(source))
         settings = adapter_settings(str(adapter))
         merged = exported_model(adapter, task_of(settings.task_type)).merge_and_unload()
-        with _quiet_deepspeed():
-            merged.save_pretrained(target)
+        save_weights(merged, merged.state_dict(), target)
         if (adapter / "tokenizer_config.json").is_file():
             AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
         save_extra(exported_extra(adapter), target)
@@ -39,21 +36,6 @@ def merge_command(source: str, output: str) -> int:
             write_card(target, adapter.parent)
     print(f"merged {adapter} into {settings.base_model_name_or_path} and wrote {output}")
     return 0
-
-
-@contextmanager
-def _quiet_deepspeed() -> Iterator[None]:
-    """Hide what DeepSpeed logs if it is installed: accelerate imports it to save a model."""
-    logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(_is_error)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def adapter_folder(path: Path) -> Path:

@@ -192,11 +192,9 @@ class Verification:
 
     def _other_layout(self, straight: Path) -> RunShape:
         """Return a layout with another number of ranks, stage and budget."""
-        layout, lengths = self.layout, self.data.train.lengths
+        layout, tokens = self.layout, self.data.largest(self.request.config)
         on_cpu = said(straight, "devices").endswith("cpu")
         most = 2 if on_cpu else num_devices()
-        made = self.request.config.data.max_tokens if self.data.trainer.needs_rollout() else 0
-        tokens = max(int(lengths.max()), made)
         if tokens == layout.tokens:
             tokens *= 2
         stage = layout.stage

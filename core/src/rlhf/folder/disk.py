@@ -136,7 +136,7 @@ def _refusal(error: BaseException, place: Path) -> str | None:
     source: BaseException | None = error
     while source is not None:
         number, file = _number(source), getattr(source, "filename", None)
-        if number in REFUSED and _concerns(file, place):
+        if _is_refusal(number, file, place):
             where, text = file or place, getattr(source, "strerror", None) or os.strerror(number)
             return f"cannot write to {where} ({text}); choose another location"
         source = source.__cause__
@@ -149,9 +149,12 @@ def _number(error: BaseException) -> int:
     return int(said[1]) if said else getattr(error, "errno", None) or 0
 
 
-def _concerns(filename: object, place: Path) -> bool:
-    """Return whether an error names no file, or one in `place`, where it is written, or above."""
+def _is_refusal(number: int, filename: object, place: Path) -> bool:
+    """Return whether an error is a refusal to write: of no file, or of one in `place`, where it is
+    written, or above. `place` itself is missing only if the file system creates none, as /proc."""
     if not isinstance(filename, str | os.PathLike):
-        return True
+        return number in REFUSED
     file, places = Path(filename).absolute(), (place.absolute(), part_of(place))
-    return any(file.is_relative_to(each) or each.is_relative_to(file) for each in places)
+    if any(each.is_relative_to(file) for each in places):
+        return number in REFUSED or number == errno.ENOENT
+    return number in REFUSED and any(file.is_relative_to(each) for each in places)

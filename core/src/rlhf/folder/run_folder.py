@@ -85,15 +85,15 @@ def choose(request: Request) -> Path:
 
 @contextmanager
 def chosen(request: Request) -> Iterator[Path]:
-    """Yield the folder of this run. A new one that is empty is removed if the block fails."""
+    """Yield the folder of this run. A new one that is still empty after the block is removed: the
+    run has failed, or a signal has ended its ranks during their set-up."""
     folder = choose(request)
     try:
         yield folder
-    except BaseException:
+    finally:
         if request.config.output is None:
             with suppress(OSError):
                 folder.rmdir()
-        raise
 
 
 def _is_created(folder: Path) -> bool:

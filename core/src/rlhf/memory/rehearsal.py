@@ -140,7 +140,8 @@ def largest(order: RunOrder, steps: int) -> tuple[PackedBatch, bool]:
     each = [rows for layout in layouts for micro in layout for rows in micro]
     accumulates = any(len(layout) > 1 for layout in layouts)
     if order.trainer is not None and order.trainer.needs_rollout():
-        most = -(-order.config.batch.size // order.ranks) * order.config.data.max_tokens
+        made = order.trainer.rollout_tokens(order.examples, order.config.data.max_tokens)
+        most = -(-order.config.batch.size // order.ranks) * max(made, int(sizes.max()))
         budget = order.config.batch.budget
         each.append(filling(sizes, min(most, budget)))
         accumulates |= most > budget

@@ -65,7 +65,8 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     _leave_out_variables(migration, keys)
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
-    for key, rule in rules.items():
+    # Defaults first: another key of the file may set the same.
+    for key, rule in sorted(rules.items(), key=lambda item: written.get(item[0]) is not None):
         if key in keys:
             origin = key if key in written else f"default of {project.title}"
             _apply(migration, key, keys[key], rule, origin)

@@ -1,6 +1,8 @@
 """Model folders that plain transformers or peft opens, and the check that they are complete."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,31 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     unknown = sorted(weights.keys() - own.keys())
     assert not unknown, f"{unknown[0]} is not a weight of {type(unwrapped(model)).__name__}"
     state = {name: value.to(own[name].dtype) for name, value in weights.items()}
-    if isinstance(model, PeftModel):
-        # True or False keeps peft from asking the hub whether the vocabulary has changed.
-        model.save_pretrained(
-            str(directory), state_dict=state, save_embedding_layers=has_adapted_embeddings(model)
-        )
-    else:
-        causal: Any = model
-        causal.save_pretrained(directory, state_dict=without_tied(causal, state))
+    with _quiet_deepspeed():
+        if isinstance(model, PeftModel):
+            # True or False keeps peft from asking the hub whether the vocabulary has changed.
+            embeddings = has_adapted_embeddings(model)
+            model.save_pretrained(
+                str(directory), state_dict=state, save_embedding_layers=embeddings
+            )
+        else:
+            causal: Any = model
+            causal.save_pretrained(directory, state_dict=without_tied(causal, state))
+
+
+@contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """Hide what DeepSpeed logs if it is installed: accelerate imports it to save a model."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def has_adapted_embeddings(model: nn.Module) -> bool:

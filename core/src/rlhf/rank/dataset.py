@@ -62,7 +62,10 @@ class Dataset:
 
     def _made(self, config: Config) -> int:
         """Return the tokens that an example of a rollout may have; 0 without one."""
-        return config.data.max_tokens if self.trainer.needs_rollout() else 0
+        if not self.trainer.needs_rollout():
+            return 0
+        most, trainer = config.data.max_tokens, self.trainer
+        return max(trainer.rollout_tokens(part, most) for part in self.parts.values())
 
 
 def prepare_data(request: Request) -> Dataset:

@@ -14,7 +14,8 @@ def contradictions(config: Config) -> list[str]:
     adapter, held_out = model.adapter, config.data.eval
     has_adapter = config.lora is not None or adapter is not None
     default_eps = attrs.fields(OptimConfig).eps.default
-    steps, constant, local = train.steps, optim.schedule == "constant", Path(model.path).is_dir()
+    steps, constant = train.steps, optim.schedule == "constant"
+    local = model.path == "demo:base" or Path(model.path).is_dir()
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")

@@ -97,7 +97,8 @@ NEEDS = (
 
 def check(config: Any) -> None:
     """Raise RLHFError if the teacher is missing, or is a folder and has a revision."""
-    if not config.kd.teacher:
+    teacher = config.kd.teacher
+    if not teacher:
         raise RLHFError("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
-    if config.kd.teacher_revision and Path(config.kd.teacher).is_dir():
+    if config.kd.teacher_revision and (teacher == "demo:base" or Path(teacher).is_dir()):
         raise RLHFError("kd.teacher_revision has no effect on a local folder; remove it")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf.plugin import ModelConfig
 from rlhf.readouts import Mixture, TopTeacher, distil, divergence
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
+from rlhf.trainer import Example, Examples, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_kd.answers import check_room, with_new_answers
 from rlhf_plugin_kd.losses import measure
 
@@ -45,6 +45,9 @@ class KDTrainer(Trainer):
 
     def needs_rollout(self) -> bool:
         return self.config.writes
+
+    def rollout_tokens(self, examples: Examples, most: int) -> int:
+        return min(int(examples.prompt_lengths.max()) + self.config.max_new_tokens, most)
 
     def rollout(
         self, examples: Sequence[Example], step: int, seeds: Sequence[int]

@@ -279,6 +279,7 @@ def test_all_that_a_model_sees_of_a_survey_changes_its_key(folder: Path) -> None
             change = {
                 "mask": {"answers": [Answer(answer.tokens, [False] * len(answer.tokens))]},
                 "inputs": {"inputs": {"pixels": [[0.5]]}},
+                "other inputs": {"inputs": {"pixels": [[0.7]]}},
                 "split": {
                     "prompt": [*example.prompt, answer.tokens[0]],
                     "answers": [Answer(answer.tokens[1:])],
@@ -288,6 +289,6 @@ def test_all_that_a_model_sees_of_a_survey_changes_its_key(folder: Path) -> None
 
     digests = {first.digest(), SurveyedExamples(Crossed(examples, 2)).digest()}
     digests.add(SurveyedExamples(Crossed(examples, 1, more=8)).digest())
-    for Changed.kind in ("mask", "inputs", "split"):  # type: ignore[attr-defined]
+    for Changed.kind in ("mask", "inputs", "other inputs", "split"):  # type: ignore[attr-defined]
         digests.add(SurveyedExamples(Changed(examples, 1)).digest())
-    assert len(digests) == 6
+    assert len(digests) == 7

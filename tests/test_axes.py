@@ -20,8 +20,9 @@ from sft_runs import read_metrics
 
 CASES = {
     "counts and sums": ("sft", "demonstration", ()),
-    "a survey": ("kto", "unpaired", ()),
+    "a survey": ("kto", "unpaired", ("--kto.reference", "engine")),
     "a cached reference": ("dpo", "preference", ("--dpo.reference", "cache")),
+    "a cached survey": ("kto", "unpaired", ("--kto.reference", "cache")),
     "answers of its own": (
         "kd",
         "demonstration",

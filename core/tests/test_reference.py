@@ -269,11 +269,6 @@ def test_dropout_is_removed_except_that_of_the_adapter(folder: Path) -> None:
             "dpo --dpo.reference_every 5 --lora 4",
             "dpo: a reference that moves follows all weights of the policy; remove the adapter",
         ),
-        (
-            "kto --kto.reference cache",
-            "kto.reference cache has log-probabilities of the rows' own answers only, and kto "
-            "needs more; choose adapter or engine",
-        ),
     ],
 )
 def test_an_impossible_reference_is_refused_before_anything_loads(words: str, message: str) -> None:

@@ -2,22 +2,29 @@
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
-from pair_runs import make_run, packed, write_inputs
+from pair_runs import Pairs, make_run, packed, write_inputs
 from small_models import loaded_from_hub
 from transformers import LlamaForCausalLM
 
+from rlhf.config.sections import TrainConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Answer, Example
+from rlhf.data.examples import Examples, Packable
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
+from rlhf.rank.context import RunContext
 from rlhf.readouts import token_logprobs
 from rlhf.reference import stored
 from rlhf.reference.digest import weights_digest
 from rlhf.reference.stored import LogprobTable
+from rlhf.reference.surveyed import SurveyedExamples
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -183,3 +190,105 @@ def test_cached_logprobs_are_split_by_answer(folder: Path) -> None:
     given = example.values["reference_logprobs"]
     assert [len(row) for row in given] == [len(answer.tokens) for answer in example.answers]
     assert all(row.dtype == np.float32 for row in given)
+
+
+class Crossed:
+    """Each prompt with the chosen answer of another row, and one more token after the prompt."""
+
+    def __init__(self, examples: Examples, shift: int, *, more: int = 7) -> None:
+        self.examples, self.others, self.more = examples, np.roll(np.arange(12), shift), more
+        self.lengths = self.longest_path = np.array(
+            [len(each.prompt) + len(each.answers[0].tokens) for each in self]
+        )
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, number: int) -> Example:
+        other = self.examples[int(self.others[number])].answers[0]
+        return Example([*self.examples[number].prompt, self.more], [other], {"number": number})
+
+
+class Crossing(Pairs):
+    """A survey of such examples."""
+
+    def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
+        return Crossed(examples, int(draw.integers(1, 12)))
+
+    def survey(self, batch: PackedBatch) -> Any: ...
+
+
+def surveyed(run: RunContext, *, step: int) -> PackedBatch:
+    """What the first micro-batch of a survey sees."""
+    order = run.order(Crossing(None, run.tokenizer))
+    return order[order.step(step).survey[0]]
+
+
+def test_the_cache_equals_an_engine_for_what_the_survey_sees(folder: Path) -> None:
+    survey, run = Crossing(None, None).survey_examples, make_run(folder)
+    engine, cached = run.reference("engine"), run.reference("cache", survey=survey)
+    for step in range(3):
+        batch = surveyed(run, step=step)
+        expected = engine.token_logprobs(batch)
+        assert torch.allclose(cached.token_logprobs(batch), expected, atol=1e-5)
+        assert batch.values["number"].tolist() == list(batch.rows)
+    assert cached.answer_logprobs(pack(run.surveyed[0], [])).shape == (0,)
+    batch = pack(run.examples[0], [3])
+    assert torch.allclose(cached.token_logprobs(batch), engine.token_logprobs(batch), atol=1e-5)
+
+
+def test_the_survey_sees_the_examples_of_the_first_epoch_in_every_epoch_if_they_are_cached(
+    folder: Path,
+) -> None:
+    def answers(run: RunContext) -> list[list[list[int]]]:
+        """For two epochs the answer that each row gets."""
+        order = run.order(Crossing(None, run.tokenizer))
+        return [[[*each.answers[0].tokens] for each in order.surveyed(epoch)] for epoch in (0, 1)]
+
+    survey, cached, engine = (
+        Crossing(None, None).survey_examples,
+        make_run(folder),
+        make_run(folder),
+    )
+    cached.reference("cache", survey=survey)
+    engine.reference("engine", survey=survey)
+    first, second = answers(engine)
+    assert first != second
+    assert answers(cached) == [first, first]
+
+
+def test_a_survey_is_computed_once_for_its_rows_and_seed(folder: Path) -> None:
+    def note(run: RunContext) -> str:
+        run.reference("cache", survey=Crossing(None, None).survey_examples)
+        return run.notes[-1]
+
+    assert "24 examples computed in" in note(make_run(folder))
+    assert "as configured; found in" in note(make_run(folder))
+    assert "12 examples computed in" in note(make_run(folder, train=TrainConfig(seed=1)))
+
+
+def test_all_that_a_model_sees_of_a_survey_changes_its_key(folder: Path) -> None:
+    examples = make_run(folder).examples[0]
+    first = SurveyedExamples(Crossed(examples, 1))
+    assert SurveyedExamples(Crossed(examples, 1)).digest() == first.digest()
+
+    class Changed(Crossed):
+        def __getitem__(self, number: int) -> Example:
+            example = super().__getitem__(number)
+            (answer,) = example.answers
+            change = {
+                "mask": {"answers": [Answer(answer.tokens, [False] * len(answer.tokens))]},
+                "inputs": {"inputs": {"pixels": [[0.5]]}},
+                "other inputs": {"inputs": {"pixels": [[0.7]]}},
+                "split": {
+                    "prompt": [*example.prompt, answer.tokens[0]],
+                    "answers": [Answer(answer.tokens[1:])],
+                },
+            }
+            return attrs.evolve(example, **change[self.kind] if number == 11 else {})
+
+    digests = {first.digest(), SurveyedExamples(Crossed(examples, 2)).digest()}
+    digests.add(SurveyedExamples(Crossed(examples, 1, more=8)).digest())
+    for Changed.kind in ("mask", "inputs", "other inputs", "split"):  # type: ignore[attr-defined]
+        digests.add(SurveyedExamples(Changed(examples, 1)).digest())
+    assert len(digests) == 7

@@ -1,7 +1,7 @@
 """What a trainer's module imports: the base class, the row as a tree, the batch and the loss."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -156,7 +156,8 @@ class Trainer(abc.ABC):
 
         Another sequence of the same length is packed for the survey only, under the same budget;
         its i-th example counts for the i-th example of the data. `draw` is new in every epoch and
-        the same on every rank. Called in loader processes too.
+        the same on every rank; with a cached reference that knows the survey, the examples of the
+        first epoch are those of every epoch. Called in loader processes too.
         """
         return examples
 
@@ -300,6 +301,7 @@ class Run(Protocol):
         every: int | None = None,
         mix: float = 1.0,
         live: bool = False,
+        survey: Callable[[Examples, np.random.Generator], Packable] | None = None,
     ) -> Reference:
         """Return the policy as it is before its first step; call it after `load("policy")`.
         Collective. Raises RLHFError for a mode that this configuration does not allow.
@@ -310,6 +312,10 @@ class Run(Protocol):
         arXiv 2404.09656). `live` means that it is called with other tokens than those of the data,
         or with a readout, which a cache cannot answer; it can then be the teacher of
         `rlhf.readouts.distil`.
+
+        A trainer whose `survey` calls the reference on examples of its own passes its
+        `survey_examples` as `survey`: a cache then holds their log-probabilities too, and `survey`
+        sees the same examples in every epoch.
         """
 
     def teacher(

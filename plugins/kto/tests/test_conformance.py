@@ -1,5 +1,7 @@
 """Kahneman-Tversky optimisation against what every trainer has to prove."""
 
+import pytest
+
 from rlhf.testing import TrainerConformance
 
 
@@ -16,3 +18,10 @@ class TestKTO(TrainerConformance):
     without_effect = {  # noqa: RUF012
         "reference": "adapter, engine and cache are three ways to the same numbers"
     }
+
+
+@pytest.mark.matrix
+class TestKTOWithNewPairsInEveryEpoch(TestKTO):
+    """The reference of the runs above is cached, and with it the pairs."""
+
+    words = (*TestKTO.words, "--kto.reference", "engine")

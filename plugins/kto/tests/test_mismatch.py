@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -79,3 +80,14 @@ def test_an_answer_is_cut_where_the_data_ends() -> None:
             assert number not in answer.tokens
             size = len(example.prompt) + len(answer.tokens)
             assert size == mismatched.lengths[number] <= 11
+
+
+def test_a_mismatched_example_has_its_rows_values_and_none_of_the_rows_answer() -> None:
+    rows: Any = Rows(3, 2, 4)
+    rows.value_kinds = {"weight": "example", "rank": "answer", "score": "token"}
+    for number, (own, size) in enumerate(zip(list(rows), (3, 2, 4), strict=True)):
+        values = {"weight": float(number), "rank": [1.0], "score": [[0.5] * size]}
+        rows[number] = attrs.evolve(own, values=values)
+    mismatched = Mismatched(rows, draw(0))
+    assert mismatched.value_kinds == {"weight": "example"}
+    assert [example.values for example in mismatched] == [{"weight": float(n)} for n in range(3)]

@@ -145,7 +145,7 @@ class Examples(Sequence[Example]):
         """For each example what a term of the loss may be averaged over [n]."""
         self.row_numbers = self._column("row")
         """Row of its file that each example came from [n], from 0."""
-        self.prompt_lengths = self._joined(lambda file: file.list_lengths("prompt"))
+        self.prompt_lengths = self._joined(lambda file: file.prompt_lengths)
         """Tokens of each example's prompt [n]."""
         self.sources = self._part * (1 + int(self.row_numbers.max())) + self.row_numbers
         """A number for each file and row [n]: equal for examples made of one row."""

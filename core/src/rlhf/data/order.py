@@ -26,6 +26,11 @@ SURVEY_STREAM = 1
 epoch."""
 
 
+def survey_draw(seed: int, epoch: int) -> np.random.Generator:
+    """Return the generator from which the survey's examples of an epoch are drawn."""
+    return np.random.Generator(np.random.PCG64([seed, epoch, SURVEY_STREAM]))
+
+
 def rounding_on(device: torch.device) -> int:
     """Return the multiple to which T is rounded up on a device."""
     return 1 if device.type == "cpu" else ROUND_ON_ACCELERATOR
@@ -84,6 +89,8 @@ class RunOrder:
     """T of a micro-batch is rounded up to a multiple of this, within the budget."""
     trainer: "Trainer | None" = field(default=None, repr=False)
     """Decides what its survey sees; None without a survey."""
+    fixed_survey: Packable | None = None
+    """What the survey sees in every epoch, if a cache has values of it."""
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
     _surveyed: dict[int, Packable] = field(factory=dict, init=False, repr=False)
 
@@ -173,9 +180,10 @@ class RunOrder:
         trainer has others. With a rollout they are always those of the loss."""
         if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
             return self.examples
+        if self.fixed_survey is not None:
+            return self.fixed_survey
         if epoch not in self._surveyed:
-            stream = [self.config.train.seed, epoch, SURVEY_STREAM]
-            draw = np.random.Generator(np.random.PCG64(stream))
+            draw = survey_draw(self.config.train.seed, epoch)
             self._surveyed.clear()
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]

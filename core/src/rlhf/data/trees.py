@@ -108,6 +108,16 @@ class TreeFile:
         inputs = json.loads(self._table["inputs"][number].as_py() or "{}") if self._inputs else {}
         return Example(part("prompt"), answers, values, inputs)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each tree [n]."""
+        return self.column("length")
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example's prompt [n]."""
+        return self.list_lengths("prompt")
+
     def column(self, name: str) -> NDArray[np.int64]:
         """Return a column of numbers [n]."""
         return self._table[name].to_numpy()

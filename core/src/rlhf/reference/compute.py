@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
 from rlhf.data.layout import layout
 from rlhf.data.packing import pack
-from rlhf.data.trees import TreeFile
 from rlhf.engine import Engine, Mesh
 from rlhf.reference.run_models import RunModels
-from rlhf.reference.stored import LogprobTable
+from rlhf.reference.stored import LogprobTable, Trees
+from rlhf.reference.surveyed import SurveyedExamples
 
 NO_GRADIENT_FACTOR = 4
 """A pass without gradient takes so many times the tokens of a training micro-batch."""
@@ -33,20 +34,20 @@ def attach_values(
     read: Callable[[Engine, PackedBatch], Tensor],
     width: int | None = None,
 ) -> str:
-    """Give the run's examples the value `name` per token (or `width` of them), from `folder`; what
-    is missing there is computed with `read` on the engine that `engine` loads. Returns what was
-    done, in words. Collective."""
+    """Give the run's examples, and those of its fixed surveys, the value `name` per token (or
+    `width` of them), from `folder`; what is missing there is computed with `read` on the engine
+    that `engine` loads. Returns what was done, in words. Collective."""
     started, mesh = time.monotonic(), run.mesh
-    tables = [
-        [LogprobTable(folder, file, width=width) for file in part.files] for part in run.examples
-    ]
+    parts: list[Examples | SurveyedExamples] = [*run.examples, *run.surveyed]
+    tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in parts]
     missing = sum(len(table.open()) for part in tables for table in part)
     computed = 0
     if any(mesh.gather(missing)):
         fill = Fill(engine(), mesh, run.config.batch.budget, read)
         computed = sum(fill(table) for part in tables for table in part)
-    pairs = zip(run.examples, tables, strict=True)
-    run.examples = tuple(part.with_values(name, values) for part, values in pairs)
+    columns = iter(tables)
+    run.examples = tuple(part.with_values(name, next(columns)) for part in run.examples)
+    run.surveyed = tuple(part.with_values(name, next(columns)) for part in run.surveyed)
     took = time.monotonic() - started
     what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
     return f"{what} in {folder}"
@@ -83,7 +84,7 @@ class Fill:
     def _values(self, table: LogprobTable, part: int) -> NDArray[np.float32]:
         """Return the values of one part, in the order of its examples. Collective."""
         numbers, ranks = table.examples_of(part), self.mesh.data
-        lengths = table.file.column("length")[numbers.start : numbers.stop]
+        lengths = table.file.lengths[numbers.start : numbers.stop]
         budget = max(NO_GRADIENT_FACTOR * self.tokens, int(lengths.max()))
         local: dict[int, NDArray[np.float32]] = {}
         for micro in layout(lengths, ranks.size, budget):
@@ -92,7 +93,7 @@ class Fill:
         whole = {n: values for share in ranks.gather(local) for n, values in share.items()}
         return np.concatenate([whole[number] for number in numbers])
 
-    def _of_examples(self, file: TreeFile, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+    def _of_examples(self, file: Trees, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:
         """Yield the values of each example's answers, from one forward. Collective at stage 3."""
         batch = pack(file, numbers)  # type: ignore[arg-type]
         with torch.no_grad():

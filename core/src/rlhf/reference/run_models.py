@@ -1,17 +1,18 @@
 """The part of `rlhf.trainer.Run` that a run and its rehearsal share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import Factory, define, field
 from torch import Tensor, nn
 
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
-from rlhf.data.examples import Examples
-from rlhf.data.order import RunOrder, rounding_on
+from rlhf.data.examples import Examples, Packable
+from rlhf.data.order import RunOrder, rounding_on, survey_draw
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.extra import first_values
@@ -20,6 +21,7 @@ from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
+from rlhf.reference.surveyed import SurveyedExamples
 from rlhf.reference.teacher import TEACHER, check_teacher, naming_teacher
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Reference, Trainer
@@ -40,6 +42,8 @@ class RunModels(ABC):
     longest: int
     """Tokens of the longest path."""
     examples: tuple[Examples, ...] = ()
+    surveyed: tuple[SurveyedExamples, ...] = ()
+    """What the survey sees of each of `examples` in every epoch, if the reference is cached."""
     device: torch.device = Factory(lambda self: self.mesh.device, takes_self=True)
     roles: dict[str, Role] = field(factory=dict)
     """The loaded models by role."""
@@ -93,6 +97,7 @@ class RunModels(ABC):
         every: int | None = None,
         mix: float = 1.0,
         live: bool = False,
+        survey: Callable[[Examples, np.random.Generator], Packable] | None = None,
     ) -> Reference:
         """See `rlhf.trainer.Run`."""
         num_rows = len(self.examples[0]) if self.examples else 0
@@ -109,6 +114,10 @@ class RunModels(ABC):
                 "module as the reference with run.prepare(module, 'reference', trained=False)"
             )
         if chosen == "cache":
+            if survey is not None:
+                seed = self.config.train.seed
+                drawn = [survey(part, survey_draw(seed, 0)) for part in self.examples]
+                self.surveyed = tuple(SurveyedExamples(each) for each in drawn)
             self.notes.append(f"{note}; {self._cache_reference(policy)}")
             return CachedReference()
         self.notes.append(note)
@@ -147,6 +156,7 @@ class RunModels(ABC):
         return RunOrder(
             examples=self.examples[part], config=self.config, trainer=trainer, shuffle=not part,
             rank=ranks.rank, ranks=ranks.size, round_to=round_to,
+            fixed_survey=self.surveyed[part] if self.surveyed else None,
         )  # fmt: skip
 
     @abstractmethod

@@ -15,23 +15,26 @@ from numpy.typing import NDArray
 
 from rlhf.data.trees import TreeFile
 from rlhf.folder.disk import writing
+from rlhf.reference.surveyed import SurveyedExamples
+
+Trees = TreeFile | SurveyedExamples
 
 PART = 2048
 """Examples per file: as many as a killed run can lose."""
 
 
 class LogprobTable:
-    """Log-probabilities of each answer in one file of tokenised rows, per token; nan where nothing
-    is predicted. An item is a list of float32 arrays [tokens] or [tokens, width], one per
-    answer."""
+    """Log-probabilities of each answer in one file of tokenised rows, or in the examples of a
+    survey, per token; nan where nothing is predicted. An item is a list of float32 arrays [tokens]
+    or [tokens, width], one per answer."""
 
-    def __init__(self, folder: Path, file: TreeFile, *, width: int | None = None) -> None:
+    def __init__(self, folder: Path, file: Trees, *, width: int | None = None) -> None:
         self.folder = folder / file.digest()
         self.part = max(1, PART // (width or 1))
         """Examples per file."""
         self._shape = () if width is None else (width,)
         self.file = file
-        sizes = file.column("length") - file.list_lengths("prompt")
+        sizes = file.lengths - file.prompt_lengths
         self._starts = np.concatenate(([0], sizes)).cumsum()
         self._parts: dict[int, NDArray[np.float32]] = {}
 

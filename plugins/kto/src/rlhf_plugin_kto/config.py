@@ -27,10 +27,10 @@ class KTOConfig:
     """Weight of undesirable rows."""
     reference: Literal["auto", "adapter", "engine", "cache"] = "auto"
     """adapter: the policy with its adapter off. engine: a frozen copy of the model. cache:
-    log-probabilities on disk; only with apo_zero_unpaired, because kto pairs
-    prompts with other answers in every epoch. auto: chosen for the run, which prints the reason."""
+    log-probabilities on disk; the mismatched answers of kto are then the same in every epoch. auto:
+    chosen for the run, which prints the reason."""
 
 
 def check(config: Config) -> None:
     """Raise RLHFError for a reference that this run cannot have."""
-    check_reference(config, config.own.reference, live=config.own.loss == "kto")
+    check_reference(config, config.own.reference)

@@ -30,8 +30,8 @@ def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np
 
 
 class Mismatched:
-    """Examples of one answer, of which i has the prompt and values of example i and the answer of
-    its partner.
+    """Examples of one answer, of which i has the prompt of example i, its values per example, and
+    the answer of its partner.
 
     An answer is cut at its end if its path would be longer than the longest path of the data, so
     that it fits wherever the data does.
@@ -48,7 +48,8 @@ class Mismatched:
         """Tokens of prompt and answer [n]."""
         self.lengths = self.longest_path
         """Tokens of the packed tree [n]."""
-        self.value_kinds = examples.value_kinds
+        kinds = examples.value_kinds
+        self.value_kinds = {name: kind for name, kind in kinds.items() if kind == "example"}
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -58,4 +59,5 @@ class Mismatched:
         (other,) = self._examples[int(self._partner[number])].answers
         room = self._longest - len(own.prompt)
         trained = other.trained if other.trained is None else other.trained[:room]
-        return Example(own.prompt, [Answer(other.tokens[:room], trained)], own.values, own.inputs)
+        values = {name: own.values[name] for name in self.value_kinds}
+        return Example(own.prompt, [Answer(other.tokens[:room], trained)], values, own.inputs)

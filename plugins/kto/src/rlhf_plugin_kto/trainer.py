@@ -1,9 +1,10 @@
 """Kahneman-Tversky optimisation: answers that are good or bad by themselves (arXiv 2402.01306).
 
 Departures from the paper and from common practice: the divergence is estimated from prompts with
-answers of other rows. They are drawn from the whole data set, differently in each epoch, and not
-from the neighbours in a batch. The divergence is the mean over the optimizer step on all ranks, so
-the curve does not depend on how a step is split, and a step of one row has a divergence too.
+answers of other rows. They are drawn from the whole data set, not from the neighbours in a batch:
+once if the reference is cached, else in each epoch. The divergence is the mean over the optimizer
+step on all ranks, so the curve does not depend on how a step is split, and a step of one row has a
+divergence too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ class KTOTrainer(Trainer):
 
     def setup(self, run: Run) -> None:
         self.policy = run.load("policy", dropout=False)
-        self.reference = run.reference(self.config.reference, live=self.needs_survey())
+        survey = self.survey_examples if self.needs_survey() else None
+        self.reference = run.reference(self.config.reference, survey=survey)
 
     def needs_survey(self) -> bool:
         return self.config.loss == "kto"

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PretrainedConfig,
+)
 
 import sft_runs
-from rlhf.config.sections import BatchConfig
+from rlhf.config.sections import BatchConfig, DataConfig
 from rlhf.launch.places import Marker
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.generate import sample
@@ -61,7 +69,13 @@ def chained(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> list[st
 
 
 def draws(
-    words: list[str], cache: str, prompts: list[list[int]], tokens: int, temperature: float = 0.0
+    words: list[str],
+    cache: str,
+    prompts: list[list[int]],
+    tokens: int,
+    temperature: float = 0.0,
+    max_tokens: int = 4096,
+    max_new_tokens: int = 9,
 ) -> list[Sample]:
     """Answers of an engine of the run."""
     os.environ["RLHF_CACHE"] = cache
@@ -71,21 +85,25 @@ def draws(
     mesh = hooks.setup_mesh(config=request.config)
     output = Path(request.config.output or "")
     session = set_up(request, data, mesh, hooks, observers, output, None, Marker(None, 0))
-    config = attrs.evolve(request.config, batch=BatchConfig(tokens=tokens))
+    config = attrs.evolve(
+        request.config, batch=BatchConfig(tokens=tokens), data=DataConfig(max_tokens=max_tokens)
+    )
     run: Any = SimpleNamespace(
         config=config, mesh=mesh, hooks=hooks, tokenizer=session.trainer.tokenizer
     )
     drawn = sample(
         run, session.engine, prompts,
-        seeds=range(len(prompts)), max_new_tokens=9, temperature=temperature,
+        seeds=range(len(prompts)), max_new_tokens=max_new_tokens, temperature=temperature,
     )  # fmt: skip
     hooks.close_mesh(mesh=mesh)
     return drawn
 
 
-def answers(words: list[str], cache: str, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+def answers(
+    words: list[str], cache: str, prompts: list[list[int]], tokens: int, *limits: int
+) -> list[list[int]]:
     """The most likely answers."""
-    return [drawn.tokens for drawn in draws(words, cache, prompts, tokens)]
+    return [drawn.tokens for drawn in draws(words, cache, prompts, tokens, 0.0, *limits)]
 
 
 def forward_logprobs(folder: str, rows: list[tuple[list[int], Sample]]) -> list[list[float]]:
@@ -157,7 +175,59 @@ def test_an_answer_ends_with_the_trained_turn_though_it_is_not_eos(
     assert found == [[25, END], [END]]
 
 
-def lengths_seen(words: list[str], cache: str, prompts: list[list[int]]) -> list[int]:
+@pytest.mark.parametrize("layout", ["stage 0", "stage 3"])
+def test_each_answer_ends_where_it_has_the_most_tokens_with_its_prompt(
+    layout: str, inputs: Inputs, chained: list[str], two: Ranks
+) -> None:
+    prompts = [[9, 9, 9, 40], [9, 9, 22], [9] * 7 + [40], [40], [9] * 8 + [40]]
+    expected = [[BEGIN] * 4, [23, 24, 25, END], [BEGIN], [BEGIN] * 7, [BEGIN]]
+    words = [*chained, *PLACES[layout]]
+    for tokens in (36, 512):
+        found = two.run(answers, words, str(inputs.cache), prompts, tokens, 8)
+        assert found == [expected] * 2
+
+
+TABLES: dict[str, Callable[[int], PretrainedConfig]] = {
+    "gpt2": lambda size: GPT2Config(
+        vocab_size=size, n_positions=80, n_embd=8, n_head=2, n_layer=1
+    ),
+    "opt": lambda size: OPTConfig(
+        vocab_size=size, max_position_embeddings=80, hidden_size=8, num_attention_heads=2,
+        num_hidden_layers=1, ffn_dim=8, word_embed_proj_dim=8, eos_token_id=EOS, pad_token_id=EOS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 3"])
+@pytest.mark.parametrize("family", list(TABLES))
+def test_answers_of_any_group_end_with_the_table_of_positions(
+    family: str, layout: str, inputs: Inputs, tmp_path: Path, two: Ranks
+) -> None:
+    for file in inputs.model.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(
+        (inputs.model / "chat_template.jinja").read_bytes()
+    )
+    vocabulary = LlamaConfig.from_pretrained(inputs.model).vocab_size
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(TABLES[family](vocabulary))
+    model.save_pretrained(tmp_path)
+    words = sft_runs.words(
+        inputs, tmp_path / "run", "--model", str(tmp_path), "--data.max_tokens", "80",
+        *PLACES[layout],
+    )  # fmt: skip
+    prompts = [[9] * 80, [9] * 70, [9, 24], [25] * 40]
+    together, by_itself = (
+        two.run(answers, words, str(inputs.cache), prompts, tokens, 4096, 100)
+        for tokens in (1024, 1)
+    )
+    assert together == by_itself
+    assert [len(answer) for answer in together[0]] == [1, 10, 78, 40]
+
+
+def lengths_seen(
+    words: list[str], cache: str, prompts: list[list[int]], max_tokens: int = 4096
+) -> list[int]:
     """How many tokens of each row the model's forwards see in a generation."""
     seen: list[int] = []
     forward = LlamaForCausalLM.forward
@@ -168,7 +238,7 @@ def lengths_seen(words: list[str], cache: str, prompts: list[list[int]]) -> list
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "forward", functools.wraps(forward)(seeing))
-        draws(words, cache, prompts, 512)
+        draws(words, cache, prompts, 512, 0.0, max_tokens)
     return seen
 
 
@@ -178,6 +248,14 @@ def test_keys_and_values_are_kept_though_the_model_says_not_to(
     (seen,) = one.run(lengths_seen, chained, str(inputs.cache), [[9, 9, 9, 22]])
     # The probe of the start runs before.
     assert seen[-4:] == [4, 1, 1, 1]
+
+
+def test_no_token_is_drawn_after_every_row_has_ended(
+    inputs: Inputs, chained: list[str], one: Ranks
+) -> None:
+    prompts = [[9, 9, 9, 9, 40], [25]]
+    (seen,) = one.run(lengths_seen, chained, str(inputs.cache), prompts, 8)
+    assert seen[-3:] == [5, 1, 1]
 
 
 def test_an_answer_has_the_log_probabilities_of_its_tokens_at_the_temperature_of_the_draw(

@@ -341,6 +341,10 @@ class Run(Protocol):
         """Return an answer to each prompt (token ids), drawn from the engine's distribution at
         `temperature`; at 0 each token is the most likely one.
 
+        An answer ends where a trained one does, or after `max_new_tokens`, or where prompt and
+        answer have `data.max_tokens` tokens or fill the model's table of positions. It has at least
+        one token.
+
         An answer depends only on its prompt and its seed, up to rounding. Collective: every rank
         passes the same prompts and gets all answers.
         """

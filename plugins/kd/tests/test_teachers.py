@@ -145,6 +145,9 @@ def test_new_answers_may_end_with_a_table_of_positions(words: Words, tmp_path: P
     longer = words("longer", *models, "--kd.on_policy", "1", "--kd.max_new_tokens", "80")
     with pytest.raises(RLHFError, match="has 80 positions but rows of up to 1"):
         tiny.run("kd", longer, str(tmp_path / "cache"), True)
+    mended = ("--data.max_tokens", "80", "--batch.tokens", "1024")
+    metrics = tiny.run("kd", [*longer, *mended], str(tmp_path / "cache"), True)
+    assert len(column(metrics, "loss")) == 4
 
 
 @pytest.mark.parametrize("more", [(), ("--kd.teacher", "demo:base")])

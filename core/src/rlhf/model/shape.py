@@ -89,7 +89,7 @@ def check_positions(causal: Any, longest: int, name: str) -> list[str]:
     if known is None or longest <= known:
         return []
     what = f"{name} has {known:,} positions but rows of up to {longest:,} tokens"
-    if _looked_up(causal, known):
+    if position_table(causal):
         raise RLHFError(
             f"{what}; set data.max_tokens to {known} (data.too_long drops or cuts longer rows)"
         )
@@ -99,8 +99,11 @@ def check_positions(causal: Any, longest: int, name: str) -> list[str]:
     ]
 
 
-def _looked_up(causal: Any, known: int) -> bool:
-    """Return whether an embedding has one row per position, or two more (OPT)."""
+def position_table(causal: Any) -> int | None:
+    """Return the number of positions in a model's table; None if it computes positions."""
+    known = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
     tokens = causal.get_input_embeddings()
     tables = [part for part in causal.modules() if isinstance(part, nn.Embedding)]
-    return any(part is not tokens and part.num_embeddings - known in (0, 1, 2) for part in tables)
+    # The table has one row per position, or two more (OPT).
+    sizes = [part.num_embeddings for part in tables if part is not tokens]
+    return known if known and any(size - known in (0, 1, 2) for size in sizes) else None

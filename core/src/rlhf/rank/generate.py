@@ -1,7 +1,9 @@
 """Answers sampled from a live engine, on any number of ranks and at every ZeRO stage."""
 
+import sys
 from collections import ChainMap
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    EosTokenCriteria,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -17,6 +20,7 @@ from transformers import (
 
 from rlhf.data.layout import groups_by_length
 from rlhf.engine import Engine, Mesh
+from rlhf.model.shape import position_table
 from rlhf.model.tokenizer import end_tokens
 from rlhf.model.weights import quiet_transformers
 from rlhf.reference.run_models import RunModels
@@ -50,12 +54,17 @@ def sample(
     """Return an answer to each prompt, drawn from the engine's own distribution, including the
     token that ends it (EOS, or the last token of a trained turn) if it was reached.
 
+    With its prompt, it has at most `data.max_tokens` tokens, and at most as many as the model's
+    table of positions, but at least one of its own.
+
     Every rank passes the same prompts and gets all answers. Prompts of similar length run together,
     as many as fit into `batch.tokens`, and the groups are distributed over the ranks. Each answer
     has its own random generator, so it depends only on its prompt and its seed, up to rounding.
     Collective.
     """
     ends, mesh, tokens = end_tokens(run.tokenizer), run.mesh, run.config.batch.budget
+    most = min(run.config.data.max_tokens, position_table(engine.module.causal) or sys.maxsize)
+    rooms = [max(1, min(max_new_tokens, most - len(prompt))) for prompt in prompts]
     groups = groups_by_length([len(prompt) + max_new_tokens for prompt in prompts], tokens)
     own: dict[int, Sample] = {}
     for first in range(0, len(groups), mesh.shards.size):
@@ -63,13 +72,15 @@ def sample(
         group = groups[min(first + mesh.shards.rank, len(groups) - 1)]
         noise = Noise([seeds[place] for place in group], temperature, engine.device)
         answers = _continued(
-            run, engine, [prompts[place] for place in group], ends,
+            run, engine, [prompts[place] for place in group],
+            rooms=[rooms[place] for place in group], ends=ends,
             max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
         )  # fmt: skip
         logprobs = torch.stack(noise.logprobs, 1).tolist()
         for place, answer, known in zip(group, answers, logprobs, strict=True):
-            last = next((n for n, token in enumerate(answer) if token in ends), len(answer))
-            own[place] = Sample(answer[: last + 1], known[: last + 1])
+            answer = answer[: rooms[place]]
+            size = next((n for n, token in enumerate(answer, 1) if token in ends), len(answer))
+            own[place] = Sample(answer[:size], known[:size])
     answered = ChainMap(*mesh.shards.gather(own))
     return [answered[place] for place in range(len(prompts))]
 
@@ -98,20 +109,31 @@ class Noise(LogitsProcessor):
         return noisy
 
 
+class RowsFull(StoppingCriteria):
+    """True for each row that has `sizes` [rows] tokens, padding included."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        self._sizes = sizes
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """input_ids [rows, T] -> [rows], bool."""
+        return self._sizes <= input_ids.shape[1]
+
+
 class AllRanksEnded(StoppingCriteria):
-    """True once every row of every rank has written one of `ends`; until then rows that have ended
+    """True once every row of every rank has met one of `criteria`; until then rows that have ended
     continue, so that all ranks run the same number of forwards."""
 
     def __init__(
-        self, num_rows: int, ends: Sequence[int], mesh: Mesh, device: torch.device
+        self, num_rows: int, criteria: StoppingCriteriaList, mesh: Mesh, device: torch.device
     ) -> None:
-        self._ends = torch.tensor(ends, device=device)
+        self._criteria = criteria
         self._running = torch.ones(num_rows, dtype=torch.int32, device=device)
         self._mesh = mesh
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """input_ids [rows, T] -> [rows], bool, all alike. Collective."""
-        self._running &= ~torch.isin(input_ids[:, -1], self._ends)
+        self._running &= ~self._criteria(input_ids, scores)
         running = self._mesh.shards.max(self._running.max())
         return (running == 0).expand(len(input_ids))
 
@@ -120,10 +142,13 @@ def _continued(
     run: RunModels,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
+    *,
+    rooms: Sequence[int],
     ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
-    """Return what the engine's model writes after each prompt, up to the longest answer."""
+    """Return what the engine's model writes after each prompt, up to the longest answer, of at most
+    as many tokens as each prompt's of `rooms`."""
     mesh, tokenizer = run.mesh, run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]
@@ -131,19 +156,34 @@ def _continued(
     mask = pad_sequence(
         [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
     )
+    sizes = torch.tensor(rooms, device=engine.device) + tokens.shape[1]
+    criteria = StoppingCriteriaList([RowsFull(sizes)])
     if engine.stage == 3 and mesh.shards.size > 1:
-        ended = AllRanksEnded(len(rows), ends, mesh, engine.device)
-        options["stopping_criteria"] = StoppingCriteriaList([ended])
+        criteria.append(EosTokenCriteria(list(ends)))
+        criteria = StoppingCriteriaList([AllRanksEnded(len(rows), criteria, mesh, engine.device)])
         # A rank must not stop by itself: each forward gathers weights from all ranks.
         ends = ()
+    # The last token of a row is not read.
+    last = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True)) - 2
+    clamped = engine.module.causal.register_forward_pre_hook(
+        partial(_clamp_positions, last), with_kwargs=True
+    )
     generating = run.hooks.generation_context(engine=engine)
-    with torch.no_grad(), quiet_transformers(), generating:
+    with torch.no_grad(), quiet_transformers(), generating, clamped:
         out = engine.module.model.generate(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),
             pad_token_id=pad,
             eos_token_id=list(ends) or None,
+            stopping_criteria=criteria,
             **options,
         )
     answers: list[list[int]] = out[:, tokens.shape[1] :].tolist()
     return answers
+
+
+def _clamp_positions(last: int, module: Any, inputs: Any, options: dict[str, Any]) -> Any:
+    """Keep the positions of rows that have ended, which continue with the others, in the table."""
+    if options.get("position_ids") is not None:
+        options["position_ids"] = options["position_ids"].clamp(max=last)
+    return inputs, options

@@ -35,8 +35,7 @@ def with_new_answers(
             temperature=config.sampling_temperature,
         )
         for place, answer in zip(places, answers, strict=True):
-            room = run.config.data.max_tokens - len(examples[place].prompt)
-            made[place] = attrs.evolve(examples[place], answers=[Answer(answer.tokens[:room])])
+            made[place] = attrs.evolve(examples[place], answers=[Answer(answer.tokens)])
     return made
 
 

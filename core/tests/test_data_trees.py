@@ -30,6 +30,20 @@ def test_the_digest_is_that_of_earlier_files_with_narrow_offsets(file: TreeFile)
     assert file.digest() == "976cf018b50319e4c71caa99a2b8c0fc"
 
 
+def test_the_digest_changes_with_inputs_and_with_the_example_that_has_them(tmp_path: Path) -> None:
+    digests = set()
+    for inputs in (
+        [{}, {}],
+        [{"pixels": [1.0]}, {}],
+        [{"pixels": [2.0]}, {}],
+        [{}, {"pixels": [1.0]}],
+    ):
+        rows = [Example([1, 2], [Answer([3])], {}, each) for each in inputs]
+        write(to_table([tree(each, status=KEPT) for each in rows]), tmp_path / "rows.arrow")
+        digests.add(TreeFile(tmp_path / "rows.arrow").digest())
+    assert len(digests) == 4
+
+
 ROWS = [
     Example([1, 2], [Answer([3, 4], [True, False]), Answer([5])], {"margin": 1.0}),
     Example([7], [Answer([8, 9], [True, False]), Answer([8])], {"margin": 2.0}),

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,8 @@ class TreeFile:
         return self._table[name].to_numpy()
 
     def digest(self) -> str:
-        """Return a digest of all token ids and of which are trained on; values do not count."""
+        """Return a digest of all token ids, of which are trained on, and of inputs; values do not
+        count."""
         digest = hashlib.blake2b(digest_size=16)
         for chunk in self._chunks:
             for name in TOKENS:
@@ -131,6 +132,8 @@ class TreeFile:
                 # The digest does not depend on how wide the offsets are.
                 digest.update(np.diff(offsets).astype(np.int32).tobytes())
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
+        for text in self._input_texts():
+            digest.update(text)
         return digest.hexdigest()
 
     @property
@@ -148,9 +151,8 @@ class TreeFile:
             for chunk in self._chunks:
                 offsets, values = chunk[name]
                 digest.update(values[offsets[0] : offsets[-1]].data)
-        for chunk in self._table["inputs"].chunks if self._inputs else ():
-            for text in chunk.to_pylist():
-                digest.update(f"{len(text)} {text}".encode())
+        for text in self._input_texts():
+            digest.update(text)
         return digest.hexdigest()
 
     def largest_token(self) -> int:
@@ -170,6 +172,12 @@ class TreeFile:
         place = list(kinds).index(name)
         columns = (chunk["values"] for chunk in self._chunks)
         return np.concatenate([values[offsets[:-1] + place] for offsets, values in columns])
+
+    def _input_texts(self) -> Iterator[bytes]:
+        """Yield the inputs of each example with their length; nothing if no example has any."""
+        for chunk in self._table["inputs"].chunks if self._inputs else ():
+            for text in chunk.to_pylist():
+                yield f"{len(text)} {text}".encode()
 
 
 def write(table: pa.Table, path: Path) -> None:

@@ -142,7 +142,7 @@ ALWAYS = {"cdb", "_WORLD_GROUP", "FWD_MODULE_STACK", "linear", RELEASE}
 
 
 def test_patches_of_modules_end_with_their_run(single):
-    faster = {"build_shm_op", "enable_nvtx"}
+    faster = {"build_shm_op", "enable_nvtx", "_broadcast_model"}
     assert single.run(patched, {"stage": 3}) == [(ALWAYS | faster, set())]
     assert single.run(patched, {"stage": 3, "patches": "correctness"}) == [(ALWAYS, set())]
 
@@ -191,6 +191,8 @@ def test_a_newer_deepspeed_gets_only_the_patches_for_correctness(monkeypatch):
 
 
 def test_a_patch_is_for_its_stages_states_and_place():
+    assert "no-norm" in names(states="bf16")
+    assert "no-norm" not in names()
     assert "no-master-copy" in names(1, states="bf16")
     assert "no-master-copy" not in names(1)
     assert "check-by-norm" in names(1)

@@ -12,7 +12,7 @@ from rlhf_plugin_deepspeed.tensor import part_of
 
 
 def check_once(optimizer: Any, patches: Collection[str]) -> None:
-    """Patch the checks of `optimizer`, DeepSpeed's at stages 1 and 2."""
+    """Patch the checks of `optimizer`, DeepSpeed's at stages 1 to 3."""
     if "check-every-precision" in patches:
         replace("check-every-precision", optimizer, check_grad_overflow=True)
     if "check-by-norm" in patches:
@@ -21,6 +21,14 @@ def check_once(optimizer: Any, patches: Collection[str]) -> None:
             optimizer,
             check_overflow=lambda partition_gradients=True: None,
             scaled_global_norm=lambda norm_type=2: _host_norm(optimizer),
+        )
+    if "no-norm" in patches:
+        # RoundedAdamW clips, and skips what is not finite, under DeepSpeed's step.
+        replace(
+            "no-norm",
+            optimizer,
+            _get_norm_groups=lambda: [torch.ones(())],
+            unscale_and_clip_grads=lambda sub_group_id, total_norm: None,
         )
 
 

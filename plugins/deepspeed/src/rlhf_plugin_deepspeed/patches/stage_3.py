@@ -1,4 +1,4 @@
-"""ZeRO-3: zeros for missing gradients, gatherings after updates."""
+"""ZeRO-3: no wait of the host for gradients, zeros for missing ones, gatherings after updates."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.parameter_offload import PartitionedParameterCoordin
 from torch import Tensor
 
 from rlhf.engine import Plan
+from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import check_target, plain, replace
 
 
@@ -18,7 +19,10 @@ def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
     if plan.stage != 3:
         return lambda: None
+    if "no-wait" in plan.patches:
+        reduce_beside_host(optimizer)
     MissingGradients(optimizer)
+    check_once(optimizer, plan.patches)
     return fence_of(optimizer.parameter_offload)
 
 
@@ -27,6 +31,24 @@ def forget_modules() -> None:
     replace("fresh-modules", parameter_offload, FWD_MODULE_STACK=[])
     name = check_target("fresh-modules", Coordinator, "__params_to_release")
     replace("fresh-modules", Coordinator, __params_to_release=cache(plain(vars(Coordinator)[name])))
+
+
+def reduce_beside_host(optimizer: Any) -> None:
+    """Let the host prepare the step while the last gradients of `optimizer`, DeepSpeed's at stage
+    3, are reduced. DeepSpeed waits after each backward pass."""
+    accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
+    if not accelerator.is_synchronized_device() and stream != accelerator.default_stream():
+        replace("no-wait", optimizer, reduce_and_partition_stream=ordered(type(stream)))
+
+
+def ordered(kind: type) -> Any:
+    """Return a stream of this class whose results are read on other streams: to wait for it is to
+    let the current stream wait, while the host continues."""
+
+    def synchronize(stream: Any) -> None:
+        get_accelerator().current_stream().wait_stream(stream)
+
+    return type("Ordered", (kind,), {"synchronize": synchronize})()
 
 
 class MissingGradients:

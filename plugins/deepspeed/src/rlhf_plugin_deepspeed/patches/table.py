@@ -142,6 +142,12 @@ PATCHES = {
         gain="44 -> 25 us of host time for forward and backward of a layer, compared with "
         "DeepSpeed's",
     ),
+    "no-wait": Patch(
+        targets=(f"{STAGE_3}.reduce_and_partition_stream",),
+        stages=(3,), kind="speed", offload=False,
+        reason="the host prepares the step while the last gradients are reduced; DeepSpeed waits",
+        gain="347 -> 341 ms a step on one GPU (1.5B)",
+    ),
     "missing-gradients": Patch(
         targets=(
             f"{STAGE_3}.partition_grads(params_to_release, grad_partitions)",
@@ -162,6 +168,16 @@ PATCHES = {
         targets=(f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload.__allgather_stream",),
         stages=(3,), kind="correctness",
         reason="the stream that gathers waits for the update of the weights",
+    ),
+    "no-norm": Patch(
+        targets=(
+            f"{STAGE_3}._get_norm_groups()",
+            f"{STAGE_3}.unscale_and_clip_grads(sub_group_id, total_norm)",
+        ),
+        stages=(3,), kind="speed", states="bf16",
+        reason="the update over bf16 states clips and skips on the device; DeepSpeed waits for the "
+        "norm",
+        gain="365 -> 347 ms a step on one GPU (1.5B)",
     ),
 }  # fmt: skip
 READ = {

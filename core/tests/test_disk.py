@@ -78,6 +78,11 @@ def test_a_file_system_that_creates_nothing_is_named(place: str) -> None:
         pass
 
 
+def test_a_missing_file_that_is_read_is_not_a_refusal_to_write(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "run"):
+        open("")  # noqa: SIM115, PTH123
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error, writing(tmp_path):
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "run"))

@@ -16,6 +16,10 @@ from rlhf.launch.local import Ranks
 from rlhf.launch.signals import FOLDER, PARENT
 from rlhf.launch.slurm import join_slurm
 
+STOPPED_LINE = (
+    "stopped before or after training steps; continue with --resume, or start again if there is no "
+    "run folder\n"
+)
 OK = "pass"
 FAILS_ON_RANK_1 = (
     "import os, sys, time; sys.exit(2) if os.environ['RANK'] == '1' else time.sleep(60)"
@@ -72,7 +76,7 @@ def test_sigterm_while_the_ranks_still_start_is_143_too(
     threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
     assert started.wait() == 143
     out, err = capfd.readouterr()
-    assert (out, err) == ("stopped before or after training steps; continue with --resume\n", "")
+    assert (out, err) == (STOPPED_LINE, "")
 
 
 def test_a_save_longer_than_the_stop_timeout_is_ended_and_says_so(
@@ -93,8 +97,7 @@ def test_another_stop_signal_while_the_ranks_still_start_is_143_too(
     started = Ranks(command, 2, 10.0, grace=0.5, signals=("USR1", "TERM"))
     threading.Thread(target=terminate_once_both_wrote, args=[tmp_path / "up"]).start()
     assert started.wait() == 143
-    line = "stopped before or after training steps; continue with --resume\n"
-    assert capfd.readouterr() == (line, "")
+    assert capfd.readouterr() == (STOPPED_LINE, "")
 
 
 def test_ranks_get_the_variables_of_their_launcher(capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,8 +143,7 @@ def test_a_signal_ends_the_preparation(capfd: pytest.CaptureFixture[str]) -> Non
     started = Ranks([sys.executable, "-c", WAITS], 2, 10.0, prepare=prepare)
     assert started.wait() == 143
     assert time.monotonic() - began < 10
-    line = "stopped before or after training steps; continue with --resume\n"
-    assert capfd.readouterr() == (line, "")
+    assert capfd.readouterr() == (STOPPED_LINE, "")
 
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:

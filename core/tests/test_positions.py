@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -12,7 +13,7 @@ from transformers import (
 )
 
 from rlhf.errors import RLHFError
-from rlhf.model.shape import check_positions
+from rlhf.model.shape import check_positions, position_table
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 REACH = {"max_position_embeddings": 32}
@@ -47,3 +48,12 @@ def test_computed_positions_continue_and_a_line_says_so() -> None:
         "positions  policy m has 32 positions but rows of up to 33 tokens: tokens past "
         "position 32 are outside the model's context and train poorly"
     ]
+
+
+def test_an_embedding_of_tokens_under_an_adapter_is_no_table_of_positions() -> None:
+    reach = {"max_position_embeddings": SMALL["vocab_size"]}
+    llama = LlamaForCausalLM(LlamaConfig(**SMALL, **reach, intermediate_size=16))
+    adapted = get_peft_model(
+        llama, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    )
+    assert position_table(adapted) is None

@@ -105,8 +105,8 @@ def test_a_cache_is_no_teacher(folder: Path) -> None:
     with pytest.raises(RLHFError) as error:
         distil(run.roles["policy"].engine, reference, packed(run), mixture)
     assert str(error.value) == (
-        "the reference's mode is cache, which only has log-probabilities of the data's own answers;"
-        " call run.reference(live=True)"
+        "the reference's mode is cache, which only has log-probabilities of the data's own answers "
+        "and of run.reference(survey=...); call run.reference(live=True)"
     )
 
 

@@ -173,7 +173,7 @@ def test_the_cache_has_only_the_answers_of_the_rows(folder: Path) -> None:
     reference = run.reference("cache")
     expected = (
         "the reference's mode is cache, which only has log-probabilities of the data's own "
-        "answers; call run.reference(live=True)"
+        "answers and of run.reference(survey=...); call run.reference(live=True)"
     )
     with pytest.raises(RLHFError) as error:
         reference(packed(run), token_logprobs)

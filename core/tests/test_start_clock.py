@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 import transformers  # noqa: F401
 
 from rlhf.engine import Mesh
-from rlhf.launch.startup import Startup, importing
+from rlhf.launch.startup import Startup, importing, opening_device
 from rlhf.rank.run import process_group
 
 
@@ -41,6 +42,25 @@ def test_only_the_first_import_of_transformers_excludes_objects_from_collections
     assert gc.isenabled()
     assert gc.get_freeze_count()
     gc.unfreeze()
+
+
+def test_the_device_is_opened_beside_the_imports_and_its_errors_appear_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, imported = threading.Event(), threading.Event()
+
+    def device(index: int) -> None:
+        began.set()
+        assert imported.wait(10)
+        raise RuntimeError(f"no device {index}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    threads = threading.active_count()
+    with opening_device():
+        assert began.wait(10)
+        imported.set()
+    assert threading.active_count() == threads
 
 
 class Model:

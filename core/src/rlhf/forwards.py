@@ -5,10 +5,10 @@ parameters keep their names. Replacements of one model must come in this order, 
 reads what the ones before it left (1 to 5 in `rlhf.model.kernels`):
 
 1. `norms.fuse_norms`: RMS norms run our kernels.
-2. `fused.fuse`: Liger replaces the gated layers and the rotary embedding. On the meta device
-   it then replaces Liger's forwards by stand-ins.
-3. `gates.recompute_products`: gated layers keep both factors and not their product. It looks up in
-   the forward of step 2 which fused product a layer uses.
+2. `fused.fuse`: gated layers run Liger's kernels, or stand-ins on the meta device. The rotary
+   embedding is replaced in the family's module.
+3. `gates.recompute_products`: gated layers keep both factors and not their product. Those that step
+   2 has replaced compute it by the fused product.
 4. `lora.fuse_adapters`: adapters, which peft has put around linear modules meanwhile.
 5. `layers.compile_layers`: after the start-up probe, which must compare the model's own numbers.
    First `fp8.to_fp8` exchanges linear modules, then come norms as in step 1, and last whole

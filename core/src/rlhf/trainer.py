@@ -118,8 +118,8 @@ class Trainer(abc.ABC):
     def example(self, row: Any) -> Example:
         """Return the tree of one row.
 
-        Called in worker processes before `setup`. The result is cached; the cache is renewed when
-        the sources of the trainer's package change.
+        Called in worker processes before `setup`, which have no accelerator. The result is cached;
+        the cache is renewed when the sources of the trainer's package change.
         """
 
     @abc.abstractmethod
@@ -188,9 +188,9 @@ class Trainer(abc.ABC):
         return type(self).rollout is not Trainer.rollout
 
     def rollout_tokens(self, examples: Examples, most: int) -> int:
-        """Return the tokens of the largest example that `rollout` makes of any of `examples`: by
-        default `most`, which is `data.max_tokens`. Batches, memory and the positions of models are
-        planned for it."""
+        """Return the number of tokens of the largest example that `rollout` makes of any of
+        `examples`: by default `most`, which is `data.max_tokens`. Batches, memory and the positions
+        of models are planned for it."""
         return most
 
     def score(self, batch: PackedBatch) -> Tensor:

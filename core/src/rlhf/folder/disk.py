@@ -152,9 +152,9 @@ def _number(error: BaseException) -> int:
 def _is_refusal(number: int, filename: object, place: Path) -> bool:
     """Return whether an error is a refusal to write: of no file, or of one in `place`, where it is
     written, or above. `place` itself is missing only if the file system creates none, as /proc."""
-    if not isinstance(filename, str | os.PathLike):
+    if not isinstance(filename, str | os.PathLike) or not os.fspath(filename):
         return number in REFUSED
     file, places = Path(filename).absolute(), (place.absolute(), part_of(place))
     if any(each.is_relative_to(file) for each in places):
-        return number in REFUSED or number == errno.ENOENT
+        return number in REFUSED or (number == errno.ENOENT and not file.exists())
     return number in REFUSED and any(file.is_relative_to(each) for each in places)

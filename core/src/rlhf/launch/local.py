@@ -186,7 +186,8 @@ class Ranks:
 
     def _exit_code(self, codes: Sequence[int | None]) -> int:
         if self._deadline is not None and {-self._stop, -signal.SIGTERM, INTERRUPTED} & set(codes):
-            print("stopped before or after training steps; continue with --resume", flush=True)
+            remedy = "continue with --resume, or start again if there is no run folder"
+            print(f"stopped before or after training steps; {remedy}", flush=True)
             return STOPPED
         for rank, code in enumerate(codes):
             if code is not None and code < 0:

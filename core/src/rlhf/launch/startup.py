@@ -71,14 +71,13 @@ def opening_device() -> Iterator[None]:
 
 
 def _open_device() -> None:
-    """Create the context and the handle for products, without allocating tensors, and have Triton
-    compute the digest of itself, which is part of every kernel's key."""
+    """Create the device's context, and have Triton compute the digest of itself, which is part of
+    every kernel's key."""
     import torch
 
     with suppress(Exception):  # Whatever fails here is reported where it is needed.
         with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
             torch.cuda.synchronize()
-            torch.cuda.current_blas_handle()
         # It imports nothing of torch, whose modules the other thread may be importing.
         from triton.runtime.cache import triton_key
 

@@ -64,14 +64,11 @@ def take_samples(session: Session) -> list[Shown]:
 
 
 def _most_likely(session: Session, prompts: Sequence[Sequence[int]]) -> list[Sample]:
-    """Return the policy's most likely answer to each prompt, within its positions. Collective."""
-    longest = max(map(len, prompts))
-    text_config = session.engine.module.causal.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None) or longest + MAX_NEW_TOKENS
-    room = max(1, min(MAX_NEW_TOKENS, positions - longest))
+    """Return the policy's most likely answer to each prompt. Collective."""
     return session.sample(
-        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0, max_new_tokens=room
-    )
+        session.engine, prompts, seeds=[0] * len(prompts), temperature=0.0,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )  # fmt: skip
 
 
 def _text(trainer: Trainer, tokens: Sequence[int]) -> str:

@@ -65,7 +65,7 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     _leave_out_variables(migration, keys)
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
-    # Defaults first: another key of the file may set the same.
+    # Defaults first: another key of the file may set the same setting.
     for key, rule in sorted(rules.items(), key=lambda item: written.get(item[0]) is not None):
         if key in keys:
             origin = key if key in written else f"default of {project.title}"

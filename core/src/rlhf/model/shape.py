@@ -102,8 +102,9 @@ def check_positions(causal: Any, longest: int, name: str) -> list[str]:
 def position_table(causal: Any) -> int | None:
     """Return the number of positions in a model's table; None if it computes positions."""
     known = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
-    tokens = causal.get_input_embeddings()
+    # An adapter keeps the embedding of tokens inside its own module.
+    of_tokens = set(causal.get_input_embeddings().modules())
     tables = [part for part in causal.modules() if isinstance(part, nn.Embedding)]
     # The table has one row per position, or two more (OPT).
-    sizes = [part.num_embeddings for part in tables if part is not tokens]
+    sizes = [part.num_embeddings for part in tables if part not in of_tokens]
     return known if known and any(size - known in (0, 1, 2) for size in sizes) else None

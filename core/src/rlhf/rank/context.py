@@ -185,6 +185,7 @@ class RunContext(RunModels):
             return attach_values(
                 self, REFERENCE, folder, make_room,
                 read=lambda engine, batch: engine(batch, token_logprobs)["logprobs"],
+                surveyed=self.surveyed,
             )  # fmt: skip
 
     def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:

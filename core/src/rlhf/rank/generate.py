@@ -147,8 +147,8 @@ def _continued(
     ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
-    """Return what the engine's model writes after each prompt, up to the longest answer, of at most
-    as many tokens as each prompt's of `rooms`."""
+    """Return what the engine's model writes after each prompt, up to the longest answer. An answer
+    has at most as many tokens as its number in `rooms`."""
     mesh, tokenizer = run.mesh, run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]

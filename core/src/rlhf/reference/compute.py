@@ -33,12 +33,13 @@ def attach_values(
     *,
     read: Callable[[Engine, PackedBatch], Tensor],
     width: int | None = None,
+    surveyed: Sequence[SurveyedExamples] = (),
 ) -> str:
-    """Give the run's examples, and those of its fixed surveys, the value `name` per token (or
+    """Give the run's examples, and those that are `surveyed`, the value `name` per token (or
     `width` of them), from `folder`; what is missing there is computed with `read` on the engine
     that `engine` loads. Returns what was done, in words. Collective."""
     started, mesh = time.monotonic(), run.mesh
-    parts: list[Examples | SurveyedExamples] = [*run.examples, *run.surveyed]
+    parts: list[Examples | SurveyedExamples] = [*run.examples, *surveyed]
     tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in parts]
     missing = sum(len(table.open()) for part in tables for table in part)
     computed = 0
@@ -47,7 +48,8 @@ def attach_values(
         computed = sum(fill(table) for part in tables for table in part)
     columns = iter(tables)
     run.examples = tuple(part.with_values(name, next(columns)) for part in run.examples)
-    run.surveyed = tuple(part.with_values(name, next(columns)) for part in run.surveyed)
+    if surveyed:
+        run.surveyed = tuple(part.with_values(name, next(columns)) for part in surveyed)
     took = time.monotonic() - started
     what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
     return f"{what} in {folder}"

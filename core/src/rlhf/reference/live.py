@@ -75,7 +75,7 @@ class CachedReference:
     def _not_cached(self) -> RLHFError:
         return RLHFError(
             "the reference's mode is cache, which only has log-probabilities of the data's own "
-            "answers; call run.reference(live=True)"
+            "answers and of run.reference(survey=...); call run.reference(live=True)"
         )
 
 

@@ -60,8 +60,8 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     if in_force("no-ranges", setting=setting):
         replace("no-ranges", nvtx, enable_nvtx=False)
-    if distributed.get_world_size() == 1 and in_force("no-broadcast-alone", setting=setting):
-        replace("no-broadcast-alone", DeepSpeedEngine, _broadcast_model=lambda _: None)
+    if distributed.get_world_size() == 1 and in_force("no-broadcast", setting=setting):
+        replace("no-broadcast", DeepSpeedEngine, _broadcast_model=lambda _: None)
     for target in PATCHES["fresh-groups"].targets:
         path, name = path_of(target)
         replace("fresh-groups", import_module(path), **{name: None})

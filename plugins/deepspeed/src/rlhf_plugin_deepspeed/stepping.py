@@ -87,8 +87,8 @@ def stage_3_step(engine: TrainingEngine) -> StepOutcome:
 
 
 def rounded_step(engine: TrainingEngine) -> LaterOutcome:
-    """Step with `RoundedAdamW`, which clips and skips on the device. The host waits only at stage
-    3, where DeepSpeed checks the gradient too."""
+    """Step with `RoundedAdamW`, which clips and skips on the device. The host waits only at stage 3
+    without the patch `no-norm`: DeepSpeed checks the gradient too."""
     if engine.stage == 0:
         norm = whole_norm(engine.module, engine.mesh.tensor)
     else:

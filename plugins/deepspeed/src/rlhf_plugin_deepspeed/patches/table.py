@@ -76,7 +76,7 @@ PATCHES = {
         reason="DeepSpeed marks its functions as ranges for NVIDIA's profiler, which costs time",
         gain="452 -> 386 ms a step at stage 3 on two GPUs with a slow CPU (1.5B, one run of each)",
     ),
-    "no-broadcast-alone": Patch(
+    "no-broadcast": Patch(
         targets=("deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model()",),
         stages=(0, 1, 2, 3), kind="speed",
         reason="one rank has no other to send its weights to, and NCCL is not started for it",

@@ -162,6 +162,18 @@ def test_a_budget_that_cannot_hold_new_answers_is_refused_before_anything_loads(
     check(100, max_new_tokens=400)
 
 
+def test_new_answers_need_prompts() -> None:
+    rows = SimpleNamespace(prompt_lengths=np.zeros(3, np.int64))
+    run: Any = SimpleNamespace(examples=[rows])
+    with pytest.raises(RLHFError) as error:
+        check_room(run, KDConfig(teacher_answers=0.5, max_new_tokens=4))
+    assert str(error.value) == (
+        "kd: no row of data.train has a prompt, so on_policy and teacher_answers would have no "
+        "effect; give rows with prompts, or remove these settings"
+    )
+    check_room(run, KDConfig())
+
+
 class Writer:
     """Stands where a run does: answers with the prompt and the seed's last digit."""
 

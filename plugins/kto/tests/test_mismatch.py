@@ -53,7 +53,8 @@ def test_rows_that_leave_no_partner_are_an_error(groups: NDArray[np.int64], larg
         partners(groups, draw(0))
     assert str(error.value) == (
         f"{largest} of {len(groups)} examples come from one row, so they cannot all be paired "
-        "with the completion of another row; add rows or lower the weight of this one"
+        "with the completion of another row for kto.loss kto; add rows, lower the weight of this "
+        "one, or set kto.loss to apo_zero_unpaired"
     )
 
 

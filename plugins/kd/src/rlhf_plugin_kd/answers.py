@@ -40,9 +40,15 @@ def with_new_answers(
 
 
 def check_room(run: Run, config: KDConfig) -> None:
-    """Raise RLHFError where a new answer to the longest prompt could be larger than the budget."""
+    """Raise RLHFError where there is no prompt to answer, or a new answer to the longest one could
+    be larger than the budget."""
     if not config.writes:
         return
+    if not run.examples[0].prompt_lengths.any():
+        raise RLHFError(
+            "kd: no row of data.train has a prompt, so on_policy and teacher_answers would have no "
+            "effect; give rows with prompts, or remove these settings"
+        )
     for rows in run.examples:
         longest = int(rows.prompt_lengths.argmax())
         prompt = int(rows.prompt_lengths[longest])

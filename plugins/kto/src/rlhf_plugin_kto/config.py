@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.errors import RLHFError
 from rlhf.plugin import Config, check_reference
 
 positive: Any = validators.gt(0)
@@ -32,5 +33,10 @@ class KTOConfig:
 
 
 def check(config: Config) -> None:
-    """Raise RLHFError for a reference that this run cannot have."""
+    """Raise RLHFError for a reference that this run cannot have, and if no row has any weight."""
+    if not (config.own.desirable_weight or config.own.undesirable_weight):
+        raise RLHFError(
+            "kto.desirable_weight and kto.undesirable_weight are both 0, so nothing is trained; "
+            "raise one of them"
+        )
     check_reference(config, config.own.reference)

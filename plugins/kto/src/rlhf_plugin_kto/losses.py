@@ -51,7 +51,7 @@ def balance_advice(
     else:
         name, ends = "undesirable_weight", [good / num_undesirable / x for x in (MOST_BALANCE, 1)]
     return (
-        f"weights {desirable_weight:g} and {undesirable_weight:g} on {counts} have the ratio "
+        f"{counts} with the weights {desirable_weight:g} and {undesirable_weight:g} have the ratio "
         f"{good / bad:.3g}, outside 1 to 1.33 (eq. 8 of arXiv 2402.01306); "
         f"set kto.{name} between {ends[0]:.3g} and {ends[1]:.3g}"
     )

@@ -20,7 +20,8 @@ def partners(groups: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np
     if 2 * largest > len(groups):
         raise RLHFError(
             f"{largest} of {len(groups)} examples come from one row, so they cannot all be paired "
-            "with the completion of another row; add rows or lower the weight of this one"
+            "with the completion of another row for kto.loss kto; add rows, lower the weight of "
+            "this one, or set kto.loss to apo_zero_unpaired"
         )
     within = draw.permutation(len(groups))
     order = within[np.argsort(draw.permutation(len(sizes))[place[within]], kind="stable")]

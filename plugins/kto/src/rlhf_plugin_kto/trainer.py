@@ -66,10 +66,9 @@ class KTOTrainer(Trainer):
             undesirable_weight=config.undesirable_weight,
         )
         right = (2 * desirable - 1) * (logratios.detach() - kl) > 0
-        metrics = {
-            "kl": (kl * batch.num_examples, "examples"),
-            "rewards/accuracies": (right.sum(), "examples"),
-        }
+        metrics = {"rewards/accuracies": (right.sum(), "examples")}
+        if self.needs_survey():
+            metrics["kl"] = (kl * batch.num_examples, "examples")
         for side, share in zip(SIDES, (desirable, 1 - desirable), strict=True):
             metrics[f"rewards/{side}"] = ((config.beta * logratios.detach() * share).sum(), "")
             metrics[f"logps/{side}"] = ((logprobs.detach() * share).sum(), "")

@@ -127,3 +127,12 @@ def test_the_histogram_counts_every_example() -> None:
     show_histogram(np.array([4, 4, 9, 30]), shown)
     counts = [int(line.split()[-1]) for line in text_of(shown).splitlines()]
     assert sum(counts) == 4
+
+
+def test_no_length_is_in_two_bins_of_the_histogram() -> None:
+    shown = console()
+    show_histogram(np.array([10, 11, 12, 13, 14, 14]), shown)
+    lines = [line.split() for line in text_of(shown).splitlines()]
+    assert [(int(low), int(high), int(count)) for low, _, high, *_, count in lines] == [
+        (10, 10, 1), (11, 11, 1), (12, 12, 1), (13, 13, 1), (14, 14, 2),
+    ]  # fmt: skip

@@ -75,9 +75,12 @@ def show_example(example: Example, name: str, tokenizer: Any, console: Console) 
 def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
     """Show how many examples have how many tokens, as bars."""
     counts, edges = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
-    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+    lows = np.ceil(edges).astype(int)
+    # Only the last bin has its upper edge in it.
+    highs = [*(lows[1:-1] - 1), int(edges[-1])]
+    for count, low, high in zip(counts, lows, highs, strict=False):
         bar = "#" * round(BAR * count / counts.max())
-        console.print(Text(f"  {int(np.ceil(low)):>7} to {int(high):>7}  {bar} {count:,}"))
+        console.print(Text(f"  {low:>7} to {high:>7}  {bar} {count:,}"))
 
 
 def show_fill(examples: Examples, config: Config, console: Console) -> None:

@@ -20,7 +20,7 @@ def contradictions(config: Config) -> list[str]:
     best, lora = config.checkpoint.best, config.lora
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
     compiler = "model.fp8" if model.fp8 else "model.kernels compile"
-    past = f"is past train.steps {steps}"
+    past = f"is more than train.steps {steps}; lower it"
     exclusive, remedy = "cannot be combined with", "remove one of the two"
     return broken_rules(
         ("model.quantize needs lora or model.adapter", quantized and not has_adapter),

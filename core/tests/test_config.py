@@ -271,7 +271,10 @@ def test_one_of_model_and_data_is_an_error(toy: Path) -> None:
             "--model.quantize nf4 --lora 8 --model.init random",
             "model.quantize cannot be combined with model.init random; remove one of the two",
         ),
-        ("--train.steps 5 --train.stop_at 6", "train.stop_at 6 is more than train.steps 5; lower it"),
+        (
+            "--train.steps 5 --train.stop_at 6",
+            "train.stop_at 6 is more than train.steps 5; lower it",
+        ),
         ("--train.steps 5 --optim.warmup 6", "optim.warmup 6 is more than train.steps 5; lower it"),
         ("--optim.warmup 1.5", "optim.warmup must be below 1 or a whole number of steps"),
         (

@@ -118,7 +118,7 @@ class Trainer(abc.ABC):
     def example(self, row: Any) -> Example:
         """Return the tree of one row.
 
-        Called in worker processes before `setup`, which have no accelerator. The result is cached;
+        Called before `setup`, in worker processes that have no accelerator. The result is cached;
         the cache is renewed when the sources of the trainer's package change.
         """
 
@@ -188,9 +188,9 @@ class Trainer(abc.ABC):
         return type(self).rollout is not Trainer.rollout
 
     def rollout_tokens(self, examples: Examples, most: int) -> int:
-        """Return the number of tokens of the largest example that `rollout` makes of any of
-        `examples`: by default `most`, which is `data.max_tokens`. Batches, memory and the positions
-        of models are planned for it."""
+        """Return the largest number of tokens that an example from `rollout` can have, if it is
+        made from any of `examples`: by default `most`, which is `data.max_tokens`. Batches and
+        memory are planned for it, and the positions of models are compared with it."""
         return most
 
     def score(self, batch: PackedBatch) -> Tensor:
@@ -313,9 +313,9 @@ class Run(Protocol):
         or with a readout, which a cache cannot answer; it can then be the teacher of
         `rlhf.readouts.distil`.
 
-        A trainer whose `survey` calls the reference on examples of its own passes its
-        `survey_examples` as `survey`: a cache then holds their log-probabilities too, and `survey`
-        sees the same examples in every epoch.
+        If `Trainer.survey` calls the reference on the examples of `survey_examples`, pass that
+        method as `survey`. A cache then has their log-probabilities too, and the survey sees the
+        same examples in every epoch.
         """
 
     def teacher(
@@ -341,9 +341,9 @@ class Run(Protocol):
         """Return an answer to each prompt (token ids), drawn from the engine's distribution at
         `temperature`; at 0 each token is the most likely one.
 
-        An answer ends where a trained one does, or after `max_new_tokens`, or where prompt and
-        answer have `data.max_tokens` tokens or fill the model's table of positions. It has at least
-        one token.
+        An answer ends with a token that ends trained answers, after `max_new_tokens` tokens, or
+        when prompt and answer together have `data.max_tokens` tokens or fill the model's table of
+        positions, if it has one. It has at least one token.
 
         An answer depends only on its prompt and its seed, up to rounding. Collective: every rank
         passes the same prompts and gets all answers.

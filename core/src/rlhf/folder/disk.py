@@ -150,8 +150,9 @@ def _number(error: BaseException) -> int:
 
 
 def _is_refusal(number: int, filename: object, place: Path) -> bool:
-    """Return whether an error is a refusal to write: of no file, or of one in `place`, where it is
-    written, or above. `place` itself is missing only if the file system creates none, as /proc."""
+    """Return whether an error means that `place` cannot be written. It may name no file, or a file
+    in `place`, in the hidden path at which `place` is written, or above them. A missing file counts
+    only in these two: a file system such as /proc has not created it."""
     if not isinstance(filename, str | os.PathLike) or not os.fspath(filename):
         return number in REFUSED
     file, places = Path(filename).absolute(), (place.absolute(), part_of(place))

@@ -56,8 +56,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def opening_device() -> Iterator[None]:
-    """Open this rank's CUDA device beside the imports in the body: the libraries do it in code of
-    their own, which needs no interpreter."""
+    """Open this rank's CUDA device in a thread while the body imports modules. The libraries of
+    CUDA do this without Python's interpreter lock, so the imports continue."""
     import torch  # late: start-up time
 
     thread = Thread(target=_open_device)

@@ -147,8 +147,9 @@ def _continued(
     ends: Sequence[int],
     **options: Any,
 ) -> list[list[int]]:
-    """Return what the engine's model writes after each prompt, up to the longest answer. An answer
-    has at most as many tokens as its number in `rooms`."""
+    """Return what the engine's model writes after each prompt, until every answer has ended. An
+    answer ends with one of `ends`, or when it has as many tokens as its number in `rooms`. The
+    caller cuts off what follows."""
     mesh, tokenizer = run.mesh, run.tokenizer
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rows = [torch.tensor(np.asarray(prompt, dtype=np.int64)) for prompt in prompts]

@@ -10,6 +10,7 @@ CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
 CUDA_ONLY = {
     f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
     f"{CORE}/devices.py": "where kernels in Triton run",
+    f"{CORE}/launch/startup.py": "a context that is opened early, and the key of kernels in Triton",
     f"{CORE}/model/attention.py": "flex attention and cuDNN's",
     f"{CORE}/model/long_examples.py": "attention by cuDNN",
     f"{CORE}/model/masks.py": "masks of flex attention",

@@ -147,6 +147,18 @@ def test_patches_of_modules_end_with_their_run(single):
     assert single.run(patched, {"stage": 3, "patches": "correctness"}) == [(ALWAYS, set())]
 
 
+def unclosed(settings):
+    """Two runs in a process, of which the first has failed without `close_mesh`."""
+    backend = DeepSpeedBackend()
+    for _ in range(2):
+        _, _, mesh = follow(backend, case_of(settings, steps=1))
+    backend.close_mesh(mesh)
+
+
+def test_patches_of_a_run_that_was_not_closed_do_not_stop_the_next(single):
+    single.run(unclosed, {"stage": 0})
+
+
 IMPORT = """
 import deepspeed, logging, sys, warnings
 from importlib import import_module

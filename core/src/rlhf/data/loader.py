@@ -95,6 +95,9 @@ def _init_worker(parent: int, stopping: Sequence[int], worker: int) -> None:
     die_with(parent)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in stopping:
+        # A library may have a thread that does not block them.
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     threading.Thread(target=_end_with_loader, args=[parent, stopping], daemon=True).start()
 

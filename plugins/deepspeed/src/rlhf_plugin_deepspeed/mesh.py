@@ -61,7 +61,8 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     if in_force("no-ranges", setting=setting):
         replace("no-ranges", nvtx, enable_nvtx=False)
     if distributed.get_world_size() == 1 and in_force("no-broadcast", setting=setting):
-        replace("no-broadcast", DeepSpeedEngine, _broadcast_model=lambda _: None)
+        # The target's own parameters: a run that was not closed has it in place.
+        replace("no-broadcast", DeepSpeedEngine, _broadcast_model=lambda self: None)
     for target in PATCHES["fresh-groups"].targets:
         path, name = path_of(target)
         replace("fresh-groups", import_module(path), **{name: None})

@@ -21,6 +21,7 @@ from rlhf_plugin_deepspeed.muon import Exchange, Muon
 from rlhf_plugin_deepspeed.nvme import StateFiles, is_in_file, state_files
 from rlhf_plugin_deepspeed.optimizer import forget_first_step, rate_zero
 from rlhf_plugin_deepspeed.partial import keep_on_accelerator
+from rlhf_plugin_deepspeed.patches.gathering import prepare_gathering
 from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
@@ -142,6 +143,8 @@ def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         with sharded_creation(plan, mesh, model):
             pass
+    if "gathering" in plan.patches:
+        prepare_gathering(model)
     mark_experts(model)
     return mark_layers(model, plan.patches)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf.engine import Plan
 from rlhf_plugin_deepspeed.patches.checks import check_once
+from rlhf_plugin_deepspeed.patches.gathering import gather_at_once
 from rlhf_plugin_deepspeed.patches.install import check_target, plain, replace
 
 
@@ -19,6 +20,8 @@ def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
     """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
     if plan.stage != 3:
         return lambda: None
+    if "gathering" in plan.patches:
+        gather_at_once(optimizer)
     if "no-wait" in plan.patches:
         reduce_beside_host(optimizer)
     MissingGradients(optimizer)

@@ -164,6 +164,18 @@ PATCHES = {
         "a loss may run it twice",
         gain="31.6k -> 46.7k tokens/s on one GPU",
     ),
+    "gathering": Patch(
+        targets=(
+            f"{ZERO}.partitioned_param_coordinator:iter_params(module, recurse)",
+            f"{ZERO}.parameter_offload:iter_params(module, recurse)",
+            f"{ZERO}.partition_parameters:Init._convert_to_deepspeed_param.all_gather("
+            "param_list, async_op, hierarchy)",
+        ),
+        stages=(3,), kind="speed",
+        reason="one event for all that is gathered together, one collective for what stays whole "
+        "after a step, and modules searched for their parameters once",
+        gain="336 -> 315 ms a step on two GPUs (1.5B)",
+    ),
     "gather-after-update": Patch(
         targets=(f"{ZERO}.parameter_offload:DeepSpeedZeRoOffload.__allgather_stream",),
         stages=(3,), kind="correctness",

@@ -1,5 +1,6 @@
 """Compiled layers: the same numbers, few graphs, and what is refused."""
 
+import shutil
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,22 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
     for found, wanted in zip(gradients(module, *batches), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert graphs() == 1, "for all rows and all layers"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles C++ on a CPU")
+def test_compiled_code_rounds_where_the_models_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * up + gate
+
+    # They would be kept beside the session's temporary files.
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
+    torch._dynamo.reset()
+    compiled = torch.compile(own, backend=layers._inductor)
+    gate, up = torch.randn(2, 64, 64).bfloat16()
+    for needs_gradient in (False, True):
+        gate.requires_grad_(needs_gradient)
+        assert torch.equal(compiled(gate, up), own(gate, up))
+    torch._dynamo.reset()
 
 
 def test_a_family_that_passes_its_mask_by_position_is_compiled_too(graphs: Any) -> None:

@@ -1,10 +1,13 @@
 """The clock of a run's start, and what is collected there."""
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +64,33 @@ def test_the_device_is_opened_beside_the_imports_and_its_errors_appear_later(
         assert began.wait(10)
         imported.set()
     assert threading.active_count() == threads
+
+
+IMPORTS = """
+import sys
+opened = []
+sys.addaudithook(lambda event, given: event == "open" and opened.append(str(given[0])))
+from rlhf.launch.startup import importing_rank
+with importing_rank():
+    import rlhf.rank.run
+assert not {"scipy", "sklearn", "peft"} & {*sys.modules}, "imported"
+assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
+from transformers.utils import is_scipy_available, is_sklearn_available
+assert is_scipy_available() and is_sklearn_available(), "taken for missing"
+import scipy, sklearn
+"""
+
+
+def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> None:
+    for name in ("scipy", "sklearn"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    found = os.pathsep.join([str(tmp_path), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
 
 
 class Model:

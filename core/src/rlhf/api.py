@@ -22,7 +22,7 @@ from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
 from rlhf.launch.signals import FOLDER, PARENT, die_with
 from rlhf.launch.slurm import join_slurm
-from rlhf.launch.startup import Startup, importing, opening_device
+from rlhf.launch.startup import Startup, importing, importing_rank
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option
@@ -148,7 +148,7 @@ def _start_here(
     if ranks * place.hosts > 1:
         return folder, _start_ranks(request, place, ranks, folder)
     with only_rank():
-        with startup.part("imports"), importing(), opening_device():
+        with startup.part("imports"), importing_rank():
             from rlhf.rank.run import run_rank  # late: start-up time
 
         return run_rank(request, chosen=folder, verified=True, startup=startup)
@@ -187,7 +187,7 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
         )
     if ours:
         die_with(int(os.environ[PARENT]))
-    with startup.part("imports"), importing(), opening_device():
+    with startup.part("imports"), importing_rank():
         from rlhf.rank.run import run_rank  # late: start-up time
 
     with startup.part("tokenising"):

@@ -7,9 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from rlhf.launch.caches import keep_compiled
+
+UNUSED = ("scipy", "sklearn")
+"""What transformers imports where it is installed, for object detection and for a way of assisted
+generation."""
 
 
 class Startup:
@@ -52,6 +58,41 @@ def importing() -> Iterator[None]:
             atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def importing_rank() -> Iterator[None]:
+    """Open the device and import, as `importing` does, what a rank needs; transformers without what
+    no run uses."""
+    first = "transformers" not in sys.modules
+    hidden = {*UNUSED} - {*sys.modules} if first else set()
+    modules: dict[str, Any] = sys.modules
+    modules |= dict.fromkeys(hidden)
+    try:
+        with importing(), opening_device():
+            if first:
+                _read_models_once()
+            yield
+    finally:
+        for name in hidden:
+            del modules[name]
+    for name in hidden:
+        # transformers remembers which packages it has found.
+        getattr(modules["transformers.utils"], f"is_{name}_available").cache_clear()
+
+
+def _read_models_once() -> None:
+    """Import transformers so that it reads the sources of its models once and not twice, which it
+    does since it looks for their names by two paths of one folder."""
+    from transformers.utils import import_utils  # This reads them.
+
+    read = import_utils.create_import_structure_from_path
+
+    def create_import_structure_from_path(module_path: str | Path) -> Any:
+        path = Path(module_path)
+        return read(path if path.is_dir() else path.parent)
+
+    import_utils.create_import_structure_from_path = create_import_structure_from_path
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from rlhf.sharding import whole_shape
 
 
 def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
-    """Return the model under peft with a new adapter (`lora`) or that of `model.adapter`, or the
-    model itself without either.
+    """Return the model under peft with a new adapter (`lora`) or that of `model.adapter`.
 
     New adapters are drawn on the host from `train.seed`, so they are the same for any rank, stage
     and device. They have the model's dtype, since ZeRO-3 needs one dtype; the optimizer holds the
@@ -28,8 +27,6 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
     `modules_to_save`). On the meta device an existing adapter's values are left out.
     """
     adapter = config.model.adapter
-    if adapter is None and config.lora is None:
-        return causal
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(config.train.seed)
         if adapter is None:

@@ -6,7 +6,6 @@ from typing import Any
 from transformers import AutoConfig
 
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.adapters import adapter_settings, load_adapter
 from rlhf.model.task import FORMS, Task
 from rlhf.model.weights import quiet_transformers
 
@@ -19,7 +18,11 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
     """
     folder = Path(folder)
     adapted = (folder / "adapter_config.json").is_file()
-    base = adapter_settings(str(folder)).base_model_name_or_path if adapted else str(folder)
+    base = str(folder)
+    if adapted:
+        from rlhf.model.adapters import adapter_settings, load_adapter  # late: start-up time
+
+        base = adapter_settings(base).base_model_name_or_path
     # A classifier's adapter folder has a config.json for its head and padding. A language model's
     # has one only if its trainer wrote settings there.
     described = (folder / "config.json").is_file()

@@ -10,7 +10,6 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.adapters import read_adapter
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import change_layers, check_layers
@@ -111,11 +110,14 @@ def check_shardable(model: ModelConfig, task: Task) -> None:
             "model.quantize nf4 cannot be sharded at ZeRO stage 3; choose stage 2 or lower, or "
             "remove model.quantize"
         )
-    if model.adapter and read_adapter(model.adapter, task).use_dora:
-        raise RLHFError(
-            f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
-            "ZeRO stage 3; choose stage 2 or lower"
-        )
+    if model.adapter:
+        from rlhf.model.adapters import read_adapter  # late: start-up time
+
+        if read_adapter(model.adapter, task).use_dora:
+            raise RLHFError(
+                f"model.adapter {model.adapter} is a DoRA adapter, which cannot be trained at "
+                "ZeRO stage 3; choose stage 2 or lower"
+            )
 
 
 def copy_buffers(module: nn.Module, source: Any, mesh: Mesh) -> None:

@@ -1,15 +1,22 @@
 """Parts of a transformers model: the model without its adapter, its decoder and its layers."""
 
+import sys
 from typing import Any
 
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the transformers model without peft's wrapper; adapters are inside its layers."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    causal: Any = model
+    return causal.get_base_model() if has_adapter(model) else causal
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether peft has wrapped `model`. Nothing is imported for that: start-up time."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def decoder(causal: Any) -> Any:

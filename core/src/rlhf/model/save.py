@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -16,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import EXTRA_FILE
-from rlhf.model.parts import unwrapped
+from rlhf.model.parts import has_adapter, unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding
 from rlhf.sharding import whole_shape
@@ -37,15 +35,15 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     unknown = sorted(weights.keys() - own.keys())
     assert not unknown, f"{unknown[0]} is not a weight of {type(unwrapped(model)).__name__}"
     state = {name: value.to(own[name].dtype) for name, value in weights.items()}
+    causal: Any = model
     with _quiet_deepspeed():
-        if isinstance(model, PeftModel):
+        if has_adapter(model):
             # True or False keeps peft from asking the hub whether the vocabulary has changed.
             embeddings = has_adapted_embeddings(model)
-            model.save_pretrained(
+            causal.save_pretrained(
                 str(directory), state_dict=state, save_embedding_layers=embeddings
             )
         else:
-            causal: Any = model
             causal.save_pretrained(directory, state_dict=without_tied(causal, state))
 
 
@@ -157,7 +155,9 @@ def exported_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         name: torch.empty(tuple(whole_shape(value)), device="meta")
         for name, value in model.state_dict(keep_vars=True).items()
     }
-    if isinstance(model, PeftModel):
+    if has_adapter(model):
+        from peft.utils import get_peft_model_state_dict  # late: start-up time
+
         state = get_peft_model_state_dict(
             model, state_dict=state, save_embedding_layers=has_adapted_embeddings(model)
         )

@@ -11,7 +11,6 @@ from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.model.adapters import with_adapter
 from rlhf.model.task import Task
 from rlhf.sharding import whole_shape
 
@@ -24,7 +23,11 @@ def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
     adapter it is wrapped by peft."""
     if config.model.quantize is not None and causal.device.type != "meta":
         causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
-    model = with_adapter(causal, config, task)
+    model = causal
+    if config.lora is not None or config.model.adapter is not None:
+        from rlhf.model.adapters import with_adapter  # late: start-up time
+
+        model = with_adapter(causal, config, task)
     freeze(model, config.model.freeze)
     if config.model.recompute == "full":
         recompute(causal)

@@ -7,11 +7,10 @@ when they run the same batch; the cache gives them up to the rounding of another
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, field, frozen
-from peft import PeftModel
 from torch import Tensor
 
 from rlhf.config.reference_modes import ReferenceMode, check_reference
@@ -140,7 +139,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def adapter_off(model: PeftModel) -> Iterator[None]:
+def adapter_off(model: Any) -> Iterator[None]:
     """Switch the adapter off, and back on. `requires_grad` is restored, since peft would make every
     adapter parameter trainable, frozen ones too."""
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}

@@ -148,8 +148,10 @@ def _compiler() -> Forward:
 
 def _inductor(graph: Any, inputs: Any) -> Any:
     """Compile with torch's compiler, free to compute again in backward what a product there reads:
-    of a gated layer it then keeps only both factors, for one more write."""
+    of a gated layer it then keeps only both factors, for one more write. Results are rounded where
+    the layer's own code rounds them, so that they do not depend on what is fused, which differs
+    with and without gradient."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch.patch(ban_recompute_materialized_backward=False):
-        return compile_fx(graph, inputs)
+        return compile_fx(graph, inputs, config_patches={"emulate_precision_casts": True})

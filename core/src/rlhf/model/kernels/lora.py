@@ -3,10 +3,10 @@
 peft computes the update, its multiple and the sum one after the other, each of the output's size.
 """
 
+import sys
 from typing import Any
 
 import torch
-from peft.tuners import lora
 from torch import Tensor, nn
 
 from rlhf.config.sections import ModelConfig
@@ -28,7 +28,8 @@ def fuse_adapters(model: nn.Module, settings: ModelConfig, device: torch.device)
 def is_plain(layer: Any) -> bool:
     """Return whether a module is an adapter that `forward` can compute. At ZeRO-3, which may gather
     module by module, there is none."""
-    if type(layer) is not lora.Linear or type(layer.base_layer) is not nn.Linear:
+    lora = sys.modules.get("peft.tuners.lora")  # Not imported where no model has an adapter.
+    if lora is None or type(layer) is not lora.Linear or type(layer.base_layer) is not nn.Linear:
         return False
     names, parameters = list(layer.lora_A), list(layer.parameters())
     return (

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf.config.sections import Config
+from rlhf.config.source_names import DEMO_MODEL
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 
@@ -64,7 +65,7 @@ def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.d
 
 def resolved(path: str) -> str:
     """Return the folder of `demo:base`, and any other path as it is."""
-    if path == "demo:base":
+    if path == DEMO_MODEL:
         from rlhf.demo import base_model_folder
 
         return str(base_model_folder())

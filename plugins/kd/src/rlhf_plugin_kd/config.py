@@ -1,11 +1,10 @@
 """The section `kd`."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, fields, frozen, validators
 
-from rlhf.plugin import RLHFError, check_rules
+from rlhf.plugin import RLHFError, check_rules, without_revisions
 
 inside: Any = validators.and_(validators.gt(0), validators.lt(1))
 share: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -96,9 +95,10 @@ NEEDS = (
 
 
 def check(config: Any) -> None:
-    """Raise RLHFError if the teacher is missing, or is a folder and has a revision."""
+    """Raise RLHFError if the teacher is missing, or has a revision that cannot have an effect."""
     teacher = config.kd.teacher
     if not teacher:
         raise RLHFError("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
-    if config.kd.teacher_revision and (teacher == "demo:base" or Path(teacher).is_dir()):
-        raise RLHFError("kd.teacher_revision has no effect on a local folder; remove it")
+    unversioned = without_revisions(teacher)
+    if config.kd.teacher_revision and unversioned:
+        raise RLHFError(f"kd.teacher_revision has no effect on {unversioned}; remove it")

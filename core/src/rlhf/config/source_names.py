@@ -1,4 +1,4 @@
-"""What the name of a model stands for: the demo's model, a folder or a model on the hub."""
+"""What the name of a model or of data stands for: the demo's, a local path or a name on the hub."""
 
 from pathlib import Path
 
@@ -11,4 +11,14 @@ def without_revisions(path: str) -> str:
     hub."""
     if path == DEMO_MODEL:
         return f"the embedded model {DEMO_MODEL}"
-    return "a local folder" if Path(path).is_dir() else ""
+    return "a local folder" if local_path(path).is_dir() else ""
+
+
+def is_local(path: str) -> bool:
+    """Return whether `path` cannot be a name on the hub, which is NAME or OWNER/NAME."""
+    return path.startswith((".", "~", "/")) or path.endswith("/") or path.count("/") > 1
+
+
+def local_path(path: str) -> Path:
+    """Return the path of a file or folder, in which `~/` is the home folder."""
+    return Path.home() / path[2:] if path.startswith("~/") else Path(path)

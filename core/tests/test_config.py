@@ -413,12 +413,13 @@ def test_every_field_of_core_is_documented() -> None:
 
 
 def test_changed_keys_are_leaves() -> None:
-    old = {"optim": {"lr": 1, "clip": 1}, "lora": None, "gone": 1}
-    new = {"optim": {"lr": 2, "clip": 1}, "lora": {"rank": 8}}
+    old = {"optim": {"lr": 1, "clip": 1}, "lora": None, "gone": 1, "train": [{"path": "a"}]}
+    new = {"optim": {"lr": 2, "clip": 1}, "lora": {"rank": 8}, "train": [{"path": "b"}]}
     assert changed_keys(old, new) == {
         "optim.lr": (1, 2),
         "lora": (None, {"rank": 8}),
         "gone": (1, None),
+        "train.0.path": ("a", "b"),
     }
 
 

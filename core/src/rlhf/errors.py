@@ -17,6 +17,11 @@ class RanksFailed(Exception):
         self.code = code
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as in `1 row` and `2,000 rows`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, cut at 200 characters unless it is an
     RLHFError; its type's name if it has no text. A line that ends with a colon introduces the next

@@ -16,6 +16,7 @@ from rlhf.data.examples import Examples
 from rlhf.data.layout import layout
 from rlhf.data.packing import pack
 from rlhf.engine import Engine, Mesh
+from rlhf.errors import counted
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.stored import LogprobTable, Trees
 from rlhf.reference.surveyed import SurveyedExamples
@@ -53,7 +54,7 @@ def attach_values(
     if surveyed:
         run.surveyed = tuple(part.with_values(name, next(columns)) for part in surveyed)
     took = time.monotonic() - started
-    what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
+    what = f"{counted(computed, 'example')} computed in {took:.1f} s" if computed else "found"
     return f"{what} in {folder}"
 
 

@@ -52,7 +52,8 @@ class KDConfig:
         return self.on_policy + self.teacher_answers > 0
 
     def __attrs_post_init__(self) -> None:
-        shares = f"on_policy {self.on_policy:g} and teacher_answers {self.teacher_answers:g}"
+        new = {"on_policy": self.on_policy, "teacher_answers": self.teacher_answers}
+        shares = " and ".join(f"{name} {share:g}" for name, share in new.items() if share)
         changed = " and ".join(self._changed_without_effect())
         check_rules(
             (
@@ -65,7 +66,7 @@ class KDConfig:
                 self.sft and self.on_policy,
             ),
             (
-                f"cache_top covers only the rows' own answers, but {shares} need new ones",
+                f"cache_top cannot be combined with {shares}: it covers only the rows' own answers",
                 self.cache_top is not None and self.writes,
             ),
             (

@@ -161,7 +161,7 @@ SETTINGS = {
     "--data.train {path: TRAIN, subset: en}": "data.train: TRAIN is a file; remove subset",
     "--model.revision main": "model.revision has no effect on a local folder; remove it",
     "--model demo:base --model.revision main": (
-        "model.revision has no effect on a local folder; remove it"
+        "model.revision has no effect on the embedded model demo:base; remove it"
     ),
     "--train.seed 9223372036854775808": (
         "train.seed: must be < 9223372036854775808: 9223372036854775808"

@@ -348,7 +348,7 @@ def test_a_run_of_an_invalid_trainer_ends_with_the_error(
 GOOD = [Example([5], [Answer([7, 8])], {"reward": [0.5]}), Example([6], [Answer([9])])]
 ROLLOUTS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "Mine.rollout() returned NoneType for the 2 rows of the step"),
-    "fewer": (GOOD[:1], "Mine.rollout() returned 1 examples for the 2 rows of the step"),
+    "fewer": (GOOD[:1], "Mine.rollout() returned 1 example for the 2 rows of the step"),
     "no example": (
         [GOOD[0], [7, 8]],
         "example 1 of the step: Mine.rollout() returned list instead of an Example",
@@ -363,7 +363,7 @@ ROLLOUTS: dict[str, tuple[Any, str]] = {
     ),
     "too many values": (
         [GOOD[0], Example([5], [Answer([7])], {"reward": [0.5, 0.5]})],
-        "example 1 of the step: Mine.rollout() returned 2 values 'reward' for 1 answers",
+        "example 1 of the step: Mine.rollout() returned 2 values 'reward' for 1 answer",
     ),
 }
 

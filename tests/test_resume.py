@@ -174,7 +174,7 @@ def test_another_token_budget_may_resume_and_another_batch_size_may_not(
     )
     assert (
         f"{tmp_path / 'run'} cannot be resumed with another configuration: "
-        "batch.size was 4 and is 8" in error
+        "batch.size: 4 -> 8" in error
     )
     more = ["--resume", "--batch.tokens", "1024", "--train.stop_at", "4"]
     ((code, _),) = one.run(sft_runs.run, [*words, *more], str(inputs.cache))

@@ -13,6 +13,7 @@ from attrs import field, frozen, validators
 from rlhf.commands.config import describe
 from rlhf.config.field_docs import field_docs
 from rlhf.config.foreign import FOREIGN
+from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, DataEntry, OptimConfig
 from rlhf.config.structure import section_class, structure
 from rlhf.errors import RLHFError
@@ -103,6 +104,16 @@ def test_all_problems_are_reported_at_once_with_path_and_near_match(toy: Path) -
         "toy.los: unknown setting; did you mean toy.loss?",
         'toy.loss: expected one of sigmoid, hinge, got "sigmiod"; did you mean sigmoid?',
     ]
+
+
+def test_a_value_far_from_the_allowed_ones_gets_no_guess() -> None:
+    @attrs.frozen
+    class Section:
+        reference: ReferenceMode
+
+    assert structure({"reference": "none"}, Section) == (
+        None, ['reference: expected one of auto, adapter, engine, cache, got "none"']
+    )  # fmt: skip
 
 
 def test_a_name_far_from_every_known_one_gets_no_guess(toy: Path) -> None:
@@ -413,12 +424,13 @@ def test_every_field_of_core_is_documented() -> None:
 
 
 def test_changed_keys_are_leaves() -> None:
-    old = {"optim": {"lr": 1, "clip": 1}, "lora": None, "gone": 1}
-    new = {"optim": {"lr": 2, "clip": 1}, "lora": {"rank": 8}}
+    old = {"optim": {"lr": 1, "clip": 1}, "lora": None, "gone": 1, "train": [{"path": "a"}]}
+    new = {"optim": {"lr": 2, "clip": 1}, "lora": {"rank": 8}, "train": [{"path": "b"}]}
     assert changed_keys(old, new) == {
         "optim.lr": (1, 2),
         "lora": (None, {"rank": 8}),
         "gone": (1, None),
+        "train.0.path": ("a", "b"),
     }
 
 

@@ -22,7 +22,7 @@ def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     examples = examples_of(path, data={"max_tokens": 10})
     assert len(examples) == 1
     assert str(examples.report) == (
-        "3 rows; 2 too long (dropped), 66.7 %; 1 examples of 4 tokens; 3 trained on, 75.0 %"
+        "3 rows; 2 too long (dropped), 66.7 %; 1 example of 4 tokens; 3 trained on, 75.0 %"
     )
     assert examples.report.lost == {"too_long": (f"{path} line 2", f"{path} line 3")}
 
@@ -80,14 +80,14 @@ def test_a_warning_says_what_to_do_if_many_rows_are_lost(tmp_path: Path) -> None
     path = write_lines(tmp_path / "many.jsonl", [*ROWS, long, long, {"text": ""}])
     dropped = examples_of(path, data={"max_tokens": 10}).report
     assert dropped.warning("train") == (
-        "data.train: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
-        "are too long, or set data.too_long to cut; check the row with nothing to train on with "
+        "data.train: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 longer "
+        "rows, or set data.too_long to cut; check the row with nothing to train on with "
         "`rlhf inspect`"
     )
     cut = examples_of(path, data={"max_tokens": 10, "too_long": "cut"}).report
     assert cut.warning("eval") == (
-        "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 rows that "
-        "are too long; check the row with nothing to train on with `rlhf inspect`"
+        "data.eval: 23.1 % of the rows are dropped or cut; raise data.max_tokens for 2 longer "
+        "rows; check the row with nothing to train on with `rlhf inspect`"
     )
 
 
@@ -101,5 +101,16 @@ def test_the_first_lines_of_a_run_warn_of_lost_rows(tmp_path: Path) -> None:
     assert Dataset(trainer=trainer, train=train, eval=None).warnings() == []
     assert Dataset(trainer=trainer, train=train, eval=held_out).warnings() == [
         "warning    data.eval: 16.7 % of the rows are dropped or cut; raise data.max_tokens for 2 "
-        "rows that are too long, or set data.too_long to cut"
+        "longer rows, or set data.too_long to cut"
     ]
+
+
+def test_a_single_row_is_one_row_in_messages(tmp_path: Path) -> None:
+    row = {"prompt": "w0", "completion": "w1 " * 20}
+    cut = examples_of(
+        write_lines(tmp_path / "rows.jsonl", [row]), data={"max_tokens": 10, "too_long": "cut"}
+    ).report
+    assert str(cut).startswith("1 row; 1 too long (cut), 100.0 %; 1 example of 10 tokens; ")
+    assert cut.warning("train") == (
+        "data.train: 100.0 % of the rows are dropped or cut; raise data.max_tokens for 1 longer row"
+    )

@@ -243,7 +243,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**K_WISE, "ranks": [1, 2], "margin": "0.5"},
         "`margin` must hold numbers, not text",
     ),
-    ("preference", {**K_WISE, "ranks": [1]}, "1 ranks for 2 answers; give one per answer"),
+    ("preference", {**K_WISE, "ranks": [1]}, "1 rank for 2 answers; give one per answer"),
     ("preference", {**K_WISE, "scores": 3}, "int scores for 2 answers; give one per answer"),
     ("preference", {**K_WISE, "ranks": [1, True]}, "`ranks` must hold numbers, not bool"),
     (

@@ -94,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "say", "labels": [1]}, STEPWISE_NEEDS.format("`prompt`, `labels`")),
     (
         {**STEPS, "labels": [1]},
-        "1 labels for 2 steps; give one per step, null if unknown",
+        "1 label for 2 steps; give one per step, null if unknown",
     ),
     ({**STEPS, "labels": 1}, "`labels` must be a list, not int"),
     (
@@ -162,7 +162,7 @@ def test_labels_that_are_cut_off_are_counted(path: Path) -> None:
 def test_rows_that_are_too_long_are_dropped_or_an_error(path: Path) -> None:
     examples = made("stepwise", LONG, path, max_tokens=8)
     assert str(examples.report) == (
-        "3 rows; 2 too long (dropped), 66.7 %; 1 examples of 6 tokens; 2 labels"
+        "3 rows; 2 too long (dropped), 66.7 %; 1 example of 6 tokens; 2 labels"
     )
     with pytest.raises(RLHFError) as caught:
         made("stepwise", LONG, path, max_tokens=8, too_long="error")

@@ -161,8 +161,29 @@ def test_auto_does_not_raise_the_budget_with_fp8(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         check_resumable(resumed(folder, *fp8, "--batch.tokens", "4096"), folder)
     assert str(error.value) == (
-        f"{folder} cannot be resumed with another configuration: batch.tokens was 'auto' and is "
+        f"{folder} cannot be resumed with another configuration: batch.tokens: auto -> "
         "4096; restore these values, or choose another --output"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "change"),
+    [
+        ("e.jsonl", "data.train.0.path: d.jsonl -> e.jsonl"),
+        ("[{path: d.jsonl, limit: 5}]", "data.train.0.limit: null -> 5"),
+        (
+            "[d.jsonl, {path: e.jsonl, weight: 2}]",
+            "data.train.1: null -> {path: e.jsonl, weight: 2.0}",
+        ),
+    ],
+)
+def test_other_data_are_named_by_what_is_different(tmp_path: Path, data: str, change: str) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resumed(folder, "--model.fp8", "tensorwise", "--data.train", data), folder)
+    assert str(error.value) == (
+        f"{folder} cannot be resumed with another configuration: {change}; restore these values, "
+        "or choose another --output"
     )
 
 

@@ -39,10 +39,12 @@ def failing(config: Config, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_path_that_is_not_a_model_is_reported(tmp_path: Path) -> None:
-    assert failing(config_of(str(tmp_path / "nothing"))).startswith(
-        f"model.path {tmp_path}/nothing is neither a folder with a config.json nor a readable "
-        f"model on the hub: "
+@pytest.mark.parametrize("kind", ["folder", "hub name"])
+def test_a_path_that_is_not_a_model_is_reported(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path) if kind == "folder" else "someone/nothing"
+    assert failing(config_of(path)).startswith(
+        f"model.path {path} is neither a folder with a config.json nor a readable model on the "
+        "hub: "
     )
     assert failing(config_of("")) == "model.path is empty; pass a model folder or a name on the hub"
 
@@ -316,14 +318,45 @@ def test_a_chat_template_has_the_arguments_of_the_configuration_as_defaults(tmp_
     )
 
 
-def test_a_missing_model_folder_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [load, load_tokenizer])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("{folder}/gone", "does not exist"),
+        ("./gone", "does not exist"),
+        ("../gone", "does not exist"),
+        ("~/gone", "does not exist"),
+        ("gone/", "does not exist"),
+        ("runs/gone/model", "does not exist"),
+        ("{folder}/file", "is not a folder"),
+        ("file", "is not a folder"),
+    ],
+)
+def test_a_path_that_is_not_a_folder_is_not_taken_for_a_hub_name(
+    read: Any, path: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("mine")
-    for name in ("gone", "file"):
-        with pytest.raises(RLHFError) as caught:
-            load_tokenizer(config_of(str(tmp_path / name)))
-        assert str(caught.value) == (
-            f"{tmp_path / name} is not a folder; pass a model folder or a name on the hub"
-        )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = path.format(folder=tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        read(config_of(path))
+    assert str(caught.value) == (
+        f"model.path {path} {problem}; pass a model folder or a name on the hub"
+    )
+
+
+def test_a_missing_folder_of_a_tokenizer_is_named_by_its_setting() -> None:
+    with pytest.raises(RLHFError) as caught:
+        load_tokenizer(config_of("", model={"tokenizer": "./gone"}))
+    assert str(caught.value) == (
+        "model.tokenizer ./gone does not exist; pass a model folder or a name on the hub"
+    )
+
+
+def test_a_model_in_the_home_folder_is_loaded(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path(llama).parent))
+    assert load(config_of(f"~/{Path(llama).name}")).causal.config.model_type == "llama"
 
 
 @pytest.mark.parametrize("read", [load, load_tokenizer])

@@ -21,7 +21,7 @@ from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
 from rlhf.rank.context import RunContext
 from rlhf.readouts import token_logprobs
-from rlhf.reference import stored
+from rlhf.reference import compute, stored
 from rlhf.reference.digest import weights_digest
 from rlhf.reference.stored import LogprobTable
 from rlhf.reference.surveyed import SurveyedExamples
@@ -77,6 +77,17 @@ def test_a_killed_run_keeps_its_parts_and_a_damaged_part_is_computed_again(
     assert "10 examples computed" in again.notes[0]
     assert torch.allclose(found, expected, atol=1e-5)
     assert sorted(cache.glob("reference/*/*/*.npy")) == parts
+
+
+def test_progress_counts_the_parts_of_all_tables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stored, "PART", 6)
+    monkeypatch.setattr(compute, "SILENCE", -1)
+    make_run(folder).reference("cache", survey=Crossing(None, None).survey_examples)
+    assert [line for line in capsys.readouterr().out.splitlines() if "parts" in line] == [
+        f"cache      {done} of 4 parts computed" for done in (1, 2, 3)
+    ]
 
 
 def table_in(place: Path, inputs: Path) -> LogprobTable:

@@ -229,6 +229,26 @@ def test_the_runs_of_a_folder_are_listed(
     }  # fmt: skip
 
 
+def test_a_run_that_failed_before_its_first_step_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "summary.json").write_text('{"steps": 4, "ended": "failed", "devices": "1 x cpu"}')
+    assert main(["runs", str(tmp_path)]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert re.split("  +", row) == [
+        "early", "-", "-", "0 of 4", "failed at start", "-", "-", "0 s"
+    ]  # fmt: skip
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["trainer"], listed["model"]) == (None, None)
+    assert "?" not in report(early).text
+    (early / "summary.json").write_text('{"ended": "failed", "startup": {"imports": 2.0}}')
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "  failed  " in capsys.readouterr().out
+
+
 def test_a_run_of_the_future_has_no_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "sft-1")
     os.utime(run / "metrics.jsonl", (time.time() + 100, time.time() + 100))

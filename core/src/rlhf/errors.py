@@ -1,5 +1,11 @@
 """Errors that a user can fix: what is wrong, where, and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
+CLOSE = 0.65
+"""Least similarity (difflib's ratio) of a known name that an error suggests."""
+
 
 class RLHFError(Exception):
     """A mistake that the user can fix, in one sentence; the command line exits with 2."""
@@ -15,6 +21,16 @@ class RanksFailed(Exception):
     def __init__(self, code: int, problem: str) -> None:
         super().__init__(problem)
         self.code = code
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the known name that `name` probably means; None if none is similar enough."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=CLOSE)), None)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as in `1 row` and `2,000 rows`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -122,8 +122,12 @@ def test_a_filler_has_no_loss() -> None:
         ),
         (
             {"cache_top": 5, "on_policy": 0.5},
-            "cache_top covers only the rows' own answers, but on_policy 0.5 and teacher_answers 0 "
-            "need new ones",
+            "cache_top cannot be combined with on_policy 0.5: it covers only the rows' own answers",
+        ),
+        (
+            {"cache_top": 5, "on_policy": 0.5, "teacher_answers": 0.2},
+            "cache_top cannot be combined with on_policy 0.5 and teacher_answers 0.2: it covers "
+            "only the rows' own answers",
         ),
         ({"beta": 0.1}, f"beta would have no effect here: {NEEDS}"),
         (

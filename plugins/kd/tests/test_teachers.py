@@ -150,11 +150,19 @@ def test_new_answers_may_end_with_a_table_of_positions(words: Words, tmp_path: P
     assert len(column(metrics, "loss")) == 4
 
 
-@pytest.mark.parametrize("more", [(), ("--kd.teacher", "demo:base")])
-def test_a_revision_of_a_folder_is_refused(words: Words, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ((), "a local folder"),
+        (("--kd.teacher", "demo:base"), "the embedded model demo:base"),
+    ],
+)
+def test_a_revision_without_effect_is_refused(
+    words: Words, more: tuple[str, ...], what: str
+) -> None:
     with pytest.raises(RLHFError) as error:
         read_config("kd", overrides=words("revised", "--kd.teacher_revision", "v2", *more))
-    assert str(error.value) == "kd.teacher_revision has no effect on a local folder; remove it"
+    assert str(error.value) == f"kd.teacher_revision has no effect on {what}; remove it"
 
 
 def test_the_error_of_a_missing_teacher_names_its_setting(words: Words, tmp_path: Path) -> None:

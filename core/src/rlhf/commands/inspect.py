@@ -15,6 +15,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Report
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
+from rlhf.errors import counted
 from rlhf.rank.dataset import prepare_data
 from rlhf.request.reader import Request
 
@@ -89,13 +90,14 @@ def show_fill(examples: Examples, config: Config, console: Console) -> None:
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
     count = f"{min(micro)} to " * (min(micro) < max(micro)) + f"{max(micro)}"
-    many = order.steps_per_epoch > 1
+    steps = counted(order.steps_per_epoch, "step")
+    size = counted(config.batch.size, "example")
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
     fill = tokens / (sum(micro) * config.batch.budget)
     console.print(
         Text(
-            f"\n{order.steps_per_epoch:,} step{'s' * many} of {config.batch.size} examples per "
-            f"epoch; on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
+            f"\n{steps} of {size} per epoch; "
+            f"on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
             f"{100 * fill:.0f} % of batch.tokens {config.batch.budget} filled; "
             f"{tokens / len(plans):,.0f} tokens per step"
         )

@@ -8,7 +8,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, counted, first_line
 from rlhf.folder.run_folder import EXTRA_FILE
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -48,7 +48,7 @@ def push_command(run: str, name: str, *, private: bool) -> int:
         raise RLHFError(
             f"cannot reach {api.endpoint} ({first_line(error)}); check the network and HF_ENDPOINT"
         ) from error
-    print(f"uploaded {len(files)} files of {folder} to {repository}")
+    print(f"uploaded {counted(len(files), 'file')} of {folder} to {repository}")
     return 0
 
 

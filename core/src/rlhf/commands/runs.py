@@ -32,13 +32,14 @@ def runs_command(folder: str, *, as_json: bool) -> int:
 
 def _row(run: Recorded) -> dict[str, Any]:
     evaluation = {name: value for name, value in run.last.items() if name.startswith("eval/")}
+    failed_at_start = run.state == "failed" and not run.has_stepped
     return {
         "name": run.name,
         "trainer": run.trainer,
         "model": run.model,
         "step": run.step,
         "steps": run.steps,
-        "state": run.state,
+        "state": "failed at start" if failed_at_start else run.state,
         "loss": _finite(run.last.get("loss")),
         "evaluation": {name: _finite(value) for name, value in evaluation.items()},
         "age": max(0.0, round(time.time() - _changed(run.path), 1)),

@@ -18,7 +18,7 @@ from attrs import frozen
 
 from rlhf.api import num_ranks
 from rlhf.config.sections import Config, Observers
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
 from rlhf.folder.run_folder import RANKS, RECORDED, logged
@@ -280,7 +280,7 @@ def show(label: str, text: str) -> None:
 
 def describe(run: Path, layout: RunShape) -> str:
     """Return a run's layout and losses."""
-    where = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}, stage {stage_of(run)}"
+    where = f"{counted(layout.ranks, 'rank')}, stage {stage_of(run)}"
     values = ", ".join(f"{value:.6f}" for value in losses(run))
     return f"{where}, batch.tokens {layout.tokens}: loss {values}"
 

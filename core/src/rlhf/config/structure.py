@@ -1,6 +1,5 @@
 """A strict reader on cattrs: plain data become attrs classes, and each problem has a path."""
 
-import difflib
 import json
 import math
 import types
@@ -11,10 +10,9 @@ import attrs
 import cattrs
 
 from rlhf.config.foreign import FOREIGN, REMOVED
+from rlhf.errors import nearest
 
 Path = tuple[str, ...]
-CLOSE = 0.65
-"""Least similarity (difflib's ratio) of a known setting that an error suggests."""
 
 
 class ProblemsError(ValueError):
@@ -65,9 +63,8 @@ def expected(kind: Any) -> str:
 
 def _wrong(value: Any, kind: Any) -> ValueError:
     text = f"expected {expected(kind)}, got {json.dumps(value, default=str)}"
-    near = difflib.get_close_matches(str(value), map(str, get_args(kind)), n=1)
-    if near and get_origin(kind) is Literal:
-        text += f"; did you mean {near[0]}?"
+    if get_origin(kind) is Literal and (near := nearest(str(value), map(str, get_args(kind)))):
+        text += f"; did you mean {near}?"
     if REMOVED.get(str(value)) in get_args(kind):
         text += f"; {value} was removed, use {REMOVED[str(value)]}"
     if kind is str and isinstance(value, int | float):
@@ -220,7 +217,7 @@ def _unknown(dotted: str, key: str, here: Mapping[str, str], anywhere: Mapping[s
     """Return the message for an unknown key with the setting that may be meant, else with those of
     its section."""
     for names in (here, anywhere):
-        for near in difflib.get_close_matches(key, names, n=1, cutoff=CLOSE):
+        if near := nearest(key, names):
             return f"{dotted}: unknown setting; did you mean {names[near]}?"
     return f"{dotted}: unknown setting; available: {', '.join(here) or 'none'}"
 

@@ -13,7 +13,7 @@ from rlhf.config.field_docs import documented
 from rlhf.data.example import Example
 from rlhf.data.packing import PER_TOKEN
 from rlhf.data.trees import TreeFile
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 
 NAMED_ROWS = 5
 MANY_LOST = 0.1
@@ -56,14 +56,14 @@ class Report:
         advice = []
         if long:
             cut = "" if self.cut else ", or set data.too_long to cut"
-            advice.append(f"raise data.max_tokens for {long:,} rows that are too long{cut}")
+            advice.append(f"raise data.max_tokens for {counted(long, 'longer row')}{cut}")
         if self.empty:
             rows = "the row" if self.empty == 1 else f"the {self.empty:,} rows"
             advice.append(f"check {rows} with nothing to train on with `rlhf inspect`")
         return f"data.{which}: {share} of the rows are dropped or cut; {'; '.join(advice)}"
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows"]
+        parts = [counted(self.rows, "row")]
         for count, what in (
             (self.too_long, "too long (dropped)"),
             (self.cut, "too long (cut)"),
@@ -72,14 +72,14 @@ class Report:
         ):
             if count:
                 parts.append(f"{count:,} {what}, {_percent(count, self.rows)}")
-        parts.append(f"{self.examples:,} examples of {self.tokens:,} tokens")
+        parts.append(f"{counted(self.examples, 'example')} of {counted(self.tokens, 'token')}")
         if self.trained or not self.labels:
             parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
         if self.labels:
-            parts.append(f"{self.labels:,} labels")
+            parts.append(counted(self.labels, "label"))
         if self.labels_cut:
             cut = _percent(self.labels_cut, self.labels + self.labels_cut)
-            parts.append(f"{self.labels_cut:,} labels cut off, {cut}")
+            parts.append(f"{counted(self.labels_cut, 'label')} cut off, {cut}")
         return "; ".join(parts)
 
     def __add__(self, other: "Report") -> "Report":

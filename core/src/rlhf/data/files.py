@@ -20,6 +20,7 @@ import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
+from rlhf.config.source_names import is_local, local_path
 from rlhf.data.columns import Columns, errors_at
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder.disk import sha256
@@ -122,11 +123,10 @@ class Source:
 
     def _local(self) -> Path | None:
         """Return the file or folder, None for a hub name. Raises RLHFError for a missing file."""
-        place = Path(self.entry.path).expanduser()
+        place = local_path(self.entry.path)
         if place.exists():
             return place
-        is_file = self._suffix in (*LINES, *TABLES) or place.is_absolute()
-        if is_file or self.entry.path.startswith((".", "~")) or self.entry.path.count("/") > 1:
+        if self._suffix in (*LINES, *TABLES) or is_local(self.entry.path):
             raise self._error(f"no such file or folder: {self.entry.path}")
         return None
 

@@ -16,7 +16,7 @@ from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
 from rlhf.data.packing import PER_TOKEN, kind_of, num_labels, num_predictions
 from rlhf.data.tokens import Reader, Row
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 
 if TYPE_CHECKING:
     from rlhf.trainer import Trainer
@@ -119,7 +119,7 @@ def check_example(example: Any, call: str) -> None:
     for name, value in example.values.items():
         if hasattr(value, "__len__") and len(value) != len(sizes):
             raise RLHFError(
-                f"{call} returned {len(value)} values {name!r} for {len(sizes)} answers"
+                f"{call} returned {len(value)} values {name!r} for {counted(len(sizes), 'answer')}"
             )
         if kind_of(value) == PER_TOKEN and [len(row) for row in value] != sizes:
             raise RLHFError(

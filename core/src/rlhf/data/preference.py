@@ -21,7 +21,7 @@ from rlhf.data.tokens import (
     render_answers,
     render_text,
 )
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 
 SPEAKER = "\n\nAssistant:"
 """What precedes an answer in the rows of hh-rlhf."""
@@ -86,8 +86,10 @@ def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
         raise missing_columns(row, "`ranks` or `scores` with `answers`")
     values = row[column]
     if not isinstance(values, list) or len(values) != len(answers):
-        count = len(values) if isinstance(values, list) else type_name(values)
-        raise RLHFError(f"{count} {column} for {len(answers)} answers; give one per answer")
+        found = f"{type_name(values)} {column}"
+        if isinstance(values, list):
+            found = counted(len(values), column.removesuffix("s"))
+        raise RLHFError(f"{found} for {len(answers)} answers; give one per answer")
     numbers = _numbers(column, values)
     # The highest score has rank 1, and equal scores have equal ranks.
     order = sorted(set(numbers), reverse=True)

@@ -45,7 +45,7 @@ from rlhf.data.columns import (
 from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
 from rlhf.data.tokens import Reader, Row, Unencoded, encode_all, reader_of
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 
 
 def stepwise(row: Columns, reader: Reader) -> list[Unencoded]:
@@ -150,9 +150,8 @@ def _row(
     if not isinstance(labels, list):
         raise RLHFError(f"`labels` must be a list, not {type_name(labels)}")
     if len(labels) != len(marks):
-        raise RLHFError(
-            f"{len(labels)} labels for {len(marks)} steps; give one per step, null if unknown"
-        )
+        found = f"{counted(len(labels), 'label')} for {counted(len(marks), 'step')}"
+        raise RLHFError(f"{found}; give one per step, null if unknown")
     size = text.trained[0][0] if text.trained else len(text.ids)
     bounds = {end: last for (_, end), (_, last) in zip(spans, text.trained, strict=True)}
     ends = [bounds.get(mark, size) - size - 1 for mark in marks]

@@ -22,7 +22,7 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import changed_keys, load_recorded, to_tree, without_removed
+from rlhf.request.settings_tree import changed_keys, flow, load_recorded, to_tree, without_removed
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
@@ -145,12 +145,19 @@ def _check_settings(request: Request, folder: Path) -> None:
     }
     if changes:
         changed = ", ".join(
-            f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()
+            f"{key}: {_in_words(old)} -> {_in_words(new)}" for key, (old, new) in changes.items()
         )
         raise RLHFError(
             f"{folder} cannot be resumed with another configuration: {changed}; restore "
             "these values, or choose another --output"
         )
+
+
+def _in_words(value: Any) -> str:
+    """Return a setting as YAML in one line, without the empty settings of an entry."""
+    if isinstance(value, Mapping):
+        value = {name: item for name, item in value.items() if item not in (None, {}, [])}
+    return flow([value])
 
 
 def _settings_before(cls: type, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.data.examples import Examples
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError, SameOnAllRanks, counted
 from rlhf.folder import checkpoints, retention
 from rlhf.loop import random_state
 from rlhf.loop.fragments import (
@@ -102,7 +102,7 @@ def restore(session: Session, folder: Path) -> tuple[int, str]:
         random_state.load(folder / RANDOM.format(mesh.rank), mesh.device)
         return step, ""
     random_state.seed_generators(session.config.train.seed, mesh.shards.rank, step)
-    by = f"{ranks} rank{'s' * (ranks > 1)}"
+    by = counted(ranks, "rank")
     other = f"saved by {by}" if ranks != mesh.world else f"the {by} were divided in another way"
     return step, f"; {other}, so random numbers differ"
 
@@ -124,8 +124,8 @@ def _changed_data(folder: Path, train: Examples) -> str:
     if saved[:2] == now[:2]:
         change = "now has as many with other content or in another order"
     return (
-        f"{folder} was written in training on {saved[0]:,} examples of {saved[1]:,} tokens but "
-        f"data.train {change}; restore the old rows, or start again with --overwrite"
+        f"{folder} was written in training on {counted(saved[0], 'example')} of {saved[1]:,} "
+        f"tokens but data.train {change}; restore the old rows, or start again with --overwrite"
     )
 
 

@@ -21,7 +21,7 @@ from rlhf.data.columns import errors_at
 from rlhf.data.example import Example
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError, SameOnAllRanks, counted
 from rlhf.journal.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -306,7 +306,7 @@ def check_rollout(examples: Any, trainer: Trainer, *, num_rows: int, step: int, 
     """Raise RLHFError unless `examples` is one for each row, and the same on every rank, since
     ranks would otherwise train on different rows. Collective."""
     call = call_of(trainer, "rollout")
-    found = f"{len(examples)} examples" if isinstance(examples, Sequence) else None
+    found = counted(len(examples), "example") if isinstance(examples, Sequence) else None
     if found is None or len(examples) != num_rows:
         raise RLHFError(
             f"{call} returned {found or type(examples).__name__} for the {num_rows} rows of the "

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import define, field
 
 from rlhf.config.foreign import PROJECTS, Rule
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 from rlhf.migration.arguments import Arguments, located, parse
 from rlhf.migration.datasets import READERS, listed, names_in
 
@@ -164,7 +164,7 @@ def _batch(migration: Migration, devices: int | None, rules: Mapping[str, Rule])
         return
     size = math.prod(migration.factors.values()) * (devices or 1)
     words = [f"{name} {value}" for name, value in migration.factors.items()]
-    words.append(f"{devices or 1} device{'s' * ((devices or 1) > 1)}")
+    words.append(counted(devices or 1, "device"))
     migration.set("batch.size", size, " x ".join(words))
     if devices is None:
         migration.notes["batch.size"] = (

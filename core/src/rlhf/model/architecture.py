@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf.config.sections import Config
+from rlhf.config.source_names import DEMO_MODEL, is_local, local_path
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 
@@ -62,14 +63,21 @@ def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.d
     return causal
 
 
-def resolved(path: str) -> str:
-    """Return the folder of `demo:base`, and any other path as it is."""
-    if path == "demo:base":
+def resolved(path: str, setting: str = "model.path") -> str:
+    """Return the folder of a model, or its name on the hub. Raises RLHFError for a local path
+    that is not a folder."""
+    if path == DEMO_MODEL:
         from rlhf.demo import base_model_folder
 
         return str(base_model_folder())
     if not path:
         raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
+    folder = local_path(path)
+    if folder.is_dir():
+        return str(folder)
+    if folder.exists() or is_local(path):
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise RLHFError(f"{setting} {path} {problem}; pass a model folder or a name on the hub")
     return path
 
 

@@ -36,11 +36,10 @@ def load_tokenizer(config: Config) -> Any:
 def read_tokenizer(model: ModelConfig) -> Any:
     """Return the tokenizer of a model as it is."""
     revision = None if model.tokenizer else model.revision
-    path = resolved(model.tokenizer or model.path)
+    setting = "model.tokenizer" if model.tokenizer else "model.path"
+    path = resolved(model.tokenizer or model.path, setting)
     if not model.tokenizer:
         check_model_folder(path)
-    if not Path(path).is_dir() and (Path(path).is_absolute() or Path(path).exists()):
-        raise RLHFError(f"{path} is not a folder; pass a model folder or a name on the hub")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=model.trust_remote_code

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from rlhf.config.sections import ModelConfig
+from rlhf.errors import counted
 from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
@@ -34,7 +35,7 @@ def introduce_run(
     if data.eval is not None:
         lines.append(f"           eval: {data.eval.report}")
     lines.append(
-        f"steps      {fit.steps:,} of {request.config.batch.size} rows, "
+        f"steps      {fit.steps:,} of {counted(request.config.batch.size, 'row')}, "
         f"{data.steps_per_epoch(request.config):,} per epoch"
     )
     lines += [*memory_lines(fit, choice), *request.notes, *data.warnings()]

@@ -16,7 +16,7 @@ import transformers
 
 from rlhf.config.sections import Config
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks, first_line
+from rlhf.errors import RLHFError, SameOnAllRanks, counted, first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
@@ -221,7 +221,7 @@ def resume(session: Session, checkpoint: Path) -> tuple[int, str]:
     lost = restore_best(session, step=step) if later else ""
     aside = f"; {', '.join(later)} set aside until the next checkpoint" if later else ""
     name, to_go = checkpoints.name_of(checkpoint), session.record.steps - step
-    return step, f"resumed    {name}, {to_go:,} step{'s' * (to_go != 1)} to go{aside}{lost}{layout}"
+    return step, f"resumed    {name}, {counted(to_go, 'step')} to go{aside}{lost}{layout}"
 
 
 def restore_best(session: Session, *, step: int) -> str:

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-from attrs import field, frozen
+from attrs import define, field
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from rlhf.data.examples import Examples
 from rlhf.data.layout import layout
 from rlhf.data.packing import pack
 from rlhf.engine import Engine, Mesh
+from rlhf.errors import counted
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.stored import LogprobTable, Trees
 from rlhf.reference.surveyed import SurveyedExamples
@@ -41,23 +43,25 @@ def attach_values(
     started, mesh = time.monotonic(), run.mesh
     parts: list[Examples | SurveyedExamples] = [*run.examples, *surveyed]
     tables = [[LogprobTable(folder, file, width=width) for file in part.files] for part in parts]
-    missing = sum(len(table.open()) for part in tables for table in part)
+    by_rank = mesh.gather([table.open() for part in tables for table in part])
+    missing = sum(len({*chain(*of_table)}) for of_table in zip(*by_rank, strict=True))
     computed = 0
-    if any(mesh.gather(missing)):
-        fill = Fill(engine(), mesh, run.config.batch.budget, read)
+    if missing:
+        fill = Fill(engine(), mesh, run.config.batch.budget, read, missing)
         computed = sum(fill(table) for part in tables for table in part)
     columns = iter(tables)
     run.examples = tuple(part.with_values(name, next(columns)) for part in run.examples)
     if surveyed:
         run.surveyed = tuple(part.with_values(name, next(columns)) for part in surveyed)
     took = time.monotonic() - started
-    what = f"{computed:,} examples computed in {took:.1f} s" if computed else "found"
+    what = f"{counted(computed, 'example')} computed in {took:.1f} s" if computed else "found"
     return f"{what} in {folder}"
 
 
-@frozen
+@define
 class Fill:
-    """Computes with `engine` what a table lacks. Every host writes into its own cache folder."""
+    """Computes with `engine` what tables lack, one after the other. Every host writes into its
+    own cache folder."""
 
     engine: Engine
     mesh: Mesh
@@ -65,19 +69,24 @@ class Fill:
     """The budget of a training micro-batch."""
     read: Callable[[Engine, PackedBatch], Tensor]
     """Returns the values of each prediction [N] or [N, width]."""
+    parts: int
+    """Missing parts of all tables."""
+    done: int = 0
+    """Those that have been computed."""
     started: float = field(factory=time.monotonic)
 
     def __call__(self, table: LogprobTable) -> int:
         """Compute the missing parts; return the number of computed examples. Collective."""
         count, mesh = 0, self.mesh
         missing = sorted({part for parts in mesh.gather(table.open()) for part in parts})
-        for done, part in enumerate(missing):
-            if mesh.rank == 0 and done and time.monotonic() - self.started > SILENCE:
-                print(f"cache      {done} of {len(missing)} parts computed", flush=True)
+        for part in missing:
+            if mesh.rank == 0 and self.done and time.monotonic() - self.started > SILENCE:
+                print(f"cache      {self.done} of {self.parts} parts computed", flush=True)
             values = self._values(table, part)
             count += len(table.examples_of(part))
             if mesh.local_rank == 0:
                 table.write(part, values)
+            self.done += 1
         mesh.barrier()
         left = table.open()
         assert not left, f"parts {left} of {table.folder} are missing"

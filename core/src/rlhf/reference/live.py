@@ -17,7 +17,7 @@ from rlhf.config.reference_modes import ReferenceMode, check_reference
 from rlhf.config.sections import Config
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, counted
 from rlhf.model.head import Head
 from rlhf.readouts import answer_logprobs, token_logprobs
 from rlhf.registry.gateway import BackendGateway
@@ -108,7 +108,7 @@ def choose_mode(
     if mode != "auto":
         chosen, reason = mode, "as configured"
     elif every is not None:
-        chosen, reason = "engine", f"it moves towards the policy every {every} steps"
+        chosen, reason = "engine", f"it moves towards the policy every {counted(every, 'step')}"
     elif config.lora is not None:
         chosen, reason = "adapter", "the policy with its adapter off, no second model"
     elif live or not num_rows:

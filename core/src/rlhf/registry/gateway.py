@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 import pluggy
 
 from rlhf.config.sections import Config
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, nearest
 from rlhf.hookspecs import BackendHooks, ObserverHooks
 from rlhf.plugin import NoSettings
 from rlhf.registry.imports import load_object, load_record
@@ -127,8 +126,8 @@ def check_hooks(kind: str, plugin: object) -> list[str]:
         if spec is None and options["optionalhook"]:
             continue
         if spec is None:
-            near = difflib.get_close_matches(hook, vars(SPECS[kind]), n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            near = nearest(hook, vars(SPECS[kind]))
+            hint = f"; did you mean '{near}'?" if near else ""
             raise RLHFError(f"{where} is not a hook of {kind}s{hint}")
         if kind == "extension" and not options["wrapper"]:
             raise RLHFError(

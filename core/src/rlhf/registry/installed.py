@@ -1,6 +1,5 @@
 """Stage 0 of a plugin: what the metadata of installed distributions say; nothing is imported."""
 
-import difflib
 import functools
 import keyword
 import re
@@ -13,7 +12,7 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.sections import Config
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, nearest
 
 GROUPS = {
     "rlhf.trainers": "trainer",
@@ -172,7 +171,7 @@ def _not_installed(kind: str, name: str) -> str:
     here = {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []
-    for near in difflib.get_close_matches(name.partition("@")[0], {**here, **known}, n=1):
+    if near := nearest(name.partition("@")[0], {**here, **known}):
         hints += [f"did you mean '{near}'?"] * (near != name)
         hints += [f"run `pip install {known.get(near)}`"] * (near not in here)
     hint = f" ({' '.join(hints)})" if hints else ""

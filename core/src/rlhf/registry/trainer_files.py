@@ -1,6 +1,5 @@
 """A trainer in a file that is not installed: `rlhf run ./my_trainer.py:MyTrainer`."""
 
-import difflib
 import importlib
 import inspect
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, nearest
 from rlhf.plugin import NoSettings, TrainerPlugin
 from rlhf.registry.imports import (
     add_to_path,
@@ -69,8 +68,8 @@ def _class_in(module: ModuleType, name: str, file: str) -> Any:
             for key, value in vars(module).items()
             if isinstance(value, type) and issubclass(value, base) and value is not base
         ]
-        near = difflib.get_close_matches(name, trainers, n=1)
-        hint = f" (did you mean '{near[0]}'?)" if near else ""
+        near = nearest(name, trainers)
+        hint = f" (did you mean '{near}'?)" if near else ""
         raise RLHFError(
             f"{file} has no class '{name}'{hint}; its trainers: {', '.join(trainers) or 'none'}"
         )

@@ -42,7 +42,7 @@ def card(run: Recorded, folder: Path, role: str) -> str:
     plan = run.plan.get(role, {})
     model = plan.get("model") or run.config.get("model") or {}
     kind, pipeline, suffix = TASKS[plan.get("task") or "causal"]
-    base, trainer = name_of(str(model.get("path", ""))), name_of(run.trainer)
+    base, trainer = name_of(str(model.get("path", ""))), name_of(run.trainer or "")
     adapter_config = folder / "adapter_config.json"
     adapted, adapter = adapter_config.is_file(), read_json(adapter_config)
     sections = run.config.get("data") or {}

@@ -51,13 +51,19 @@ class Recorded:
         return self.path.absolute().name
 
     @property
-    def trainer(self) -> str:
-        return Path(self.versions.get("trainer", "?")).name
+    def trainer(self) -> str | None:
+        """None if the run failed before it recorded its configuration."""
+        return Path(self.versions["trainer"]).name if "trainer" in self.versions else None
 
     @property
-    def model(self) -> str:
+    def model(self) -> str | None:
         model = self.config.get("model")
-        return str(model.get("path", "?")) if isinstance(model, Mapping) else "?"
+        return str(model["path"]) if isinstance(model, Mapping) and "path" in model else None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the run ended its first step."""
+        return self.step > 0 or bool(self.summary.get("startup"))
 
     @property
     def step(self) -> int:

@@ -1,10 +1,9 @@
 """Rules across core's sections: settings that contradict each other and inputs that are missing."""
 
-from pathlib import Path
-
 import attrs
 
 from rlhf.config.sections import Config, OptimConfig
+from rlhf.config.source_names import without_revisions
 from rlhf.plugin import broken_rules
 
 
@@ -15,7 +14,7 @@ def contradictions(config: Config) -> list[str]:
     has_adapter = config.lora is not None or adapter is not None
     default_eps = attrs.fields(OptimConfig).eps.default
     steps, constant = train.steps, optim.schedule == "constant"
-    local = model.path == "demo:base" or Path(model.path).is_dir()
+    unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
     compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
@@ -36,7 +35,10 @@ def contradictions(config: Config) -> list[str]:
             f"lora.parameters {exclusive} lora.dropout; {remedy}",
             lora and lora.parameters and lora.dropout,
         ),
-        ("model.revision has no effect on a local folder; remove it", model.revision and local),
+        (
+            f"model.revision has no effect on {unversioned}; remove it",
+            model.revision and unversioned,
+        ),
         (f"train.stop_at {train.stop_at} {past}", steps and (train.stop_at or 0) > steps),
         (f"optim.warmup {optim.warmup:g} {past}", steps and 1 <= optim.warmup > steps),
         ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),

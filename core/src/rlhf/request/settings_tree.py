@@ -112,14 +112,15 @@ def flow(value: Any) -> str:
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {dotted: (old, new)} of the leaves that differ; a missing leaf counts as None."""
+    """Return {dotted: (old, new)} of the leaves that differ, in lists of entries too; a missing
+    leaf counts as None."""
     changes: dict[str, tuple[Any, Any]] = {}
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes |= {
-                f"{key}.{inner}": pair for inner, pair in changed_keys(before, after).items()
-            }
+        inner_old, inner_new = _by_key(before), _by_key(after)
+        if inner_old is not None and inner_new is not None:
+            inner = changed_keys(inner_old, inner_new)
+            changes |= {f"{key}.{name}": pair for name, pair in inner.items()}
         elif before != after:
             changes[key] = (before, after)
     return changes
@@ -134,6 +135,13 @@ def leaves(tree: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
+
+
+def _by_key(value: Any) -> Mapping[str, Any] | None:
+    """Return a mapping, or a list of mappings by number; None for another value."""
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return {str(number): item for number, item in enumerate(value)}
+    return value if isinstance(value, Mapping) else None
 
 
 def _beside(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:

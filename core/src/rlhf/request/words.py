@@ -1,6 +1,5 @@
 """The words after `rlhf run NAME`: a YAML file, `--section.field value` and three flags."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import yaml
 from attrs import frozen
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, nearest
 from rlhf.request.settings_tree import flow
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
@@ -96,8 +95,8 @@ def _pairs(words: list[str]) -> Iterator[tuple[str, str | None]]:
 
 def _parse(name: str, value: str | None) -> Any:
     if value is None:
-        near = difflib.get_close_matches(name, ("resume", "overwrite", "help"), n=1)
-        hint = f"did you mean --{near[0]}?" if near else f"write --{name} VALUE"
+        near = nearest(name, ("resume", "overwrite", "help"))
+        hint = f"did you mean --{near}?" if near else f"write --{name} VALUE"
         raise RLHFError(f"--{name} needs a value; {hint}")
     try:
         return yaml.safe_load(value)

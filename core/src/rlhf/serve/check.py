@@ -15,7 +15,7 @@ from rlhf.config.sections import DataEntry
 from rlhf.data.encode import Encoder
 from rlhf.data.files import Source
 from rlhf.data.other_rows import with_our_columns
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, counted, first_line
 from rlhf.scorer import Scorer
 
 ROWS = 64
@@ -56,7 +56,8 @@ def check_server(url: str, scorer: Scorer, data: str, token: str | None) -> int:
             if not difference <= worst:
                 worst, note = difference, f", at {where}: {one:.6g} here, {other:.6g} there"
     allowed = ALLOWED[scorer.precision]
-    print(f"{scores} scores of {len(items)} rows, largest difference {worst:.1e}{note}")
+    compared = f"{counted(scores, 'score')} of {counted(len(items), 'row')}"
+    print(f"{compared}, largest difference {worst:.1e}{note}")
     agrees = worst <= allowed
     verb = "agrees" if agrees else "does not agree"
     print(f"{url} {verb} with {scorer.folder} (allowed: {allowed:g})")

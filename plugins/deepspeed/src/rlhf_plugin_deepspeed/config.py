@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from attrs import field, frozen, validators
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, nearest
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW, check_capabilities, check_version
 from rlhf_plugin_deepspeed.versions import installed_version
 
@@ -103,8 +103,8 @@ def known_preset(section: object, attribute: object, value: str) -> None:
     """Raise ValueError unless `value` is a preset or auto."""
     names = ("auto", *PRESETS, *OTHER_NAMES)
     if value not in names:
-        near = difflib.get_close_matches(value.lower(), names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; available: {', '.join(names)}"
+        near = nearest(value.lower(), names)
+        hint = f"; did you mean {near}?" if near else f"; available: {', '.join(names)}"
         raise ValueError(f"unknown preset {value}{hint}")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from attrs import evolve
 
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
+from rlhf.errors import counted
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, resolve, settings_of
@@ -87,10 +88,9 @@ def plan_at(
 
 def _ranks(mesh: Mesh) -> str:
     """Return the number of ranks, with the sizes of the axes if there are several."""
-    size = mesh.shards.size * mesh.tensor.size
+    ranks = counted(mesh.shards.size * mesh.tensor.size, "rank")
     others = {"sequence": mesh.sequence.size, "tensor": mesh.tensor.size}
     more = "".join(f" x {name} {each}" for name, each in others.items() if each > 1)
-    ranks = "1 rank" if size == 1 else f"{size} ranks"
     return f"{ranks} (data {mesh.data.size}{more})" if more else ranks
 
 

@@ -1,10 +1,10 @@
 """The section `dpo`, and which of its settings each loss reads."""
 
-import difflib
 from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
+from rlhf.errors import nearest
 from rlhf.plugin import Config, check_reference, check_rules
 
 share: Any = validators.and_(validators.ge(0), validators.lt(0.5))
@@ -65,8 +65,8 @@ def _known(instance: Any, attribute: Any, entries: tuple[LossEntry, ...]) -> Non
     names = [entry.name for entry in entries]
     for entry in entries:
         if entry.name not in KINDS and entry.name != "sft" and ":" not in entry.name:
-            near = difflib.get_close_matches(entry.name, (*KINDS, "sft"), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            near = nearest(entry.name, (*KINDS, "sft"))
+            hint = f" (did you mean {near}?)" if near else ""
             known = ", ".join((*KINDS, "sft"))
             raise ValueError(
                 f"unknown loss {entry.name!r}{hint}; available: {known} and module:function"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.errors import counted
 from rlhf.readouts import answer_logprobs
 from rlhf.trainer import (
     Answer,
@@ -105,8 +106,9 @@ class DPOTrainer(Trainer):
     def remarks(self, examples: Examples) -> Sequence[str]:
         between = examples.value("between")
         num_rows, num_ignored = int((between > 0).sum()), int(between.sum())
-        line = f"pairs      best against worst in {num_rows:,} rows with more than two answers; "
-        ignored = [f"{line}{num_ignored:,} answers between them ignored"] if num_ignored else []
+        rows, answers = counted(num_rows, "row"), counted(num_ignored, "answer")
+        line = f"pairs      best against worst in {rows} with more than two answers; "
+        ignored = [f"{line}{answers} between them ignored"] if num_ignored else []
         return [*ignored, LABELS] if self.config.sft_weight else ignored
 
 

@@ -1,11 +1,10 @@
 """The section `kd`."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from attrs import field, fields, frozen, validators
 
-from rlhf.plugin import RLHFError, check_rules
+from rlhf.plugin import RLHFError, check_rules, without_revisions
 
 inside: Any = validators.and_(validators.gt(0), validators.lt(1))
 share: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -53,7 +52,8 @@ class KDConfig:
         return self.on_policy + self.teacher_answers > 0
 
     def __attrs_post_init__(self) -> None:
-        shares = f"on_policy {self.on_policy:g} and teacher_answers {self.teacher_answers:g}"
+        new = {"on_policy": self.on_policy, "teacher_answers": self.teacher_answers}
+        shares = " and ".join(f"{name} {share:g}" for name, share in new.items() if share)
         changed = " and ".join(self._changed_without_effect())
         check_rules(
             (
@@ -66,7 +66,7 @@ class KDConfig:
                 self.sft and self.on_policy,
             ),
             (
-                f"cache_top covers only the rows' own answers, but {shares} need new ones",
+                f"cache_top cannot be combined with {shares}: it covers only the rows' own answers",
                 self.cache_top is not None and self.writes,
             ),
             (
@@ -96,9 +96,10 @@ NEEDS = (
 
 
 def check(config: Any) -> None:
-    """Raise RLHFError if the teacher is missing, or is a folder and has a revision."""
+    """Raise RLHFError if the teacher is missing, or has a revision that cannot have an effect."""
     teacher = config.kd.teacher
     if not teacher:
         raise RLHFError("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
-    if config.kd.teacher_revision and (teacher == "demo:base" or Path(teacher).is_dir()):
-        raise RLHFError("kd.teacher_revision has no effect on a local folder; remove it")
+    unversioned = without_revisions(teacher)
+    if config.kd.teacher_revision and unversioned:
+        raise RLHFError(f"kd.teacher_revision has no effect on {unversioned}; remove it")

@@ -292,8 +292,27 @@ def test_a_worker_outlives_a_stop_signal_but_not_its_run(
     # Its end does not shut the loader down, which is still referred to.
     ends = fork.Process(target=run)
     ends.start()
-    ends.join(20)
+    ends.join(loader.START_SECONDS + 20)
     assert ends.exitcode == 0
+
+
+def test_a_run_ends_although_a_worker_does_not_get_its_signal(
+    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_end_with_loader", lambda parent, stopping: None)
+    course = order(examples, config)
+    kept = []
+
+    def run() -> None:
+        kept.append(batches_from(course, workers=1))
+        next(kept[0])
+
+    ends = multiprocessing.get_context("fork").Process(target=run)
+    ends.start()
+    ends.join(loader.START_SECONDS + 20)
+    hangs = ends.exitcode is None
+    ends.kill()
+    assert not hangs
 
 
 def _alive(executable: Path) -> bool:

@@ -32,6 +32,8 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 @pytest.mark.parametrize("target", [item for item in TARGETS if item.startswith("deepspeed.")])
 def test_the_source_of_each_target_is_that_of_the_tested_versions(target):
     found = find(target, installed())
+    if found is None and older(installed_version(), READ.get(target, OLDEST)):
+        return
     assert found is not None, f"{target} is missing"
     digest, names = found
     expected = parameters(target)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def batches_from(
             snapshot_every_n_steps=NO_STATE_EVERY,
             timeout=START_SECONDS if workers else 0,
         )
+        others = multiprocessing.active_children()
         batches = _started(loader)
+    for worker in multiprocessing.active_children():
+        if worker not in others:
+            # At its end, Python would send SIGTERM and wait, but a thread of a library may get it.
+            Finalize(None, worker.kill, exitpriority=0)
     # Only the start has a time limit: a slow batch is waited for.
     vars(batches)["_timeout"] = 0
 

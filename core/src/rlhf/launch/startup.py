@@ -77,22 +77,25 @@ def importing_rank() -> Iterator[None]:
         for name in hidden:
             del modules[name]
     for name in hidden:
-        # transformers remembers which packages it has found.
-        getattr(modules["transformers.utils"], f"is_{name}_available").cache_clear()
+        # transformers remembers which packages it has found; another version may not.
+        with suppress(AttributeError):
+            getattr(modules["transformers.utils"], f"is_{name}_available").cache_clear()
 
 
 def _read_models_once() -> None:
     """Import transformers so that it reads the sources of its models once and not twice, which it
-    does since it looks for their names by two paths of one folder."""
+    does since it looks for their names by two paths of one folder. Another version may not."""
     from transformers.utils import import_utils  # This reads them.
 
-    read = import_utils.create_import_structure_from_path
+    name = "create_import_structure_from_path"
+    read: Any = getattr(import_utils, name, None)
 
-    def create_import_structure_from_path(module_path: str | Path) -> Any:
+    def read_folder(module_path: str | Path) -> Any:
         path = Path(module_path)
         return read(path if path.is_dir() else path.parent)
 
-    import_utils.create_import_structure_from_path = create_import_structure_from_path
+    if read is not None:
+        setattr(import_utils, name, read_folder)
 
 
 @contextmanager

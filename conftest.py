@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf.launch.local import hold_port
 from rlhf.testing.ranks import close_shared
 
 if not torch.cuda.is_available():
@@ -33,6 +34,13 @@ def _no_rank_left_behind() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in RENDEZVOUS}
     yield
     assert {name: os.environ.get(name) for name in RENDEZVOUS} == before
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for servers that allow reuse."""
+    with hold_port() as held:
+        yield held.getsockname()[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:

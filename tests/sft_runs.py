@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,16 @@ def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, lis
     request = read_config("sft", overrides=arguments)
     folder, ended = run_rank(request, backend=backend)
     return 143 if ended == "signal" else 0, read_metrics(folder)
+
+
+def wait_for(path: Path, text: str, *processes: subprocess.Popen[str]) -> None:
+    """Wait until a file has this text. Fails as soon as one of the processes has ended."""
+    deadline = time.monotonic() + 120
+    while not (path.exists() and text in path.read_text()):
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{text!r} never came"
+        time.sleep(0.05)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,13 +125,6 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def wait_for(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 120
-    while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < deadline, f"{text!r} never came"
-        time.sleep(0.05)
-
-
 def test_extensions_and_observers_take_part(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     code, output, errors = finish(
         start(
@@ -193,7 +185,7 @@ def test_kill_9_during_a_save_leaves_the_older_checkpoint_usable(start, tmp_path
 def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.epochs", "3", "--observers", "[witness]", "--checkpoint.async", "true")
     process = start(*words, "--nproc", "2", STEP_SECONDS="0.3")
-    wait_for(tmp_path / "events", '["step", 2]')
+    sft_runs.wait_for(tmp_path / "events", '["step", 2]', process)
     process.send_signal(signal.SIGTERM)
     code, output, errors = finish(process)
     assert code == 143, errors
@@ -210,7 +202,7 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes(start, tmp_path: Path) 
 def test_the_first_ctrl_c_saves_and_the_run_resumes(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, "--data.workers", "1", STEP_SECONDS="0.3")
-    wait_for(tmp_path / "events", '["step", 2]')
+    sft_runs.wait_for(tmp_path / "events", '["step", 2]', process)
     os.killpg(process.pid, signal.SIGINT)
     code, output, errors = finish(process)
     assert code == 143, errors
@@ -225,7 +217,7 @@ def test_a_stop_signal_to_all_processes_saves(start, tmp_path: Path) -> None:  #
     words = ("--train.steps", "9", "--observers", "[witness]", "--data.workers", "1")
     signals = ("--checkpoint.stop_signals", "[USR1, TERM]")
     process = start(*words, *signals, "--nproc", "1", STEP_SECONDS="0.3")
-    wait_for(tmp_path / "events", '["step", 2]')
+    sft_runs.wait_for(tmp_path / "events", '["step", 2]', process)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         os.killpg(process.pid, number)
     code, output, errors = finish(process)
@@ -239,7 +231,7 @@ def test_a_stop_signal_to_all_processes_saves(start, tmp_path: Path) -> None:  #
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
     process = start(*words, STEP_SECONDS="5")
-    wait_for(tmp_path / "events", '["step", 1]')
+    sft_runs.wait_for(tmp_path / "events", '["step", 1]', process)
     os.killpg(process.pid, signal.SIGINT)
     while "press Ctrl-C again to quit immediately" not in process.stderr.readline():
         assert process.poll() is None
@@ -252,7 +244,7 @@ def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> No
 
 def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     first = start("--observers", "[witness]", "--train.steps", "1000", STEP_SECONDS="0.2")
-    wait_for(tmp_path / "events", '["start"')
+    sft_runs.wait_for(tmp_path / "events", '["start"', first)
     code, _, errors = finish(start("--overwrite"))
     first.terminate()
     assert code == 2

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import sft_runs
@@ -30,10 +29,7 @@ def test_a_collective_that_times_out_says_which_rank_is_missing(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or '"step": 2' not in metrics.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    sft_runs.wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', process)
     (second,) = (child for child in children(process.pid) if rank_of(child) == "1")
     os.kill(second, signal.SIGSTOP)
     _, errors = process.communicate(timeout=120)

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,25 +41,15 @@ def finish(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
     return [process.returncode for process in processes], "\n".join(outputs)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.matrix
 def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
-    inputs: Inputs, tmp_path: Path
+    inputs: Inputs, tmp_path: Path, port: int
 ) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "400", "--resume")
     words += ["--checkpoint.stop_signals", "[USR1]"]
     place = {"address": "127.0.0.1", "RLHF_CACHE": str(inputs.cache)}
-    port = free_port()
     hosts = [on_host(number, words, port=port, **place) for number in range(2)]
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or '"step": 2' not in metrics.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    sft_runs.wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 2', *hosts)
     hosts[1].send_signal(signal.SIGUSR1)
     codes, output = finish(hosts)
     assert codes == [143, 143], output
@@ -68,7 +57,6 @@ def test_a_signal_on_one_host_stops_both_and_the_same_commands_continue(
     last = int(saved.name.removeprefix("step-"))
 
     words += ["--train.stop_at", str(last + 2)]
-    port = free_port()
     codes, output = finish([on_host(n, words, port=port, **place) for n in range(2)])
     assert codes == [0, 0], output
     steps = column(sft_runs.read_metrics(tmp_path / "run"), "step")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,17 @@ def test_a_run_ends_although_a_worker_does_not_get_its_signal(
     hangs = ends.exitcode is None
     ends.kill()
     assert not hangs
+
+
+def test_nothing_is_kept_of_a_worker_that_has_ended(examples: Examples, config: Config) -> None:
+    batches = batches_from(order(examples, config, shuffle=False), workers=1)
+    (worker,) = (weakref.ref(process) for process in multiprocessing.active_children())
+    assert worker() is not None
+    assert list(batches)
+    del batches
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert worker() is None
 
 
 def _alive(executable: Path) -> bool:

@@ -186,6 +186,16 @@ def test_ranks_know_their_place(tmp_path: Path) -> None:
         assert (tmp_path / f"rank{rank}").read_text() == f"{rank} 2 127.0.0.1 {os.getpid()}"
 
 
+def test_a_port_is_kept_for_the_ranks() -> None:
+    code = (
+        "import os, socket, sys; port = int(os.environ['MASTER_PORT']); other = socket.socket()\n"
+        "try: other.bind(('127.0.0.1', port))\n"
+        "except OSError: socket.create_server(('', port)).close()\n"
+        "else: sys.exit('taken')"
+    )
+    assert Ranks([sys.executable, "-c", code], 1, 10.0).wait() == 0
+
+
 def test_slurm_without_scontrol_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from rlhf.config.field_docs import documented
 from rlhf.config.reference_modes import check_reference
 from rlhf.config.sections import Config, DataConfig, ModelConfig, OptimConfig
-from rlhf.config.source_names import without_revisions
+from rlhf.config.source_names import check_model_folder, without_revisions
 from rlhf.errors import RLHFError
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "OptimConfig",
     "RLHFError",
     "TrainerPlugin",
+    "check_model_folder",
     "check_reference",
     "check_rules",
     "without_revisions",

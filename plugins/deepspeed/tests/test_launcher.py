@@ -13,32 +13,25 @@ import pytest
 from rlhf.testing import short_run
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def launched(*words: str) -> subprocess.CompletedProcess[str]:
+def launched(port: int, *words: str) -> subprocess.CompletedProcess[str]:
     """`rlhf` with these words, on two ranks that DeepSpeed's launcher starts."""
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
-    command = [*launcher, f"--master_port={free_port()}", "--module", "rlhf", *words]
+    command = [*launcher, f"--master_port={port}", "--module", "rlhf", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_launcher_of_deepspeed_may_pass_its_argument() -> None:
-    done = launched("plugins", "--json")
+def test_the_launcher_of_deepspeed_may_pass_its_argument(port: int) -> None:
+    done = launched(port, "plugins", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"name": "deepspeed"') == 2
     assert "--local_rank=1" in done.stderr + done.stdout
 
 
 @pytest.mark.matrix
-def test_the_launcher_of_deepspeed_starts_a_run(tmp_path: Path) -> None:
+def test_the_launcher_of_deepspeed_starts_a_run(tmp_path: Path, port: int) -> None:
     words = [*short_run(tmp_path, "demonstration"), "--output", str(tmp_path / "run")]
-    done = launched("run", "sft", *words)
+    done = launched(port, "run", "sft", *words)
     assert done.returncode == 0, done.stderr
     assert "devices    2 x cpu" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -65,8 +58,7 @@ def started(rank: int, port: int, *, seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment | place, stdout=subprocess.PIPE, text=True)
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
-    port = free_port()
+def test_ranks_that_do_not_come_are_named(port: int) -> None:
     missing = (
         f"2 of 4 ranks did not connect to 127.0.0.1:{port} within 0.05 minutes: 1, 3; see "
         "their output, or raise deepspeed.timeout\n"

@@ -165,6 +165,14 @@ def test_a_revision_without_effect_is_refused(
     assert str(error.value) == f"kd.teacher_revision has no effect on {what}; remove it"
 
 
+def test_a_path_without_a_teacher_is_refused_before_the_data_is_read(words: Words) -> None:
+    with pytest.raises(RLHFError) as error:
+        read_config("kd", overrides=words("missing", "--kd.teacher", "./gone"))
+    assert str(error.value) == (
+        "kd.teacher ./gone does not exist; pass a model folder or a name on the hub"
+    )
+
+
 def test_the_error_of_a_missing_teacher_names_its_setting(words: Words, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()

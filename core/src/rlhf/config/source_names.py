@@ -1,6 +1,9 @@
 """What the name of a model or of data stands for: the demo's, a local path or a name on the hub."""
 
+from contextlib import suppress
 from pathlib import Path
+
+from rlhf.errors import RLHFError
 
 DEMO_MODEL = "demo:base"
 """The name of the base model that the package contains."""
@@ -20,5 +23,30 @@ def is_local(path: str) -> bool:
 
 
 def local_path(path: str) -> Path:
-    """Return the path of a file or folder, in which `~/` is the home folder."""
-    return Path.home() / path[2:] if path.startswith("~/") else Path(path)
+    """Return the path of a file or folder, in which `~` is a home folder."""
+    with suppress(RuntimeError):  # No such user.
+        return Path(path).expanduser()
+    return Path(path)
+
+
+def check_not_missing(path: str, setting: str) -> None:
+    """Raise RLHFError if `path`, the value of `setting`, is a local path but not a folder."""
+    folder = local_path(path)
+    if not folder.is_dir() and (folder.exists() or is_local(path)):
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise RLHFError(f"{setting} {path} {problem}; pass a model folder or a name on the hub")
+
+
+def check_model_folder(path: str, setting: str = "model.path") -> None:
+    """Raise RLHFError if `path`, the value of `setting`, is a local path without a model, such as
+    an adapter or a run folder. Names on the hub are accepted."""
+    check_not_missing(path, setting)
+    folder = local_path(path)
+    is_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    if (folder / "adapter_config.json").is_file() and not is_model:
+        adapter = "set model.adapter to it and model.path to its base, or "
+        remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
+        raise RLHFError(f"{setting} {path} is an adapter; {remedy}")
+    is_run = (folder / "config.yaml").is_file() and (folder / "model").is_dir()
+    if is_run and not (folder / "config.json").is_file():
+        raise RLHFError(f"{setting} {path} is a run folder; did you mean {folder / 'model'}?")

@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
+from weakref import ref
 
 import torch
 from numpy.typing import NDArray
@@ -59,12 +61,7 @@ def batches_from(
             snapshot_every_n_steps=NO_STATE_EVERY,
             timeout=START_SECONDS if workers else 0,
         )
-        others = multiprocessing.active_children()
         batches = _started(loader)
-    for worker in multiprocessing.active_children():
-        if worker not in others:
-            # At its end, Python would send SIGTERM and wait, but a thread of a library may get it.
-            Finalize(None, worker.kill, exitpriority=0)
     # Only the start has a time limit: a slow batch is waited for.
     vars(batches)["_timeout"] = 0
 
@@ -80,17 +77,31 @@ def _started(loader: StatefulDataLoader[PackedBatch]) -> Iterator[PackedBatch]:
     its fork if another thread of its parent takes the interpreter's lock of thread states at that
     moment (github.com/python/cpython/issues/112275), as threads of collectives do."""
     others = multiprocessing.active_children()
-    for _ in range(START_ATTEMPTS - 1):
+    for attempt in range(START_ATTEMPTS):
         try:
-            return iter(loader)
+            batches = iter(loader)
         except RuntimeError as error:
-            if "timed out" not in str(error):
+            if "timed out" not in str(error) or attempt + 1 == START_ATTEMPTS:
                 raise
-        # The loader has given up its workers by SIGTERM, which one that hangs in its fork ignores.
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.kill()
-    return iter(loader)
+            # The loader has given up its workers by SIGTERM, which one that hangs in its fork
+            # ignores.
+            for worker in _since(others):
+                worker.kill()
+        else:
+            break
+    for worker in _since(others):
+        # At its end, Python would send SIGTERM and wait, but a thread of a library may get it.
+        Finalize(None, _kill, args=[ref(worker)], exitpriority=0)
+    return batches
+
+
+def _since(others: Sequence[BaseProcess]) -> list[BaseProcess]:
+    return [process for process in multiprocessing.active_children() if process not in others]
+
+
+def _kill(worker: ref[BaseProcess]) -> None:
+    if process := worker():
+        process.kill()
 
 
 def _init_worker(parent: int, stopping: Sequence[int], worker: int) -> None:

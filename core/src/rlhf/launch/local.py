@@ -78,9 +78,11 @@ class Ranks:
         # Before the first start: a signal after it must reach the ranks.
         self._caught = catch(self._on_signal, signals)
         self._first = place.host * count
+        held = self._caught.enter_context(hold_port())
         gate, opener = os.pipe()
         files = {PROBLEMS: self._problems.fileno(), GATE: gate}
-        shared = _variables(count, place) | {name: str(file) for name, file in files.items()}
+        port = place.port or held.getsockname()[1]
+        shared = _variables(count, place, port) | {name: str(file) for name, file in files.items()}
         for local in range(count):
             own = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
             self.processes.append(
@@ -204,20 +206,23 @@ class Ranks:
         return failed[0] if failed else 0
 
 
-def _variables(count: int, place: Place) -> dict[str, str]:
+def _variables(count: int, place: Place, port: int) -> dict[str, str]:
     """Return the environment of `count` ranks on this host."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     return os.environ | {
         "WORLD_SIZE": str(count * place.hosts),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port or _free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": threads,
         PARENT: str(os.getpid()),
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def hold_port() -> socket.socket:
+    """Return a socket that keeps a free port: until it is closed, only a server that asks for this
+    port and for SO_REUSEADDR, as torch's store does, gets it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

@@ -1,14 +1,18 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf.config.sections import Config
-from rlhf.config.source_names import DEMO_MODEL, is_local, local_path
+from rlhf.config.source_names import (
+    DEMO_MODEL,
+    check_model_folder,
+    check_not_missing,
+    local_path,
+)
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 
@@ -72,26 +76,9 @@ def resolved(path: str, setting: str = "model.path") -> str:
         return str(base_model_folder())
     if not path:
         raise RLHFError("model.path is empty; pass a model folder or a name on the hub")
+    check_not_missing(path, setting)
     folder = local_path(path)
-    if folder.is_dir():
-        return str(folder)
-    if folder.exists() or is_local(path):
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise RLHFError(f"{setting} {path} {problem}; pass a model folder or a name on the hub")
-    return path
-
-
-def check_model_folder(path: str, setting: str = "model.path") -> None:
-    """Raise RLHFError if a setting names an adapter or a run folder in place of a model."""
-    folder = Path(path)
-    is_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    if (folder / "adapter_config.json").is_file() and not is_model:
-        adapter = "set model.adapter to it and model.path to its base, or "
-        remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
-        raise RLHFError(f"{setting} {path} is an adapter; {remedy}")
-    is_run = (folder / "config.yaml").is_file() and (folder / "model").is_dir()
-    if is_run and not (folder / "config.json").is_file():
-        raise RLHFError(f"{setting} {path} is a run folder; did you mean {folder / 'model'}?")
+    return str(folder) if folder.is_dir() else path
 
 
 def _saved_config(config: Config) -> Any:

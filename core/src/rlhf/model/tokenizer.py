@@ -9,8 +9,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.source_names import check_model_folder
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.architecture import check_model_folder, resolved
+from rlhf.model.architecture import resolved
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML

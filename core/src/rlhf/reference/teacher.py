@@ -10,10 +10,11 @@ from attrs import evolve
 from torch import Tensor
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.config.source_names import check_model_folder
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.model.architecture import check_model_folder, read_architecture
+from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from attrs import field, fields, frozen, validators
 
-from rlhf.plugin import RLHFError, check_rules, without_revisions
+from rlhf.plugin import RLHFError, check_model_folder, check_rules, without_revisions
 
 inside: Any = validators.and_(validators.gt(0), validators.lt(1))
 share: Any = validators.and_(validators.ge(0), validators.le(1))
@@ -96,10 +96,12 @@ NEEDS = (
 
 
 def check(config: Any) -> None:
-    """Raise RLHFError if the teacher is missing, or has a revision that cannot have an effect."""
+    """Raise RLHFError if the teacher is missing, is not a model, or has a revision that cannot have
+    an effect."""
     teacher = config.kd.teacher
     if not teacher:
         raise RLHFError("kd.teacher is missing; pass --kd.teacher FOLDER_OR_HUB_NAME")
+    check_model_folder(teacher, "kd.teacher")
     unversioned = without_revisions(teacher)
     if config.kd.teacher_revision and unversioned:
         raise RLHFError(f"kd.teacher_revision has no effect on {unversioned}; remove it")

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.data.batch import PackedBatch
 from rlhf.journal.sums import weighted_loss
+from rlhf.memory.meta_calls import MetaCalls
 from rlhf.trainer import Trainer
 
 
@@ -86,6 +87,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         """Bytes alive now."""
         self._peak = 0
+        self._call = MetaCalls()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
             tensor.untyped_storage() for tensor in known
         )
@@ -96,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._call(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())

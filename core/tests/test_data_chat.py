@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.encode import Encoder, Rendered
 from rlhf.data.formats import read_rows
-from rlhf.data.tokens import Reader, Row
+from rlhf.data.tokens import Reader, Row, encode
 
 THINKING = {
     "Qwen 3": ("", "<think>\n\n</think>\n\n"),
@@ -287,6 +287,44 @@ def test_text_after_the_last_turn_is_kept_on_request() -> None:
     assert long.tokens[: len(short.tokens)] == short.tokens
     assert sum(long.trained) == (len(short.tokens) if short.trained is None else sum(short.trained))
     assert not long.trained[-1]
+
+
+OPEN_ENDED = (
+    "{% for message in messages %}{{ message.role | capitalize + ': ' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+"""A template whose generation prompt ends within a token of what it renders."""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "blank"])
+def test_a_text_that_is_read_whole_has_the_tokens_of_its_rendering(kind: str) -> None:
+    tokenizer = tokenizer_of(kind, OPEN_ENDED)
+    answers = [[{"role": "assistant", "content": text}] for text in ("two and two", "think so")]
+    cut, whole = (
+        encode(tokenizer, TALK[:1], *answers, renders_whole=whole) for whole in (False, True)
+    )
+    assert tokenizer.decode(cut.prompt).lstrip() == "User: What is two?\nAssistant: "
+    for answer, one, other in zip(answers, cut.answers, whole.answers, strict=True):
+        rendered = tokenizer.apply_chat_template(
+            [*TALK[:1], *answer], tokenize=True, return_dict=False
+        )
+        assert [*whole.prompt, *other.tokens] == rendered
+        assert [*cut.prompt, *one.tokens] != rendered[: len(cut.prompt) + len(one.tokens)]
+        assert one.trained is None
+        # The first token begins before the answer.
+        assert other.trained is not None
+        assert other.trained[:2] == [False, True]
+        assert tokenizer.decode(other.tokens[other.trained.count(True) + 1 :]).strip() == ""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "blank"])
+def test_plain_text_that_is_read_whole_has_the_tokens_of_the_tokenizer(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    row = encode(tokenizer, "What is ", "two?", "", renders_whole=True)
+    for answer, text in zip(row.answers, ("What is two?", "What is "), strict=True):
+        ids = tokenizer(text)["input_ids"]
+        assert [*row.prompt, *answer.tokens] == [*ids, tokenizer.eos_token_id]
 
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

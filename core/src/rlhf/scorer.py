@@ -55,8 +55,9 @@ class Scorer(abc.ABC):
         device: str = "cpu",
         dtype: Any = "auto",
     ) -> None:
-        """`tokens` are those whose logits are read of a language model. Raises RLHFError for a
-        folder that does not load or holds a model of another task."""
+        """`tokens` are those whose logits are read of a language model. `dtype` is `fp32`, `bf16`,
+        `fp16`, a torch.dtype, or `auto` for that of the folder. Raises RLHFError for a folder that
+        does not load or holds a model of another task."""
         self.folder, self.task = Path(folder), task
         self._tokens = tokens
         model = exported_model(self.folder, task, dtype=dtype)

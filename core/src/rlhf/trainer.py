@@ -96,8 +96,10 @@ class Trainer(abc.ABC):
     """The row format that core turns into token ids before it calls `example`: `demonstration`,
     `preference`, `unpaired` or `stepwise`. With None `example` gets the row as a dictionary."""
     renders_whole: ClassVar[bool] = False
-    """Whether a conversation keeps what the chat template writes after its last turn, such as a
-    line break. True for models that are read at the end of a rendered conversation."""
+    """Whether a prompt and its answer are tokenised as one text, and a conversation keeps what the
+    chat template writes after its last turn, such as a line break. True for models that are read at
+    the end of a whole text. Otherwise the prompt has the tokens of the text that the model
+    continues, and the answer its own."""
     scorer: ClassVar["type[Scorer] | None"] = None
     """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
     `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""

@@ -72,6 +72,7 @@ def test_a_checkpoint_is_exported_with_its_head_and_what_was_measured(
     answers = ["The answer is 4.", "The answer is 5."]
     assert one.rewards("What is 2 + 2?", answers) == other.rewards("What is 2 + 2?", answers)
     assert other.config.reward_mean == pytest.approx(one.config.reward_mean)
+    assert [one.precision, Scorer(tmp_path / "again", dtype="bf16").precision] == ["fp32", "bf16"]
     # What the machine of the run had need not be had by the one that exports.
     written = tmp_path / "run" / "config.yaml"
     config = yaml.safe_load(written.read_text())
@@ -113,11 +114,16 @@ LINES = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 """A template that, like ChatML, writes a line break behind each turn's end."""
+OPEN_ENDED = LINES.replace("'>' + ", "'> ' + ").replace("'<assistant>'", "'<assistant> '")
+"""The same, but its generation prompt ends within a token of what it renders."""
 
 
-def test_a_reward_is_read_where_the_rendering_ends(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [LINES, OPEN_ENDED], ids=["lines", "open"])
+def test_a_reward_is_read_where_the_rendering_ends(
+    source: str, words: list[str], tmp_path: Path
+) -> None:
     folder, template = tmp_path / "run" / "model", tmp_path / "template.jinja"
-    template.write_text(LINES)
+    template.write_text(source)
     given = [*words, "--output", str(folder.parent), "--data.chat_template", str(template)]
     metrics = shared(1).run(tiny.run, "rm", given, str(tmp_path / "cache"))[0][-1]
     tokenizer = AutoTokenizer.from_pretrained(folder)

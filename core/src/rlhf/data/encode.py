@@ -1,7 +1,8 @@
 """Text to token ids: the boundary between what is trained on and what is not becomes a boundary
-between tokens."""
+between tokens, unless the text has to be tokenised as one."""
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -65,8 +66,11 @@ class Piece:
 class Encoder:
     """Tokenises texts in batches."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, as_one: bool = False) -> None:
+        """With `as_one`, texts are not cut: their ids are those of the tokenizer, and a token may
+        cross the start of a span. Tokenizers without offsets cut all the same."""
         self.tokenizer = tokenizer
+        self._as_one = as_one and tokenizer.is_fast
         self.eos: int | None = tokenizer.eos_token_id
         bare = tokenizer("a", add_special_tokens=False)["input_ids"]
         full = tokenizer("a")["input_ids"]
@@ -85,21 +89,40 @@ class Encoder:
 
         A token is trained on if and only if it lies wholly within a span, and so is an EOS that is
         added. Every span starts at a token boundary, so that what precedes it has the same ids as
-        the prompt by itself.
+        the prompt by itself, unless texts are tokenised as one.
         """
+        encoded = self._encode_as_one(texts) if self._as_one else self._encode_in_parts(texts)
+        out = []
+        for text, ids in zip(texts, encoded, strict=True):
+            begun = self._with_bos(ids) if text.bos else ids
+            out.append(self._with_eos(begun) if text.eos else begun)
+        return out
+
+    def _encode_as_one(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        out = []
+        tokenised = self._tokenise([text.text for text in texts])
+        for text, (ids, encoding) in zip(texts, tokenised, strict=True):
+            starts, ends = ([pair[side] for pair in encoding.offsets] for side in (0, 1))
+            runs = []
+            for start, end in text.spans:
+                first = bisect_left(starts, start)
+                runs.append((first, max(first, bisect_right(ends, end))))
+            out.append(Encoded(ids, runs))
+        return out
+
+    def _encode_in_parts(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        """Tokenise each text in the parts that begin with its spans."""
         cut = [_cut(text) for text in texts]
         pieces = iter(self._encode_pieces([piece for parts in cut for piece in parts]))
         out = []
-        for text, parts in zip(texts, cut, strict=True):
+        for parts in cut:
             ids: list[int] = []
             runs: list[tuple[int, int]] = []
             for piece, (tokens, trained) in zip(parts, pieces, strict=False):
                 if piece.trained:
                     runs.append((len(ids), len(ids) + trained))
                 ids += tokens
-            encoded = Encoded(ids, runs)
-            encoded = self._with_bos(encoded) if text.bos else encoded
-            out.append(self._with_eos(encoded) if text.eos else encoded)
+            out.append(Encoded(ids, runs))
         return out
 
     def _with_bos(self, text: Encoded) -> Encoded:

@@ -39,12 +39,13 @@ class Reader:
 
     tokenizer: Any
     whole: bool = False
-    """Whether conversations keep what the template writes after their last turn."""
+    """Whether texts are tokenised as one, and conversations keep what the template writes after
+    their last turn."""
     separator: str = "\n"
     """Text that ends a step unless a placeholder does."""
     placeholder: str | None = None
     """Text that marks the end of a step, if any."""
-    encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer), takes_self=True)
+    encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer, as_one=it.whole), takes_self=True)
     chat: ChatTemplate = Factory(
         lambda it: ChatTemplate(it.tokenizer, whole=it.whole), takes_self=True
     )

@@ -6,13 +6,15 @@ from typing import Any
 from transformers import AutoConfig
 
 from rlhf.errors import RLHFError, first_line
+from rlhf.model.architecture import DTYPES
 from rlhf.model.task import FORMS, Task
 from rlhf.model.weights import quiet_transformers
 
 
 def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> Any:
     """Return the model in a run's `model/` folder, through plain transformers and peft; an adapter
-    is put on its base. `task` is `causal`, `sequence` or `token`.
+    is put on its base. `task` is `causal`, `sequence` or `token`. `dtype` is `fp32`, `bf16`,
+    `fp16`, a torch.dtype, or `auto` for that of the folder.
 
     Raises RLHFError for a folder that does not load or holds a model of another task.
     """
@@ -30,7 +32,11 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
         with quiet_transformers():
             options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
             model, report = FORMS[task].auto.from_pretrained(
-                base, dtype=dtype, weights_only=True, output_loading_info=True, **options
+                base,
+                dtype=DTYPES.get(dtype, dtype),
+                weights_only=True,
+                output_loading_info=True,
+                **options,
             )
     except Exception as error:  # A damaged folder may raise anything.
         if not adapted:

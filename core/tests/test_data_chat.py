@@ -1,6 +1,7 @@
 """Conversations as token ids: chat templates of many styles, with and without generation marks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf.data.encode import Encoder, Rendered
 from rlhf.data.formats import read_rows
 from rlhf.data.tokens import Reader, Row, encode
+from rlhf.errors import RLHFError
 
 THINKING = {
     "Qwen 3": ("", "<think>\n\n</think>\n\n"),
@@ -287,6 +289,39 @@ def test_text_after_the_last_turn_is_kept_on_request() -> None:
     assert long.tokens[: len(short.tokens)] == short.tokens
     assert sum(long.trained) == (len(short.tokens) if short.trained is None else sum(short.trained))
     assert not long.trained[-1]
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "loss"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_turns_that_a_row_excludes_are_not_trained_on(name: str, foreign: bool) -> None:
+    tokenizer = tokenizer_of("bytes", CHATML)
+    no, yes = (0, 1) if name == "weight" else (False, True)
+    talk = [TALK[0], {**TALK[1], name: no}, {**TALK[2], name: None}, {**TALK[3], name: yes}]
+    columns: dict[str, Any] = {"messages": talk}
+    if foreign:
+        there = {"user": "human", "assistant": "gpt"}
+        columns = {
+            "conversations": [
+                {"from": there[it["role"]], "value": it["content"], name: it.get(name)}
+                for it in talk
+            ]
+        }
+    (row,) = read(tokenizer, **columns)
+    assert trained_texts(tokenizer, row) == [LAST + "<|im_end|>"]
+    assert REPLY in whole_text(tokenizer, row)
+    assert read(tokenizer, messages=[TALK[0], {**TALK[1], name: no}]) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({**TALK[1], "weight": 0.5}, "`weight` of message 1 (role assistant) is 0.5; use true or"),
+        ({**TALK[2], "train": True}, "`train` of message 1 (role user) is True, but only turns of"),
+    ],
+)
+def test_a_choice_of_turns_that_is_not_possible_is_refused(message: Any, problem: str) -> None:
+    with pytest.raises(RLHFError, match=re.escape(problem)):
+        read(tokenizer_of("bytes", CHATML), messages=[TALK[0], message, TALK[3]])
 
 
 OPEN_ENDED = (

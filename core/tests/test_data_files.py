@@ -67,8 +67,20 @@ def test_cells_of_csv_are_text_except_labels_and_margins(tmp_path: Path) -> None
             {"prompt": "1", "completion": "None", "label": True, "margin": 0.5},
             {"prompt": "2", "completion": "NA", "label": 0},
             {"prompt": "q", "completion": "007", "label": False, "margin": 2},
-            {"completion": "nan", "label": "maybe", "margin": 1000.0},
+            {"prompt": "", "completion": "nan", "label": "maybe", "margin": 1000.0},
         ]
+
+
+@pytest.mark.parametrize("row", ["Hello, you,Hi", "Hello,Hi,"])
+def test_a_first_row_of_csv_with_too_many_cells_is_refused(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt,completion\n\n{row}\n")
+    with pytest.raises(RLHFError) as error:
+        Source(DataEntry(path=str(path)), "train", "demonstration").read(tmp_path)
+    assert str(error.value) == (
+        f"data.train: cannot read {path}: line 3 has 3 cells for 2 columns; put quotes around "
+        "cells with commas"
+    )
 
 
 def test_the_demo_gives_rows_of_the_trainers_format() -> None:

@@ -25,6 +25,8 @@ MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
 """What templates write before an answer without reasoning, such as `<think></think>`: it is part of
 the prompt when the model is asked to answer without reasoning."""
+CHOICES = ("weight", "train", "loss")
+"""Keys of a message by which rows of OpenAI, Axolotl and ms-swift choose what is trained on."""
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
 
@@ -50,7 +52,8 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         keywords: Mapping[str, Any],
     ) -> list[Rendered]:
-        """Return the texts to train on; their spans are the assistant's turns from message `first`.
+        """Return the texts to train on; their spans are the assistant's turns from message `first`,
+        without those that the row excludes.
 
         One text, or several if the template renders earlier turns differently; none without such a
         turn. Raises RLHFError if the template refuses the conversation or a turn cannot be located.
@@ -58,7 +61,7 @@ class ChatTemplate:
         turns = [
             number
             for number, message in enumerate(messages)
-            if number >= first and message["role"] == "assistant"
+            if number >= first and _is_trained(number, message)
         ]
         view = self.view(tools, keywords)
         if not turns:
@@ -270,6 +273,21 @@ def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
     if block is None or block.group().strip() in str(message.get("content")):
         return start
     return block.end()
+
+
+def _is_trained(number: int, message: Message) -> bool:
+    """Return whether a message is a turn of the assistant that its row does not exclude."""
+    chosen = {name: message[name] for name in CHOICES if message.get(name) is not None}
+    of = f"of message {number} (role {message['role']})"
+    for name, value in chosen.items():
+        if value not in (0, 1):
+            raise RLHFError(f"`{name}` {of} is {value!r}; use true or false")
+        if value and message["role"] != "assistant":
+            raise RLHFError(
+                f"`{name}` {of} is {value!r}, but only turns of the assistant are trained on; "
+                "remove it"
+            )
+    return message["role"] == "assistant" and all(chosen.values())
 
 
 def _answer(text: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from attrs import frozen
 from rlhf.config.sections import DataEntry
 from rlhf.config.source_names import is_local, local_path
 from rlhf.data.columns import Columns, errors_at
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, counted, first_line
 from rlhf.folder.disk import sha256
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
 TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SCALARS = ("label", "margin")
 """Columns whose text in CSV is read as true, false or a number."""
+MAY_BE_EMPTY = ("prompt", "completion", "chosen", "rejected")
+"""Columns whose empty cells in CSV are empty text; other columns are missing there."""
 DEMO = "demo:"
 TEXT = "json text"
 """The column that holds a row of JSON as text. Arrow's own JSON reader would give every row the
@@ -262,19 +264,27 @@ def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
 
 def _as_text(path: str) -> dict[str, Any]:
     """Return options that keep all CSV cells as text: by default pandas reads the answers `None`
-    and `NA` as missing and `007` as 7."""
+    and `NA` as missing and `007` as 7. Raises RLHFError if the first row has more cells than there
+    are columns: pandas would take its first ones for names of rows."""
     import datasets
 
     opener: Any = gzip.open if path.lower().endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        columns = next(csv.reader(file), [])
+        rows = csv.reader(file)
+        columns, first = (next(filter(None, rows), []) for _ in range(2))
+        if len(first) > len(columns):
+            raise RLHFError(
+                f"line {rows.line_num} has {len(first)} cells for {counted(len(columns), 'column')}"
+                "; put quotes around cells with commas"
+            )
     text = datasets.Features({name: datasets.Value("string") for name in columns}) or None
     return {"features": text, "keep_default_na": False}
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of CSV without empty cells, with its label and margin parsed."""
-    kept = {name: value for name, value in row.items() if value != ""}
+    """Return a row of CSV without empty cells, unless text may be empty there, and with its label
+    and margin parsed."""
+    kept = {name: value for name, value in row.items() if value != "" or name in MAY_BE_EMPTY}
     for name in SCALARS:
         if isinstance(kept.get(name), str):
             with contextlib.suppress(ValueError):

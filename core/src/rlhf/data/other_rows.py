@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf.data.chat import CHOICES
 from rlhf.data.columns import Columns, has
 from rlhf.errors import RLHFError
 
@@ -77,8 +78,9 @@ def _message(name: str, number: int, message: Any) -> Any:
         raise RLHFError(
             f"`from` of message {number} of `{name}` is {kind!r}; use one of {', '.join(ROLES)}"
         )
+    chosen = {name: message[name] for name in CHOICES if name in message}
     if kind != "function_call":
-        return {"role": ROLES[kind], "content": text}
+        return {"role": ROLES[kind], "content": text, **chosen}
     try:
         calls = json.loads(text)
     except (TypeError, ValueError):
@@ -87,4 +89,4 @@ def _message(name: str, number: int, message: Any) -> Any:
         ) from None
     every = calls if isinstance(calls, list) else [calls]
     tool_calls = [{"type": "function", "function": call} for call in every]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls, **chosen}

@@ -106,4 +106,4 @@ def test_of_many_answers_the_best_is_compared_with_the_worst_and_the_first_of_eq
     ranked = SimpleNamespace(prompt=[1], answers=answers, columns={"ranks": list(ranks)})
     example = trainer(LossEntry(name="sigmoid")).example(ranked)
     assert [list(answer.tokens) for answer in example.answers] == [[best], [worst]]
-    assert example.values == {"between": len(ranks) - 2}
+    assert example.values == {"ignored_answers": len(ranks) - 2}

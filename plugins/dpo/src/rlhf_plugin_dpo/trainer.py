@@ -104,21 +104,22 @@ class DPOTrainer(Trainer):
         return {name: (value.sum(), "examples") for name, value in sums.items()}
 
     def remarks(self, examples: Examples) -> Sequence[str]:
-        between = examples.value("between")
-        num_rows, num_ignored = int((between > 0).sum()), int(between.sum())
+        ignored = examples.value("ignored_answers")
+        num_rows, num_ignored = int((ignored > 0).sum()), int(ignored.sum())
         rows, answers = counted(num_rows, "row"), counted(num_ignored, "answer")
         line = f"pairs      best against worst in {rows} with more than two answers; "
-        ignored = [f"{line}{answers} between them ignored"] if num_ignored else []
-        return [*ignored, LABELS] if self.config.sft_weight else ignored
+        lines = [f"{line}{answers} between them ignored"] if num_ignored else []
+        return [*lines, LABELS] if self.config.sft_weight else lines
 
 
 def pair(row: Any, *, likelihood: bool) -> Example:
-    """Return the row's best answer, then its worst, as a tree. The value `between` is the number of
-    ignored answers; with `likelihood` the value `chosen` marks the tokens of the best answer."""
+    """Return the row's best answer, then its worst, as a tree. The value `ignored_answers` is the
+    number of those between them; with `likelihood` the value `chosen` marks the tokens of the best
+    answer."""
     ranks = row.columns["ranks"]
     places = range(len(ranks))
     chosen, rejected = (row.answers[pick(places, key=ranks.__getitem__)] for pick in (min, max))
-    values: dict[str, Any] = {"between": float(len(ranks) - 2)}
+    values: dict[str, Any] = {"ignored_answers": float(len(ranks) - 2)}
     if likelihood:
         marks = [marked(chosen, bare=not len(row.prompt)), [math.nan] * len(rejected.tokens)]
         values["chosen"] = marks

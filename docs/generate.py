@@ -111,6 +111,7 @@ def _projects() -> Iterator[str]:
         groups = {"": project.keys} | {
             name: variant.keys for name, variant in project.variants.items()
         }
+        groups["a data set"] = project.data_set
         rows = (
             (
                 name or "all",

@@ -160,6 +160,11 @@ def test_merging_reports_what_is_wrong(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path} is not an adapter folder: it has no adapter_config.json"
     )
+    with pytest.raises(RLHFError) as caught:
+        merge_command(str(tmp_path / "nope"), str(tmp_path / "out"))
+    assert str(caught.value) == (
+        f"{tmp_path}/nope does not exist; pass an adapter folder or a run folder"
+    )
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
     )

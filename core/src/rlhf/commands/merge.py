@@ -43,4 +43,6 @@ def adapter_folder(path: Path) -> Path:
     for folder in (path, path / "model"):
         if (folder / "adapter_config.json").is_file():
             return folder
+    if not path.exists():
+        raise RLHFError(f"{path} does not exist; pass an adapter folder or a run folder")
     raise RLHFError(f"{path} is not an adapter folder: it has no adapter_config.json")

@@ -8,7 +8,8 @@ from rlhf.errors import RLHFError
 from rlhf.folder.disk import writing
 from rlhf.migration.arguments import read_arguments
 from rlhf.migration.as_yaml import page
-from rlhf.migration.translate import Migration, translate
+from rlhf.migration.rules import Migration
+from rlhf.migration.translate import translate
 from rlhf.registry.installed import NotInstalled
 from rlhf.request.reader import read_config
 

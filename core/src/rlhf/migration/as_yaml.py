@@ -8,7 +8,7 @@ import attrs
 
 from rlhf.config.sections import Config
 from rlhf.config.structure import section_class, setting_name
-from rlhf.migration.translate import Migration
+from rlhf.migration.rules import Migration
 from rlhf.request.settings_tree import flow
 
 ORDER = ("model", "data", "batch", "optim", "train", "checkpoint", "lora", "deepspeed")
@@ -39,7 +39,7 @@ def remarks(migration: Migration) -> Iterator[str]:
     ):
         if keys:
             yield "#"
-            yield from _wrapped(f"{title}: {', '.join(keys)}", "# ")
+            yield from _wrapped(f"{title}: {', '.join(dict.fromkeys(keys))}", "# ")
 
 
 def _wrapped(text: str, first: str) -> list[str]:

@@ -3,53 +3,19 @@
 import json
 import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from attrs import define, field
 
 from rlhf.config.foreign import PROJECTS, Rule
 from rlhf.errors import RLHFError, counted
 from rlhf.migration.arguments import Arguments, located, parse
 from rlhf.migration.datasets import READERS, listed, names_in
+from rlhf.migration.rules import Migration, apply, number_of, short
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 VARIABLE = re.compile(r"\$[\w{(]")
 """The beginning of a variable of a shell, or of a command in its place."""
-
-
-@define
-class Migration:
-    """Our settings, and remarks on those that are not the same."""
-
-    trainer: str
-    title: str
-    """The other project and its trainer, as a reader knows them."""
-    settings: dict[str, Any] = field(factory=dict)
-    """Dotted name: value."""
-    origins: dict[str, str] = field(factory=dict)
-    """Dotted name: the keys that it comes from."""
-    notes: dict[str, str] = field(factory=dict)
-    """What differs, by key."""
-    lost: dict[str, str] = field(factory=dict)
-    """Keys that change what is learned and have no counterpart, with a remark or without."""
-    incomplete: dict[str, str] = field(factory=dict)
-    """Keys whose value the file does not have, with a remark."""
-    factors: dict[str, int] = field(factory=dict)
-    """Keys whose product is the batch size of a device."""
-    unneeded: list[str] = field(factory=list)
-    unknown: list[str] = field(factory=list)
-
-    def set(self, name: str, value: Any, origin: str) -> None:
-        """Set one of our settings."""
-        self.settings[name] = value
-        self.origins[name] = origin
-
-    def drop(self, name: str) -> Any:
-        """Remove a setting, and return its value."""
-        self.origins.pop(name, None)
-        return self.settings.pop(name, None)
 
 
 def translate(arguments: Arguments, *, folder: Path, devices: int | None = None) -> Migration:
@@ -60,8 +26,16 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     rules = {**project.keys, **variant.keys}
     written = {key: _plain(value) for key, value in arguments.keys.items()}
     default = {**project.defaults, **variant.defaults}
-    keys = default | {key: value for key, value in written.items() if value is not None}
+    keys = default | {
+        key: value
+        for key, value in written.items()
+        if value is not None or not project.empty_is_default
+    }
     migration = Migration(variant.trainer, f"{project.title}'s {arguments.variant}")
+    for key in [key for key, value in keys.items() if value is None]:
+        del keys[key]
+        if key in default and rules[key].kind == "set":
+            migration.notes[f"{key} null"] = f"the default of {rules[key].ours} is used here"
     _leave_out_variables(migration, keys)
     for name, value in variant.settings.items():
         migration.set(name, value, migration.title)
@@ -69,8 +43,10 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
     for key, rule in sorted(rules.items(), key=lambda item: written.get(item[0]) is not None):
         if key in keys:
             origin = key if key in written else f"default of {project.title}"
-            _apply(migration, key, keys[key], rule, origin)
-    migration.unknown.extend(key for key in written if key not in rules)
+            apply(migration, key, keys[key], rule, origin)
+    others = {key for each in project.variants.values() for key in each.keys} - rules.keys()
+    migration.unneeded.extend(key for key in written if key in others)
+    migration.unknown.extend(key for key in written if key not in rules and key not in others)
     _batch(migration, devices or arguments.devices, rules)
     _optimizer(migration, keys)
     _length(migration)
@@ -82,7 +58,10 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number with an exponent in place of its text: YAML 1.1 reads 1e-5 as text."""
+    """Return a number with an exponent in place of its text, which is how YAML 1.1 reads 1e-5, and
+    None in place of the text that Python's command lines have for it."""
+    if value == "None":
+        return None
     if isinstance(value, str) and EXPONENT.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     return value
@@ -91,70 +70,8 @@ def _plain(value: Any) -> Any:
 def _leave_out_variables(migration: Migration, keys: dict[str, Any]) -> None:
     """Remove the keys whose value is a variable of the shell that the file does not set."""
     for key in [key for key, value in keys.items() if VARIABLE.search(str(value))]:
-        value = _short(keys.pop(key))
+        value = short(keys.pop(key))
         migration.incomplete[key] = f"{value} has no value in the file; write the value"
-
-
-def _apply(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
-    """Carry out the rule of one key."""
-    if value in rule.off or (isinstance(value, list | dict) and not value):
-        return
-    if rule.kind == "unneeded":
-        migration.unneeded.append(key)
-    elif rule.kind == "lost":
-        migration.lost[f"{key} {_short(value)}"] = rule.note
-    elif rule.kind == "factor":
-        migration.factors[key] = _factor(key, value)
-    elif rule.kind == "set":
-        _set(migration, key, value, rule, origin)
-    if rule.note and rule.values is None and rule.kind != "lost" and origin == key:
-        migration.notes[f"{key} {_short(value)}"] = rule.note
-
-
-def _factor(key: str, value: Any) -> int:
-    """Return a factor of the batch size. Raises RLHFError if it is not a whole number."""
-    number = _number(key, value)
-    if number % 1:
-        raise RLHFError(f"{key} is {value!r}; write the whole number that was used")
-    return int(number)
-
-
-def _number(key: str, value: Any) -> float:
-    """Return the value of a key. Raises RLHFError if it is not a number."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RLHFError(f"{key} is {value!r}; write the number that was used")
-    return number
-
-
-def _set(migration: Migration, key: str, value: Any, rule: Rule, origin: str) -> None:
-    if rule.values is None:
-        ours: Mapping[str, Any] = {rule.ours: value}
-    else:
-        known = []
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Hashable) and each in rule.values:
-                known.append(rule.values[each])
-            else:
-                migration.lost[f"{key} {_short(each)}"] = rule.note
-        if not known:
-            return
-        only = known[0] if len(known) == 1 else known
-        ours = only if isinstance(only, Mapping) else {rule.ours: only}
-    for name, each in ours.items():
-        if name == "optim.betas" and key[-1] in "12":
-            betas = list(migration.settings.get(name, [0.9, 0.999]))
-            betas[key.endswith("2")] = each
-            each = betas
-        migration.set(name, each, origin)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str).strip('"')
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _batch(migration: Migration, devices: int | None, rules: Mapping[str, Rule]) -> None:
@@ -184,8 +101,8 @@ def _optimizer(migration: Migration, keys: Mapping[str, Any]) -> None:
     if "min_lr_rate" in options:
         migration.set("optim.min_lr", options["min_lr_rate"], "lr_scheduler_kwargs")
     elif "min_lr" in options:
-        rate = _number("the learning rate", migration.settings.get("optim.lr"))
-        share = _number("min_lr", options["min_lr"]) / rate
+        rate = number_of("the learning rate", migration.settings.get("optim.lr"))
+        share = number_of("min_lr", options["min_lr"]) / rate
         migration.set("optim.min_lr", share, "lr_scheduler_kwargs: min_lr / learning rate")
     name = str(keys.get("lr_scheduler_type", keys.get("lr_scheduler")))
     has_minimum = "min_lr" in name or "cosine_min_lr_ratio" in keys
@@ -198,19 +115,25 @@ def _length(migration: Migration) -> None:
     if "train.steps" in migration.settings:
         migration.drop("train.epochs")
     if "train.epochs" in migration.settings:
-        epochs = _number(migration.origins["train.epochs"], migration.settings["train.epochs"])
+        epochs = number_of(migration.origins["train.epochs"], migration.settings["train.epochs"])
         migration.settings["train.epochs"] = math.ceil(epochs)
         if epochs % 1:
             migration.notes[f"{epochs:g} epochs"] = "here epochs are whole; set train.steps instead"
-    for name, per in (("train.eval_every", "eval_steps"), ("checkpoint.every", "save_steps")):
+    for name, per in (
+        ("train.log_every", "logging_steps"),
+        ("train.eval_every", "eval_steps"),
+        ("checkpoint.every", "save_steps"),
+    ):
         if name not in migration.settings:
             continue
-        value = _number(migration.origins[name], migration.settings[name])
+        value = number_of(migration.origins[name], migration.settings[name])
         if value == -1:
             migration.settings[name] = None
         elif 0 < value < 1:
             migration.drop(name)
             migration.notes[f"{per} {value:g}"] = f"a share of the run; set {name} to steps"
+        elif value % 1 == 0:
+            migration.settings[name] = int(value)
 
 
 def _lora(migration: Migration) -> None:
@@ -265,7 +188,7 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
     """Translate GKD's divergence and OpenRLHF's share of it."""
     settings = migration.settings
     if "kd_coef" in keys:
-        share = 1 - _number("kd_coef", keys["kd_coef"])
+        share = 1 - number_of("kd_coef", keys["kd_coef"])
         migration.set("kd.sft", round(share, 6), "1 - kd_coef")
     if settings.get("kd.beta") in (0, 1):
         settings["kd.loss"] = "reverse_kl" if migration.drop("kd.beta") else "forward_kl"
@@ -299,7 +222,7 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
             migration.notes[f"deepspeed {name}"] = "set deepspeed.nvme_path to a folder"
     optimizer = zero.get("offload_optimizer") or {}
     # DeepSpeed reads it at this stage only.
-    ratio = _number("ratio", optimizer.get("ratio", 1)) if zero.get("stage") == 3 else 1
+    ratio = number_of("ratio", optimizer.get("ratio", 1)) if zero.get("stage") == 3 else 1
     if optimizer.get("device") == "cpu" and 0 < ratio < 1:
         migration.set("deepspeed.offload_ratio", ratio, "deepspeed")
 
@@ -329,12 +252,15 @@ def _data(
 ) -> None:
     """Translate the data sets, and drop the settings of evaluation if no row is held out."""
     read = READERS[arguments.project]
-    train, held_out = read(arguments.variant, keys, folder, migration.notes, migration.lost)
+    train, held_out = read(migration, arguments.variant, keys, folder)
     rules = PROJECTS[arguments.project].keys
     for name, entries in (("data.train", train), ("data.eval", held_out)):
         if entries:
-            origin = [key for key in arguments.keys if key in rules and rules[key].ours == name]
-            migration.set(name, entries, ", ".join(origin))
+            origin, rows = (
+                [key for key in arguments.keys if key in rules and rules[key].ours == ours]
+                for ours in (name, "data.train")
+            )
+            migration.set(name, entries, ", ".join(origin or rows))
     if not held_out and {"train.eval_every", "train.eval_at_start"} & migration.settings.keys():
         migration.drop("train.eval_every")
         migration.drop("train.eval_at_start")

@@ -96,6 +96,34 @@ KEYS: dict[str, Rule] = {
         " wandb_log_model wandb_mode wandb_name wandb_run_id wandb_watch xformers_attention"
     ),
 }
+TEMPLATE = (
+    "the tokenizer's own template is used here; data.chat_template replaces it by a file or chatml"
+)
+DATA_SET = {
+    **read("path name split data_files type", "data.train"),
+    **read(
+        "field field_messages field_tools field_instruction field_input field_output", "columns"
+    ),
+    **read("field_prompt field_completion field_chosen field_rejected field_label", "columns"),
+    **read("field_system message_property_mappings", "columns"),
+    **read("message_field_role message_field_content", "columns"),
+    "chat_template": Rule(values={"tokenizer_default": {}}, note=TEMPLATE),
+    "roles_to_train": Rule(values={"assistant": {}, "gpt": {}}, off=(None,)),
+    "train_on_eos": Rule(values={"turn": {}}),
+    "step_separator": Rule(kind="lost", note="set prm.separator"),
+    **lost("train_on_last_step_only", "set prm.steps to last"),
+    **lost(
+        "format no_input_format system_format prompt_format completion_format chosen_format"
+        " rejected_format",
+        "prompts are used as they are; put it into the rows",
+    ),
+    **lost(
+        "drop_system_message field_thinking input_format input_transform max_completion_length"
+        " message_field_training message_field_training_detail revision roles shards shards_idx"
+        " skip split_thinking system_prompt template_thinking_key chat_template_jinja"
+    ),
+    **unneeded("ds_type preprocess_shards trust_remote_code"),
+}
 RL = {
     "rl_beta": to("dpo.beta"),
     "dpo_label_smoothing": to("dpo.label_smoothing", off=(None, 0)),
@@ -155,4 +183,6 @@ AXOLOTL = Project(
         "reward_model": Variant(trainer="rm", keys=CENTRING),
         "process_reward_model": Variant(trainer="prm"),
     },
+    data_set=DATA_SET,
+    empty_is_default=True,
 )

@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-OFF: tuple[Any, ...] = (None, False, "", "none", "no", 0, (), {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""Values with which any key has no effect."""
+OFF = (*EMPTY, False, "none", "no", 0, ())
 """Values with which a key usually has no effect."""
 
 
@@ -23,7 +25,7 @@ class Rule:
     """Our value by theirs, or several settings by theirs; any other value is lost."""
     note: str = ""
     """What differs; with `values`, what happens to any other value."""
-    off: tuple[Any, ...] = (None, "")
+    off: tuple[Any, ...] = EMPTY
     """Values with which the key has no effect."""
 
 
@@ -58,6 +60,10 @@ class Project:
     """Keys whose value names the trainer, or that name it if they are true."""
     usual: str | None = None
     """The trainer, if none of them is set."""
+    data_set: Mapping[str, Rule] = field(factory=dict)
+    """Keys of a data set in its list of data sets, or in its file that describes them."""
+    empty_is_default: bool = False
+    """A key without a value has its default there. Otherwise it is switched off."""
 
 
 def to(
@@ -65,7 +71,7 @@ def to(
     values: Mapping[Any, Any] | None = None,
     *,
     note: str = "",
-    off: tuple[Any, ...] = (None, ""),
+    off: tuple[Any, ...] = EMPTY,
 ) -> Rule:
     """Return the rule of a key whose value our setting takes."""
     return Rule(ours=ours, values=values, note=note, off=off)

@@ -101,6 +101,14 @@ GKD = {
     "max_new_tokens": to("kd.max_new_tokens"),
     **unneeded("teacher_model_init_kwargs"),
 }
+PRM = {
+    "step_separator": to("prm.separator"),
+    "train_on_last_step_only": to("prm.steps", {True: "last", False: "all"}),
+}
+DATA_SET = {
+    **read("path name data_dir data_files split", "data.train"),
+    **read("columns", note="all columns are read here; remove the others from the rows"),
+}
 SHARED: dict[str, Any] = {
     **DEFAULTS,
     "bf16": True,
@@ -155,5 +163,7 @@ TRL = Project(
             defaults=PREFERENCE,
             settings={"dpo.loss": "orpo"},
         ),
+        "prm": Variant(trainer="prm", keys=PRM, defaults={"learning_rate": 1e-5}),
     },
+    data_set=DATA_SET,
 )

@@ -539,7 +539,7 @@ def of(project: str, folder: Path, **keys: Any) -> Migration:
 
 CHATS = {
     "path": "json", "data_files": ["m.jsonl", "uni.jsonl"], "type": "chat_template",
-    "chat_template": "chatml", "message_field_training": "train", "drop_system_message": True,
+    "chat_template": "chatml", "message_field_training": "masked", "drop_system_message": True,
     "field_system": "sys", "skip": 3, "strange": 1, "ds_type": "json", "train_on_eos": "turn",
     "roles_to_train": ["assistant", "gpt"],
 }  # fmt: skip
@@ -558,7 +558,7 @@ def test_each_file_of_a_data_set_of_axolotl_is_an_entry_and_no_key_is_dropped(
             "the tokenizer's own template is used here; data.chat_template replaces it by a file "
             "or chatml"
         ),
-        "datasets: message_field_training train": "",
+        "datasets: message_field_training masked": "rename it to train in the rows",
         "datasets: drop_system_message true": "",
         "datasets: skip 3": "",
     }

@@ -110,6 +110,7 @@ DATA_SET = {
     "chat_template": Rule(values={"tokenizer_default": {}}, note=TEMPLATE),
     "roles_to_train": Rule(values={"assistant": {}, "gpt": {}}, off=(None,)),
     "train_on_eos": Rule(values={"turn": {}}),
+    "message_field_training": Rule(values={"train": {}}, note="rename it to train in the rows"),
     "step_separator": Rule(kind="lost", note="set prm.separator"),
     **lost("train_on_last_step_only", "set prm.steps to last"),
     **lost(
@@ -119,7 +120,7 @@ DATA_SET = {
     ),
     **lost(
         "drop_system_message field_thinking input_format input_transform max_completion_length"
-        " message_field_training message_field_training_detail revision roles shards shards_idx"
+        " message_field_training_detail revision roles shards shards_idx"
         " skip split_thinking system_prompt template_thinking_key chat_template_jinja"
     ),
     **unneeded("ds_type preprocess_shards trust_remote_code"),

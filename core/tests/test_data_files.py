@@ -71,6 +71,12 @@ def test_cells_of_csv_are_text_except_labels_and_margins(tmp_path: Path) -> None
         ]
 
 
+def test_a_cell_of_csv_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"prompt,completion\nq,{'a' * 200_000}\n")
+    source = Source(DataEntry(path=str(tmp_path / "rows.csv")), "train", "demonstration")
+    assert len(source.read(tmp_path)[0]["completion"]) == 200_000
+
+
 @pytest.mark.parametrize("row", ["Hello, you,Hi", "Hello,Hi,"])
 def test_a_first_row_of_csv_with_too_many_cells_is_refused(row: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
@@ -78,8 +84,8 @@ def test_a_first_row_of_csv_with_too_many_cells_is_refused(row: str, tmp_path: P
     with pytest.raises(RLHFError) as error:
         Source(DataEntry(path=str(path)), "train", "demonstration").read(tmp_path)
     assert str(error.value) == (
-        f"data.train: cannot read {path}: line 3 has 3 cells for 2 columns; put quotes around "
-        "cells with commas"
+        f"data.train: cannot read {path}: the first row has 3 cells for 2 columns; put quotes "
+        "around cells with commas"
     )
 
 

@@ -270,13 +270,15 @@ def _as_text(path: str) -> dict[str, Any]:
 
     opener: Any = gzip.open if path.lower().endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file)
-        columns, first = (next(filter(None, rows), []) for _ in range(2))
-        if len(first) > len(columns):
-            raise RLHFError(
-                f"line {rows.line_num} has {len(first)} cells for {counted(len(columns), 'column')}"
-                "; put quotes around cells with commas"
-            )
+        rows = filter(None, csv.reader(file))
+        columns, first = next(rows, []), []
+        with contextlib.suppress(csv.Error):  # A cell longer than this module allows.
+            first = next(rows, [])
+    if len(first) > len(columns):
+        raise RLHFError(
+            f"the first row has {len(first)} cells for {counted(len(columns), 'column')}; put "
+            "quotes around cells with commas"
+        )
     text = datasets.Features({name: datasets.Value("string") for name in columns}) or None
     return {"features": text, "keep_default_na": False}
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.launch.local import hold_port
-from rlhf.testing.ranks import close_shared
+from rlhf.testing.ranks import close_shared, port_fixture
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its interpreter then runs kernels on the host.
@@ -36,11 +35,7 @@ def _no_rank_left_behind() -> Iterator[None]:
     assert {name: os.environ.get(name) for name in RENDEZVOUS} == before
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port for servers that allow reuse."""
-    with hold_port() as held:
-        yield held.getsockname()[1]
+port = port_fixture()
 
 
 def pytest_configure(config: pytest.Config) -> None:

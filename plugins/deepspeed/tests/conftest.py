@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from rlhf.testing.ranks import ranks_fixture
+from rlhf.testing.ranks import port_fixture, ranks_fixture
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its interpreter then runs kernels on the host.
@@ -13,3 +13,4 @@ if not torch.cuda.is_available():
 pair = ranks_fixture(2)
 single = ranks_fixture(1)
 three = ranks_fixture(3)
+port = port_fixture()

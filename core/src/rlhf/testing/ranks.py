@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
@@ -31,6 +31,7 @@ import pytest
 from attrs import field, frozen
 
 from rlhf.errors import RLHFError
+from rlhf.launch.local import hold_port
 
 GRACE = 5.0
 """Seconds that the other ranks get once one has failed: most wait in a collective for it."""
@@ -199,6 +200,17 @@ def ranks_fixture(world: int) -> Any:
         return shared(world)
 
     return ranks
+
+
+def port_fixture() -> Any:
+    """Return a pytest fixture that gives a port for servers that allow reuse."""
+
+    @pytest.fixture
+    def port() -> Iterator[int]:
+        with hold_port() as held:
+            yield held.getsockname()[1]
+
+    return port
 
 
 def _story(answers: dict[int, Answer], *, world: int, doing: str, timeout: float) -> str:

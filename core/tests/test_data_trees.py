@@ -1,5 +1,8 @@
 """The file of tokenised rows."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +27,20 @@ def file(tmp_path: Path) -> TreeFile:
 
 def test_lists_of_a_chunk_may_have_more_than_2_to_the_31_entries(file: TreeFile) -> None:
     assert {file._chunks[0][name][0].dtype for name in LISTS} == {np.dtype(np.int64)}
+
+
+def test_reading_imports_no_pandas(file: TreeFile, tmp_path: Path) -> None:
+    (tmp_path / "pandas.py").write_text("raise SystemExit('imported')\n")
+    program = (
+        "import sys; from rlhf.data.trees import TreeFile; "
+        "file = TreeFile(sys.argv[1]); print(file.lengths, file.list_lengths('ends'), file[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "rows.arrow")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("[5 2] [2 1] Example("), done.stderr
 
 
 def test_the_digest_is_that_of_earlier_files_with_narrow_offsets(file: TreeFile) -> None:

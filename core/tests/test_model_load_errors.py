@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attrs
 import peft
 import pytest
 from small_models import SIZES, config_of, load, write_model
@@ -89,6 +90,21 @@ def changed(folder: str, target: Path, **settings: Any) -> str:
     tree = json.loads((target / "config.json").read_text()) | settings
     (target / "config.json").write_text(json.dumps(tree))
     return str(target)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"), [("gptq", {}), ("bitsandbytes", {}), ("fp8", {"quantize": "nf4"})]
+)
+def test_quantized_weights_that_cannot_be_unpacked_are_refused(
+    llama: str, tmp_path: Path, method: str, settings: dict[str, str]
+) -> None:
+    path = changed(llama, tmp_path / "model", quantization_config={"quant_method": method})
+    config = attrs.evolve(config_of(path), model=ModelConfig(path=path, **settings))
+    assert failing(config) == (
+        f"the weights of model.path {path} are quantized ({method}), which cannot be trained; "
+        "choose the model that they were made from, with model.quantize nf4 for a base in 4 bits "
+        "under an adapter"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -73,18 +73,19 @@ sys.addaudithook(lambda event, given: event == "open" and opened.append(str(give
 from rlhf.launch.startup import importing_rank
 with importing_rank():
     import rlhf.rank.run
-assert not {"scipy", "sklearn", "peft"} & {*sys.modules}, "imported"
+assert not {"scipy", "sklearn", "torchao", "peft"} & {*sys.modules}, "imported"
 assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
-from transformers.utils import is_scipy_available, is_sklearn_available
-assert is_scipy_available() and is_sklearn_available(), "taken for missing"
-import scipy, sklearn
+from transformers import utils
+for name in ("scipy", "sklearn", "torchao"):
+    assert getattr(utils, f"is_{name}_available")(), f"{name} is taken for missing"
+import scipy, sklearn, torchao
 """
 
 
 def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> None:
-    for name in ("scipy", "sklearn"):
+    for name in ("scipy", "sklearn", "torchao"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "__init__.py").write_text("__version__ = '99'\n")
     found = os.pathsep.join([str(tmp_path), *sys.path])
     run = subprocess.run(
         [sys.executable, "-c", IMPORTS],

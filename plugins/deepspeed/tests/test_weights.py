@@ -242,6 +242,8 @@ def test_torchs_warnings_about_deepspeed_are_not_shown():
         words = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
         with silenced():
             warnings.warn(words, FutureWarning, stacklevel=1)
+            barrier = "barrier(): using the device under current context."
+            warnings.warn(barrier, stacklevel=1)
             warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
         warnings.warn(words, FutureWarning, stacklevel=1)
     assert [str(item.message) for item in caught] == ["something else is deprecated", words]

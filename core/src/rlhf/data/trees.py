@@ -120,7 +120,7 @@ class TreeFile:
 
     def column(self, name: str) -> NDArray[np.int64]:
         """Return a column of numbers [n]."""
-        return self._table[name].to_numpy()
+        return numbers(self._table[name].combine_chunks())
 
     def digest(self) -> str:
         """Return a digest of all token ids, of which are trained on, and of inputs; values do not
@@ -162,7 +162,7 @@ class TreeFile:
 
     def list_lengths(self, name: str) -> NDArray[np.int64]:
         """Return how many entries a column of lists has in each example [n]."""
-        return pc.list_value_length(self._table[name]).to_numpy().astype(np.int64)
+        return numbers(pc.list_value_length(self._table[name]).combine_chunks()).astype(np.int64)
 
     def value(self, name: str) -> NDArray[np.float32]:
         """Return a value per example [n]."""
@@ -232,4 +232,11 @@ def _nested(
 
 
 def _numpy(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    return array.offsets.to_numpy(), array.values.to_numpy()
+    return numbers(array.offsets), numbers(array.values)
+
+
+def numbers(array: pa.Array) -> NDArray[Any]:
+    """Return an Arrow array of numbers, none of them missing, without a copy. Arrow's `to_numpy`
+    would import pandas where it is installed."""
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)

@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhf.launch.caches import keep_compiled
 
-UNUSED = ("scipy", "sklearn")
-"""What transformers imports where it is installed, for object detection and for a way of assisted
-generation."""
+UNUSED = ("scipy", "sklearn", "torchao")
+"""What transformers imports where it is installed, for object detection, for a way of assisted
+generation and for models in quantized formats that no run trains."""
 
 
 class Startup:
@@ -65,21 +65,28 @@ def importing_rank() -> Iterator[None]:
     """Open the device and import, as `importing` does, what a rank needs; transformers without what
     no run uses."""
     first = "transformers" not in sys.modules
-    hidden = {*UNUSED} - {*sys.modules} if first else set()
-    modules: dict[str, Any] = sys.modules
-    modules |= dict.fromkeys(hidden)
-    try:
-        with importing(), opening_device():
-            if first:
-                _read_models_once()
-            yield
-    finally:
-        for name in hidden:
-            del modules[name]
+    with hiding(*UNUSED if first else ()) as hidden, importing(), opening_device():
+        if first:
+            _read_models_once()
+        yield
     for name in hidden:
         # transformers remembers which packages it has found; another version may not.
         with suppress(AttributeError):
-            getattr(modules["transformers.utils"], f"is_{name}_available").cache_clear()
+            getattr(sys.modules["transformers.utils"], f"is_{name}_available").cache_clear()
+
+
+@contextmanager
+def hiding(*packages: str) -> Iterator[set[str]]:
+    """Let imports in the body find none of these packages, except those that are imported already.
+    Yields the others."""
+    modules: dict[str, Any] = sys.modules
+    hidden = {*packages} - {*modules}
+    modules |= dict.fromkeys(hidden)
+    try:
+        yield hidden
+    finally:
+        for name in hidden:
+            del modules[name]
 
 
 def _read_models_once() -> None:

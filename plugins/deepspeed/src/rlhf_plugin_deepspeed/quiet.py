@@ -10,8 +10,8 @@ from typing import Any
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Hide DeepSpeed's log messages below ERROR, and torch's warnings about functions that
-    DeepSpeed calls; the plan's summary has what matters."""
+    """Hide DeepSpeed's log messages below ERROR, and torch's warnings about what DeepSpeed calls;
+    the plan's summary has what matters."""
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(_is_error)
     try:
@@ -19,6 +19,9 @@ def silenced() -> Iterator[None]:
             # torch 2.13 renamed collectives that DeepSpeed calls.
             warnings.filterwarnings(
                 "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+            )
+            warnings.filterwarnings(
+                "ignore", message=r"barrier\(\): using the device under current"
             )
             yield
     finally:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
+from rlhf.launch.startup import hiding
 from rlhf.model.kernels.gates import Product, factors, gates_of
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
@@ -109,6 +110,9 @@ def _fused_gate(decoder: Any, device: torch.device) -> tuple[Callable[..., Tenso
         return _meta_gate, MetaGate.apply
     # Liger would warn about every backend for other hardware.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
+    with hiding("peft"):  # Liger imports it for layers that no run here has.
+        import liger_kernel.utils
+    liger_kernel.utils.PEFT_AVAILABLE = True  # A plugin may have them.
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
     from liger_kernel.transformers.geglu import LigerGEGLUMLP
     from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP

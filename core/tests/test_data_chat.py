@@ -315,7 +315,7 @@ def test_turns_that_a_row_excludes_are_not_trained_on(name: str, foreign: bool) 
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({**TALK[1], "weight": 0.5}, "`weight` of message 1 (role assistant) is 0.5; use true or"),
+        ({**TALK[1], "weight": 0.5}, "`weight` of message 1 (role assistant) is 0.5; use 0 or 1"),
         ({**TALK[2], "train": True}, "`train` of message 1 (role user) is True, but only turns of"),
     ],
 )

@@ -1,16 +1,24 @@
 """One product per long example, with torch's kernels for the CPU in the place of cuDNN's."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from families import llama, row
 from torch import Tensor
 
+from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
-from rlhf.model import attention
+from rlhf.model import attention, masks
+from rlhf.model import long_examples as long_examples_module
 from rlhf.model.flex import Scoring
-from rlhf.model.long_examples import SIZES, Kernel, long_examples
+from rlhf.model.kernels import layers
+from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.long_examples import KERNELS, SIZES, Kernel, long_examples
 from rlhf.model.masks import LONG, Tree, TreeMask
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder, layers_of
 
 LENGTHS = (SIZES + 70, SIZES, 300)
 
@@ -18,12 +26,12 @@ LENGTHS = (SIZES + 70, SIZES, 300)
 def forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Any:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output, lse = attend(query, key, value, 0.0, True, scale=scale)
-    return output, lse, ()
+    return output, lse
 
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    rest: Any, scale: float | None,
+    scale: float | None,
 ) -> Any:  # fmt: skip
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return attend(gradient, query, key, value, output, lse, 0.0, True, scale=scale)
@@ -34,7 +42,10 @@ def tree_of(spans: Any) -> Tree:
     return Tree(blank_batch(torch.zeros(-(-total // 128) * 128, dtype=torch.long), spans))
 
 
-def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own() -> None:
+def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(forward, backward))
     mask = TreeMask(tree_of(tuple((0, (length,)) for length in LENGTHS)), None)
     torch.manual_seed(0)
     size, real = len(mask.tree.owner), sum(LENGTHS)
@@ -42,7 +53,7 @@ def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own() -> 
     row = [torch.randn(1, size, 2, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
     weights = torch.randn(1, 2, size, 8)
     weights[:, :, real:] = 0
-    ours = long_examples(*row, LENGTHS, 0.3, Kernel(forward, backward))
+    ours = long_examples(*row, torch.tensor(LENGTHS), 0.3)
     theirs = attention.split_tree(*row, mask, Scoring(0.0, 0.3, None, None))
     torch.testing.assert_close(ours[:, :, :real], theirs[:, :, :real], rtol=1e-5, atol=1e-5)
     for mine, other in zip(
@@ -51,6 +62,56 @@ def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own() -> 
         strict=True,
     ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    """No kind of attention has run yet, and nothing is compiled."""
+    known = (long_examples_module.KINDS, long_examples_module.AGREES)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    for each in known:
+        each.clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_compiled_layers_take_each_long_example_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(forward, backward))
+    compiler = torch.compile(layers._run, backend="aot_eager")
+    monkeypatch.setattr(layers, "_compiler", lambda: compiler)
+    monkeypatch.setattr(masks, "LONG", 100)
+    rows = [row(130, 90), row(300), row(200, 150, 140), row(90, 120, 310)]
+
+    module = llama().train()
+    with monkeypatch.context() as own:
+        own.setattr(attention, "cudnn_agrees", lambda kind: True)
+        own.setattr(attention, "split_tree", attention.cuda_tree)
+        expected = gradients(module, rows)
+    [kind] = long_examples_module.KINDS
+    assert kind == (*(module.causal.config.num_attention_heads, 2), 8, torch.float32, 8**-0.5)
+    monkeypatch.setattr(long_examples_module, "_agrees", lambda *kind: True)
+    monkeypatch.setattr(attention, "split_tree", attention.cuda_tree)
+    compile_layers(decoder(module.causal), None)
+    calls = []
+    monkeypatch.setitem(
+        KERNELS, "cpu", Kernel(lambda *given: calls.append(1) or forward(*given), backward)
+    )
+    found = gradients(module, rows)
+    num_layers = len(layers_of(decoder(module.causal)))
+    assert len(calls) == num_layers * 9, "each example of each row"
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # A row of one example has a form of its own, as any size of 1.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def gradients(module: PackedModel, batches: list[PackedBatch]) -> list[Tensor]:
+    module.zero_grad()
+    for batch in batches:
+        hidden = module.packed_row(batch)
+        (hidden * torch.linspace(-1, 1, hidden.shape[-1])).sum().backward()
+    return [item.grad.clone() for item in module.parameters() if item.grad is not None]
 
 
 @pytest.mark.parametrize(

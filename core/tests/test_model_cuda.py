@@ -6,15 +6,22 @@ import pytest
 import torch
 import transformers
 from engines import BareEngine
-from families import FAMILIES, TREES, gradients, tree_batch
+from families import FAMILIES, TREES, gradients, llama, row, tree_batch
 
+from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh
+from rlhf.model import attention
+from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.long_examples import KERNELS
+from rlhf.model.masks import LONG
 from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder, layers_of
 from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+CUDA = torch.device("cuda")
 HEADS = {"hidden_size": 64, "head_dim": 16, "n_embd": 64}
 """Flex attention wants heads of at least 16."""
 
@@ -73,3 +80,38 @@ def test_a_new_batch_of_the_same_length_compiles_nothing_new() -> None:
     torch._dynamo.utils.counters.clear()
     run(module, "tree")
     assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+
+
+def test_long_examples_run_by_cudnn_as_by_flex_attention_in_plain_and_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # With larger weights rounding to bf16 alone changes gradients by as much as a wrong mask.
+    module = llama(hidden_size=256, head_dim=64, initializer_range=0.04)
+    module = module.to("cuda", torch.bfloat16).train()
+    batches = [row(LONG + 300, LONG).to(CUDA), row(2 * LONG - 70).to(CUDA)]
+    calls: list[int] = []
+    own = KERNELS["cuda"]
+    counted = own._replace(forward=lambda *given: calls.append(1) or own.forward(*given))
+    monkeypatch.setitem(KERNELS, "cuda", counted)
+
+    with monkeypatch.context() as by_flex:
+        by_flex.setattr(attention, "cudnn_agrees", lambda kind: False)
+        expected = states_and_gradients(module, batches)
+    for how in ("plain", "compiled"):
+        if how == "compiled":
+            compile_layers(decoder(module.causal), None)
+        calls.clear()
+        found = states_and_gradients(module, batches)
+        assert len(calls) >= 3 * len(layers_of(decoder(module.causal))), how
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).norm() / theirs.norm() < 4e-2, how
+
+
+def states_and_gradients(module: PackedModel, batches: list[PackedBatch]) -> list[torch.Tensor]:
+    states = [module.packed_row(batch) for batch in batches]
+    generator = torch.Generator("cuda").manual_seed(0)
+    for state in states:
+        weights = torch.randn(state.shape, generator=generator, device="cuda")
+        (state.float() * weights).sum().backward()
+    found = [state.detach().float() for state in states]
+    return found + [value.float() for value in gradients(module.causal).values()]

@@ -25,7 +25,7 @@ MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
 """What templates write before an answer without reasoning, such as `<think></think>`: it is part of
 the prompt when the model is asked to answer without reasoning."""
-CHOICES = ("weight", "train", "loss")
+TRAIN_KEYS = ("weight", "train", "loss")
 """Keys of a message by which rows of OpenAI, Axolotl and ms-swift choose what is trained on."""
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
@@ -277,11 +277,11 @@ def _after_empty_reasoning(text: str, start: int, message: Message) -> int:
 
 def _is_trained(number: int, message: Message) -> bool:
     """Return whether a message is a turn of the assistant that its row does not exclude."""
-    chosen = {name: message[name] for name in CHOICES if message.get(name) is not None}
+    chosen = {name: message[name] for name in TRAIN_KEYS if message.get(name) is not None}
     of = f"of message {number} (role {message['role']})"
     for name, value in chosen.items():
         if value not in (0, 1):
-            raise RLHFError(f"`{name}` {of} is {value!r}; use true or false")
+            raise RLHFError(f"`{name}` {of} is {value!r}; use 0 or 1, false or true")
         if value and message["role"] != "assistant":
             raise RLHFError(
                 f"`{name}` {of} is {value!r}, but only turns of the assistant are trained on; "

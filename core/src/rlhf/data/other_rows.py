@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.data.chat import CHOICES
+from rlhf.data.chat import TRAIN_KEYS
 from rlhf.data.columns import Columns, has
 from rlhf.errors import RLHFError
 
@@ -78,7 +78,7 @@ def _message(name: str, number: int, message: Any) -> Any:
         raise RLHFError(
             f"`from` of message {number} of `{name}` is {kind!r}; use one of {', '.join(ROLES)}"
         )
-    chosen = {name: message[name] for name in CHOICES if name in message}
+    chosen = {name: message[name] for name in TRAIN_KEYS if name in message}
     if kind != "function_call":
         return {"role": ROLES[kind], "content": text, **chosen}
     try:

@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from rlhf.model.flex import Scoring, flex_tree
 from rlhf.model.head import soft_capped
 from rlhf.model.kernels.meta import MetaAttention
-from rlhf.model.long_examples import cudnn_agrees, long_examples
+from rlhf.model.long_examples import AGREES, KINDS, cudnn_agrees, long_examples
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
 from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
 
@@ -170,11 +170,17 @@ def cuda_tree(
 ) -> Tensor:
     """Compute the row on CUDA: long examples by cuDNN where it gives what flex attention gives,
     everything else by flex attention."""
-    scored = scoring.softcap is not None or scoring.sinks is not None
-    # cuDNN's gradient is not deterministic, and compiled layers are for rows of any lengths.
-    fixed = torch.are_deterministic_algorithms_enabled() or torch.compiler.is_compiling()
-    if mask.long and not (scored or fixed or scoring.dropout):
-        heads = (query.shape[1], key.shape[1])
-        if cudnn_agrees(heads, query.shape[3], query.dtype, scoring.scale):
-            return long_examples(query, key, value, mask.tree.lengths[:-1], scoring.scale)
+    dropout, scale, softcap, sinks = scoring
+    kind = (query.shape[1], key.shape[1], query.shape[3], query.dtype, scale)
+    # cuDNN's gradient is not deterministic.
+    fixed = torch.are_deterministic_algorithms_enabled()
+    plain = softcap is None and sinks is None and not (dropout or fixed)
+    if torch.compiler.is_compiling():
+        # `compile_layers` has compared what has run before.
+        by_cudnn = mask.long and plain and AGREES.get(kind, False)
+    else:
+        KINDS.add(kind)
+        by_cudnn = mask.long and plain and cudnn_agrees(kind)
+    if by_cudnn:
+        return long_examples(query, key, value, mask.tree.sizes, scale)
     return flex_tree(query, key, value, mask, scoring)

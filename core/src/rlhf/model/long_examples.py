@@ -4,8 +4,8 @@ On an H200 it takes 0.7 to 0.8 of flex attention's time for examples of 8,192 to
 more than it for short ones (benchmarks/RESULTS.md).
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -26,23 +26,28 @@ PROBED = 1280
 AGREEMENT = 2e-2
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 4e-3."""
 
+NOTHING_SEEN = 1e9
+"""A log-sum-exp with which a token sees a share of 0 of every other."""
+
+Kind = tuple[int, int, int, torch.dtype, float | None]
+"""Query and KV heads, their size, precision and scale of an attention."""
+
 
 class Kernel(NamedTuple):
-    """Causal attention of one example and its gradient, as operators of torch."""
+    """Causal attention of one example and its gradient."""
 
     forward: Any
-    """(query, key, value, scale) -> (output, log-sum-exp of the scores, what else `backward`
-    needs)."""
+    """(query, key, value, scale) -> (output, log-sum-exp of the scores [1, heads, L])."""
     backward: Any
-    """(gradient, query, key, value, output, log-sum-exp, rest, scale) -> three gradients."""
+    """(gradient, query, key, value, output, log-sum-exp, scale) -> three gradients."""
 
 
 def _cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+) -> tuple[Tensor, Tensor]:
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    output, lse, *rest, _ = attend(query, key, value, None, True, 0.0, True, False, scale=scale)
-    return output, lse, tuple(rest)
+    output, lse, *_ = attend(query, key, value, None, True, 0.0, True, False, scale=scale)
+    return output, lse.squeeze(-1)
 
 
 def _cudnn_backward(
@@ -52,76 +57,109 @@ def _cudnn_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    rest: tuple[Any, ...],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *sizes, seed, offset = rest
     differentiate = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    no_dropout = torch.zeros((), dtype=torch.long, device=query.device)
+    sizes = (None, None, query.shape[2], key.shape[2])
     gradients: tuple[Tensor, Tensor, Tensor] = differentiate(
-        gradient, query, key, value, output, lse, seed, offset, None, *sizes, 0.0, True, scale=scale
-    )
+        gradient, query, key, value, output, lse.unsqueeze(-1), no_dropout, no_dropout, None,
+        *sizes, 0.0, True, scale=scale,
+    )  # fmt: skip
     return gradients
 
 
-CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+KERNELS = {"cuda": Kernel(_cudnn_forward, _cudnn_backward)}
+"""The kernel of each kind of device."""
 
 
 def long_examples(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Sequence[int],
-    scale: float | None,
-    kernel: Kernel = CUDNN,
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None
 ) -> Tensor:
-    """Compute attention over a row of plainly causal examples of `lengths`: query [1, heads, T, D],
-    key and value [1, KV heads, T, D] -> [1, heads, T, D]. Tokens behind the last example, which
-    only round the row up, get zeros: nothing reads them."""
-    output: Tensor = _LongExamples.apply(query, key, value, tuple(lengths), scale, kernel)
+    """Compute attention over a row of plainly causal examples of `lengths` [n], on the host: query
+    [1, heads, T, D], key and value [1, KV heads, T, D] -> [1, heads, T, D]. Tokens behind the last
+    example, which only round the row up, get zeros: nothing reads them."""
+    output: Tensor = _attend(query, key, value, lengths, scale)[0]
     return output
 
 
-class _LongExamples(torch.autograd.Function):
-    """Keeps only the row's own tensors for backward, whatever the examples are padded to.
+# Operators, since a compiler would otherwise make a function for each number and size of examples.
+@torch.library.custom_op("rlhf::long_examples", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the log-sum-exp of each token's scores [1, heads, T].
 
     An example's padding is what follows it in the row, which its tokens do not see, since it is
     later. Outputs there are dropped, and their gradient is 0.
     """
+    output, lse = _empty(query)
+    output.zero_()
+    lse.fill_(NOTHING_SEEN)
+    for part in _parts(lengths):
+        windows = (_window(tensor, part) for tensor in (query, key, value))
+        found, own = KERNELS[query.device.type].forward(*windows, scale)
+        length = part.stop - part.start
+        output[:, :, part], lse[:, :, part] = found[:, :, :length], own[:, :, :length]
+    return output, lse
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: tuple[int, ...],
-        scale: float | None,
-        kernel: Kernel,
-    ) -> Tensor:
-        ends = list(accumulate(lengths, initial=0))
-        parts = [slice(start, end) for start, end in pairwise(ends)]
-        output = query.new_zeros(*query.transpose(1, 2).shape).transpose(1, 2)
-        kept = []
-        for part in parts:
-            windows = (_window(tensor, part) for tensor in (query, key, value))
-            found, *more = kernel.forward(*windows, scale)
-            output[:, :, part] = found[:, :, : part.stop - part.start]
-            kept.append(more)
-        ctx.save_for_backward(query, key, value, output)
-        ctx.kept, ctx.parts, ctx.scale, ctx.kernel = kept, parts, scale, kernel
-        return output
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, output = ctx.saved_tensors
-        changes = [torch.zeros_like(tensor) for tensor in inputs]
-        for part, more in zip(ctx.parts, ctx.kept, strict=True):
-            windows = [_window(tensor, part) for tensor in (*inputs, output)]
-            own = _window(gradient[:, :, : part.stop], part)
-            found = ctx.kernel.backward(own, *windows, *more, ctx.scale)
-            for change, values in zip(changes, found, strict=True):
-                change[:, :, part] = values[:, :, : part.stop - part.start]
-        return *changes, None, None, None
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty(query)
+
+
+@torch.library.custom_op("rlhf::long_examples_backward", mutates_args=())
+def _differentiate(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    changes = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for part in _parts(lengths):
+        windows = [_window(tensor, part) for tensor in (query, key, value, output)]
+        own = _window(gradient[:, :, : part.stop], part)
+        length = part.stop - part.start
+        # The scores of what follows are dropped, like its outputs.
+        seen = pad(lse[:, :, part], (0, own.shape[2] - length), value=NOTHING_SEEN)
+        found = KERNELS[query.device.type].backward(own, *windows, seen, scale)
+        for change, values in zip(changes, found, strict=True):
+            change[:, :, part] = values[:, :, :length]
+    return changes
+
+
+@_differentiate.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.scale = inputs
+    *row, lengths = tensors
+    ctx.save_for_backward(*row, *output, lengths)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *_differentiate(gradient, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)
+
+
+def _empty(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an output, in which the heads of a token are adjacent, and a log-sum-exp."""
+    output = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _parts(lengths: Tensor) -> list[slice]:
+    """Return where in the row each example is."""
+    return [slice(*ends) for ends in pairwise(accumulate(lengths.tolist(), initial=0))]
 
 
 def _window(tensor: Tensor, part: slice) -> Tensor:
@@ -133,13 +171,24 @@ def _window(tensor: Tensor, part: slice) -> Tensor:
     return (pad(window, (0, 0, 0, 0, 0, missing)) if missing else window).transpose(1, 2)
 
 
-@cache
-def cudnn_agrees(heads: tuple[int, int], dim: int, dtype: torch.dtype, scale: float | None) -> bool:
-    """Return whether cuDNN's attention with so many query and KV heads runs here and gives the
-    values and gradients of flex attention, on one random example."""
+KINDS: set[Kind] = set()
+"""The kinds of attention that have run on CUDA, before any layer is compiled."""
+
+AGREES: dict[Kind, bool] = {}
+"""What `cudnn_agrees` has found."""
+
+
+def cudnn_agrees(kind: Kind) -> bool:
+    """Return whether cuDNN's attention of this kind runs here and gives the values and gradients of
+    flex attention, on one random example."""
+    if kind not in AGREES:
+        AGREES[kind] = _agrees(*kind)
+    return AGREES[kind]
+
+
+def _agrees(heads: int, key_heads: int, dim: int, dtype: torch.dtype, scale: float | None) -> bool:
     generator = torch.Generator("cuda").manual_seed(0)
-    query_heads, key_heads = heads
-    shapes = [(1, PROBED, n, dim) for n in (query_heads, key_heads, key_heads, query_heads)]
+    shapes = [(1, PROBED, n, dim) for n in (heads, key_heads, key_heads, heads)]
     query, key, value, weights = (
         torch.randn(shape, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
         for shape in shapes
@@ -147,7 +196,7 @@ def cudnn_agrees(heads: tuple[int, int], dim: int, dtype: torch.dtype, scale: fl
     batch = blank_batch(torch.zeros(PROBED, dtype=torch.long, device="cuda"), ((0, (PROBED,)),))
     mask = TreeMask(Tree(batch), None)
     ways = (
-        partial(long_examples, lengths=mask.tree.lengths[:-1], scale=scale),
+        partial(long_examples, lengths=mask.tree.sizes, scale=scale),
         partial(flex_tree, mask=mask, scoring=Scoring(0.0, scale, None, None)),
     )
     try:

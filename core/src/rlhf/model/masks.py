@@ -30,6 +30,7 @@ class Tree:
     - `segment` [T]: number of the prompt or answer, counted along the row.
     - `prompt_of` [T]: the example whose prompt the token belongs to; -1 on an answer.
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
+    - `sizes` [n]: the same, on the host, without the rest.
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
     - `longest`: tokens of the longest path.
     - `long`: whether the row is a few long and plainly causal examples.
@@ -49,6 +50,7 @@ class Tree:
         self.prompt_of = torch.where(self.branch == 0, self.owner, -1)
         sizes = [prompt + sum(answers) for prompt, answers in batch.spans]
         self.lengths = (*sizes, num_tokens - sum(sizes))
+        self.sizes = torch.tensor(sizes)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
         self.longest = max((p + max(a, default=0) for p, a in batch.spans), default=1)
         self.long = all(self.chains) and sum(sizes) >= LONG * len(sizes)
@@ -103,7 +105,14 @@ class TreeMask:
         self.windowed = lowest is not None
         self.long = tree.long and not self.windowed
         self.lowest = torch.zeros_like(tree.position) if lowest is None else lowest
-        for item in (tree.owner, tree.segment, tree.prompt_of, tree.position, self.lowest):
+        for item in (
+            tree.owner,
+            tree.segment,
+            tree.prompt_of,
+            tree.position,
+            self.lowest,
+            tree.sizes,
+        ):
             mark_any_size(item, 0)
         self.visible = visible_function(tree, lowest)
         kind = tree.owner.device.type

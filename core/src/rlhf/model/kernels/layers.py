@@ -25,6 +25,7 @@ from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, pro
 from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
+from rlhf.model.long_examples import KINDS, cudnn_agrees
 from rlhf.model.masks import TreeMask, mark_any_size
 from rlhf.model.parts import layers_of
 
@@ -114,6 +115,8 @@ def compile_layers(decoder: Any, recipe: str | None) -> str:
     # kernel.
     if fused_on(next(decoder.parameters()).device.type):
         fuse_norms(decoder)
+    for kind in KINDS:
+        cudnn_agrees(kind)
     for layer in layers:
         replace_forward(layer, _compiled(layer.forward))
     return line

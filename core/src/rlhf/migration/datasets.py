@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config.foreign import PROJECTS, Rule
-from rlhf.config.foreign.axolotl import TEMPLATE
 from rlhf.config.source_names import is_local
 from rlhf.errors import RLHFError
 from rlhf.migration.arguments import located
@@ -159,7 +158,8 @@ def _axolotl(
         return _entries(migration, label, each, folder, subset=each.get("name"), columns=columns)
 
     if (template := keys.get("chat_template")) not in (None, "tokenizer_default", "jinja"):
-        migration.notes[f"chat_template {template}"] = TEMPLATE
+        note = PROJECTS["axolotl"].data_set["chat_template"].note
+        migration.notes[f"chat_template {template}"] = note
     train, held_out = (
         [entry for each in _data_sets(keys, key) for entry in read(each, key)]
         for key in ("datasets", "test_datasets")

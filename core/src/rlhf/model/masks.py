@@ -50,7 +50,7 @@ class Tree:
         self.prompt_of = torch.where(self.branch == 0, self.owner, -1)
         sizes = [prompt + sum(answers) for prompt, answers in batch.spans]
         self.lengths = (*sizes, num_tokens - sum(sizes))
-        self.sizes = torch.tensor(sizes)
+        self.sizes = torch.tensor(sizes, dtype=torch.long)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
         self.longest = max((p + max(a, default=0) for p, a in batch.spans), default=1)
         self.long = all(self.chains) and sum(sizes) >= LONG * len(sizes)

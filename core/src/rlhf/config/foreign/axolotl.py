@@ -96,9 +96,6 @@ KEYS: dict[str, Rule] = {
         " wandb_log_model wandb_mode wandb_name wandb_run_id wandb_watch xformers_attention"
     ),
 }
-TEMPLATE = (
-    "the tokenizer's own template is used here; data.chat_template replaces it by a file or chatml"
-)
 DATA_SET = {
     **read("path name split data_files type", "data.train"),
     **read(
@@ -107,7 +104,13 @@ DATA_SET = {
     **read("field_prompt field_completion field_chosen field_rejected field_label", "columns"),
     **read("field_system message_property_mappings", "columns"),
     **read("message_field_role message_field_content", "columns"),
-    "chat_template": Rule(values={"tokenizer_default": {}}, note=TEMPLATE),
+    "chat_template": Rule(
+        values={"tokenizer_default": {}},
+        note=(
+            "the tokenizer's own template is used here; data.chat_template replaces it by a file "
+            "or chatml"
+        ),
+    ),
     "roles_to_train": Rule(values={"assistant": {}, "gpt": {}}, off=(None,)),
     "train_on_eos": Rule(values={"turn": {}}),
     "message_field_training": Rule(values={"train": {}}, note="rename it to train in the rows"),

@@ -1,8 +1,6 @@
 """Loading, adapters, freezing and groups of parameters."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from engines import Shards
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
 from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -58,31 +55,6 @@ def test_loaded_weights_are_those_of_transformers_at_every_stage(
     assert torch.equal(logits(module.causal), logits(own))
     head, embedding = module.causal.lm_head.weight, module.causal.get_input_embeddings().weight
     assert (head is embedding) == (family == "llama")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_weights_in_fp8_are_loaded_in_the_precision_of_the_run(
-    llama: str, stage: int, tmp_path: Path
-) -> None:
-    shutil.copytree(llama, tmp_path / "fp8")
-    file = tmp_path / "fp8" / "model.safetensors"
-    weights, expected = load_file(file), {}
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
-        scale = weights[name].abs().amax() / torch.finfo(torch.float8_e4m3fn).max
-        packed = (weights[name] / scale).to(torch.float8_e4m3fn)
-        weights |= {name: packed, f"{name}_scale_inv": scale}
-        expected[name] = packed.float() * scale
-    save_file(weights, file, metadata={"format": "pt"})
-    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
-    described_in = tmp_path / "fp8" / "config.json"
-    tree = json.loads(described_in.read_text()) | {"quantization_config": described}
-    described_in.write_text(json.dumps(tree))
-
-    causal = load(config_of(str(tmp_path / "fp8")), stage=stage).causal
-    loaded = {name: causal.get_parameter(name).detach() for name in expected}
-    assert all(value.dtype == torch.float32 for value in causal.parameters())
-    torch.testing.assert_close(loaded, expected)
-    assert "quantization_config" not in causal.config.to_dict()
 
 
 @pytest.mark.parametrize("how", [{"stage": 0}, {"stage": 3}, {"init": "random"}])

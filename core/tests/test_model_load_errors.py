@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import attrs
 import peft
 import pytest
 from small_models import SIZES, config_of, load, write_model
@@ -13,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -23,6 +24,7 @@ from transformers import (
 from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.model.adapters import check_uncompiled
+from rlhf.model.architecture import check_unquantized
 from rlhf.model.tokenizer import load_tokenizer
 
 
@@ -92,19 +94,23 @@ def changed(folder: str, target: Path, **settings: Any) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings"), [("gptq", {}), ("bitsandbytes", {}), ("fp8", {"quantize": "nf4"})]
-)
-def test_quantized_weights_that_cannot_be_unpacked_are_refused(
-    llama: str, tmp_path: Path, method: str, settings: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq", "awq", "bitsandbytes"])
+def test_quantized_weights_are_refused(llama: str, tmp_path: Path, method: str) -> None:
     path = changed(llama, tmp_path / "model", quantization_config={"quant_method": method})
-    config = attrs.evolve(config_of(path), model=ModelConfig(path=path, **settings))
-    assert failing(config) == (
-        f"the weights of model.path {path} are quantized ({method}), which cannot be trained; "
-        "choose the model that they were made from, with model.quantize nf4 for a base in 4 bits "
-        "under an adapter"
+    assert failing(config_of(path)) == (
+        f"model.path {path} has quantized weights ({method}), which cannot be used here; choose "
+        "the model that they were made from, or unpack them once as docs/models.md shows"
     )
+
+
+def test_quantized_weights_are_found_in_the_text_part_of_a_config(tmp_path: Path) -> None:
+    text = Gemma3TextConfig(**SIZES)
+    text.quantization_config = {"quant_method": "gptq"}
+    config = Gemma3Config(text_config=text)
+    with pytest.raises(RLHFError, match=r"quantized weights \(gptq\)"):
+        check_unquantized(config, "m")
+    text.quantization_config = {}
+    check_unquantized(config, "m")
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -15,7 +15,7 @@ from rlhf.launch.caches import keep_compiled
 
 UNUSED = ("scipy", "sklearn", "torchao")
 """What transformers imports where it is installed, for object detection, for a way of assisted
-generation and for models in quantized formats that no run trains."""
+generation and for models in quantized formats that are refused."""
 
 
 class Startup:

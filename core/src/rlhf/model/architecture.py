@@ -1,7 +1,6 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
 from contextlib import suppress
-from copy import copy
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from rlhf.config.source_names import (
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
 
-UNPACKED = ("fp8", "mxfp4")
-"""Formats of quantized weights that are unpacked while they are loaded."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -26,7 +23,7 @@ def read_architecture(config: Config, task: Task = "causal", labels: int | None 
     """Return transformers' config of `model.path` with the labels of `task`, or so many `labels`.
 
     Raises RLHFError for a folder without a readable config, a model that is not a causal language
-    model, quantized weights that cannot be unpacked, and a family without a class for the task.
+    model, quantized weights, and a family without a class for the task.
     """
     path = resolved(config.model.path)
     check_model_folder(path)
@@ -43,25 +40,21 @@ def read_architecture(config: Config, task: Task = "causal", labels: int | None 
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"
         )
-    unpack(architecture, config)
+    check_unquantized(architecture, path)
     prepare_architecture(architecture, task, labels, path)
     return architecture
 
 
-def unpack(architecture: Any, config: Config) -> None:
-    """Have quantized weights loaded in the precision of the run. Raises RLHFError for formats that
-    transformers does not unpack."""
-    given = getattr(architecture, "quantization_config", None)
-    if given is None:
-        return
-    method = given.get("quant_method", "bitsandbytes")
-    if method not in UNPACKED or config.model.quantize is not None:
-        raise RLHFError(
-            f"the weights of model.path {config.model.path} are quantized ({method}), which cannot "
-            "be trained; choose the model that they were made from, with model.quantize nf4 for a "
-            "base in 4 bits under an adapter"
-        )
-    given["dequantize"] = True
+def check_unquantized(architecture: Any, path: str) -> None:
+    """Raise RLHFError if the weights of a model are stored in a quantized format."""
+    for part in (architecture, architecture.get_text_config(decoder=True)):
+        if given := getattr(part, "quantization_config", None):
+            method = given.get("quant_method", "bitsandbytes")
+            raise RLHFError(
+                f"model.path {path} has quantized weights ({method}), which cannot be used here; "
+                "choose the model that they were made from, or unpack them once as docs/models.md "
+                "shows"
+            )
 
 
 def known_tokens(config: Config) -> int | None:
@@ -75,9 +68,6 @@ def known_tokens(config: Config) -> int | None:
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
     """Return a model of this architecture and task without loaded weights, with the generation
     config of `model.path` as transformers' own loaders read it."""
-    architecture = copy(architecture)
-    # It is only for loading; what a run writes is not quantized.
-    vars(architecture).pop("quantization_config", None)
     causal = FORMS[task].auto.from_config(
         architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
     )

@@ -179,7 +179,8 @@ def cuda_tree(
         # `compile_layers` has compared what has run before.
         by_cudnn = mask.long and plain and AGREES.get(kind, False)
     else:
-        KINDS.add(kind)
+        if plain and not mask.windowed:
+            KINDS.add(kind)
         by_cudnn = mask.long and plain and cudnn_agrees(kind)
     if by_cudnn:
         return long_examples(query, key, value, mask.tree.sizes, scale)

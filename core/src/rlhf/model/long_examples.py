@@ -172,7 +172,7 @@ def _window(tensor: Tensor, part: slice) -> Tensor:
 
 
 KINDS: set[Kind] = set()
-"""The kinds of attention that have run on CUDA, before any layer is compiled."""
+"""The kinds of attention that have run on CUDA and that cuDNN may compute."""
 
 AGREES: dict[Kind, bool] = {}
 """What `cudnn_agrees` has found."""

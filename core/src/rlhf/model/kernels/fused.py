@@ -110,9 +110,9 @@ def _fused_gate(decoder: Any, device: torch.device) -> tuple[Callable[..., Tenso
         return _meta_gate, MetaGate.apply
     # Liger would warn about every backend for other hardware.
     logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
-    with hiding("peft"):  # Liger imports it for layers that no run here has.
+    with hiding("peft"):  # Liger's kernels do not need it.
         import liger_kernel.utils
-    liger_kernel.utils.PEFT_AVAILABLE = True  # A plugin may have them.
+    liger_kernel.utils.PEFT_AVAILABLE = True  # Its models read this, which a plugin may use.
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
     from liger_kernel.transformers.geglu import LigerGEGLUMLP
     from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP

@@ -93,7 +93,7 @@ def test_compiled_layers_take_each_long_example_by_itself(monkeypatch: pytest.Mo
     assert kind == (*(module.causal.config.num_attention_heads, 2), 8, torch.float32, 8**-0.5)
     monkeypatch.setattr(long_examples_module, "_agrees", lambda *kind: True)
     monkeypatch.setattr(attention, "split_tree", attention.cuda_tree)
-    compile_layers(decoder(module.causal), None)
+    compile_layers(decoder(module.causal), None, longest=LONG)
     calls = []
     monkeypatch.setitem(
         KERNELS, "cpu", Kernel(lambda *given: calls.append(1) or forward(*given), backward)

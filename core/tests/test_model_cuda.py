@@ -99,7 +99,7 @@ def test_long_examples_run_by_cudnn_as_by_flex_attention_in_plain_and_compiled_l
         expected = states_and_gradients(module, batches)
     for how in ("plain", "compiled"):
         if how == "compiled":
-            compile_layers(decoder(module.causal), None)
+            compile_layers(decoder(module.causal), None, longest=LONG)
         calls.clear()
         found = states_and_gradients(module, batches)
         assert len(calls) >= 3 * len(layers_of(decoder(module.causal))), how

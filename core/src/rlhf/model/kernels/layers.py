@@ -26,7 +26,7 @@ from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
 from rlhf.model.long_examples import KINDS, cudnn_agrees
-from rlhf.model.masks import TreeMask, mark_any_size
+from rlhf.model.masks import LONG, TreeMask, mark_any_size
 from rlhf.model.parts import layers_of
 
 Forward = Callable[..., Any]
@@ -103,9 +103,12 @@ def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
         rehearse_fp8(layers_of(decoder))
 
 
-def compile_layers(decoder: Any, recipe: str | None) -> str:
+def compile_layers(decoder: Any, recipe: str | None, *, longest: int = 0) -> str:
     """Have the layers of a transformers decoder compiled when they first meet a packed row, with
-    products in FP8 by torchao's `recipe` unless it is None. Return one line on what was done."""
+    products in FP8 by torchao's `recipe` unless it is None. Return one line on what was done.
+
+    If the `longest` path of the rows is long, cuDNN's attention is compared first.
+    """
     layers = layers_of(decoder)
     line = "layers     compiled by torch.compile"
     if recipe is not None:
@@ -115,7 +118,7 @@ def compile_layers(decoder: Any, recipe: str | None) -> str:
     # kernel.
     if fused_on(next(decoder.parameters()).device.type):
         fuse_norms(decoder)
-    for kind in KINDS:
+    for kind in KINDS if longest >= LONG else ():
         cudnn_agrees(kind)
     for layer in layers:
         replace_forward(layer, _compiled(layer.forward))

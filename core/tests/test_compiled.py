@@ -38,10 +38,9 @@ LAYERS = 3
 
 
 def dense(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> torch.Tensor:
-    """In the place of flex attention, which has no backward on the CPU; like it, it knows a tree by
-    only its tensors."""
+    """In the place of the kernel; like it, it knows a tree by only its tensors."""
     place = torch.arange(query.shape[2])
-    seen = mask.visible(None, None, place[:, None], place[None, :])
+    seen = mask.visible(place[:, None], place[None, :])
     row = (query, attention.repeat_heads(key, query), attention.repeat_heads(value, query))
     return torch.nn.functional.scaled_dot_product_attention(*row, attn_mask=seen)
 

@@ -12,9 +12,9 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
 from rlhf.model import attention, masks
 from rlhf.model import long_examples as long_examples_module
-from rlhf.model.flex import Scoring
 from rlhf.model.kernels import layers
 from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.kernels.tree import Scoring
 from rlhf.model.long_examples import KERNELS, SIZES, Kernel, long_examples
 from rlhf.model.masks import LONG, Tree, TreeMask
 from rlhf.model.packed import PackedModel
@@ -87,12 +87,12 @@ def test_compiled_layers_take_each_long_example_by_itself(monkeypatch: pytest.Mo
     module = llama().train()
     with monkeypatch.context() as own:
         own.setattr(attention, "cudnn_agrees", lambda kind: True)
-        own.setattr(attention, "split_tree", attention.cuda_tree)
+        own.setattr(attention, "split_tree", attention.kernel_tree)
         expected = gradients(module, rows)
     [kind] = long_examples_module.KINDS
     assert kind == (*(module.causal.config.num_attention_heads, 2), 8, torch.float32, 8**-0.5)
     monkeypatch.setattr(long_examples_module, "_agrees", lambda *kind: True)
-    monkeypatch.setattr(attention, "split_tree", attention.cuda_tree)
+    monkeypatch.setattr(attention, "split_tree", attention.kernel_tree)
     compile_layers(decoder(module.causal), None, longest=LONG)
     calls = []
     monkeypatch.setitem(

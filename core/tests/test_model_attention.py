@@ -1,14 +1,11 @@
-"""Masks: the dense ones against the rule in words, the sparse ones of flex attention against the
-dense."""
+"""Masks against the rule in words, and attention on the CPU."""
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import (
     chunked_causal_mask_function,
@@ -17,8 +14,9 @@ from transformers.masking_utils import (
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
-from rlhf.model import attention, flex
-from rlhf.model.masks import Tree, TreeMask, TreeTokens, block_mask, lowest_visible
+from rlhf.model import attention
+from rlhf.model.kernels.tree import Scoring
+from rlhf.model.masks import Tree, TreeMask, TreeTokens, lowest_visible
 from rlhf.model.packed import PackedModel
 
 SPANS = (
@@ -66,8 +64,8 @@ def in_words(batch: PackedBatch, kind: str) -> Tensor:
 
 
 def whole(mask: TreeMask) -> Tensor:
-    row = torch.arange(len(mask.tree.owner))
-    return mask.visible(None, None, row[:, None], row[None, :])
+    row = torch.arange(len(mask.tree.owner), device=mask.tree.owner.device)
+    return mask.visible(row[:, None], row[None, :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,78 +77,27 @@ def test_the_mask_is_the_rule_of_the_tree_in_words(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("multiple", [128, 50])
-def test_the_block_mask_is_complete_and_marks_only_full_blocks_as_full(
+def test_the_bounds_of_a_key_hold_all_that_see_it_and_none_that_does_not(
     spans: Any, kind: str, multiple: int
 ) -> None:
     mask = mask_of(batch_of(spans, multiple), kind)
-    dense, blocks = whole(mask), block_mask(mask)
-    size = len(dense)
-    for query in range(-(-size // 128)):
-        partial = blocks.kv_indices[0, 0, query, : blocks.kv_num_blocks[0, 0, query]].tolist()
-        full = blocks.full_kv_indices[0, 0, query, : blocks.full_kv_num_blocks[0, 0, query]]
-        assert not set(partial) & set(full.tolist())
-        for key in range(-(-size // 128)):
-            part = dense[query * 128 : (query + 1) * 128, key * 128 : (key + 1) * 128]
-            if key in full.tolist():
-                assert part.all()
-            elif key not in partial:
-                assert not part.any()
-
-
-def test_long_prompts_have_full_blocks_and_other_examples_none_at_all() -> None:
-    mask = mask_of(batch_of(((512, (256,)), (512, (256,)))), "full")
-    blocks = block_mask(mask)
-    assert blocks.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 5] * 2
-    assert blocks.kv_num_blocks[0, 0].tolist() == [1] * 12
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_flex_attention_under_the_block_mask_equals_the_product_per_example(
-    kind: str, softcap: float | None
-) -> None:
-    mask = mask_of(batch_of(SPANS[1]), kind)
-    generator = torch.Generator().manual_seed(0)
-    size = len(mask.tree.owner)
-    query, key, value = (
-        torch.randn(1, heads, size, 16, generator=generator) for heads in (4, 2, 2)
-    )
-    flexed = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=flex.capped(softcap),
-        block_mask=block_mask(mask),
-        scale=0.3,
-        enable_gqa=True,
-    )
-    split = attention.split_tree(query, key, value, mask, flex.Scoring(0.0, 0.3, softcap, None))
-    torch.testing.assert_close(flexed, split, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["full", "wide"])
-def test_attention_is_compiled_once_for_rows_of_all_lengths(kind: str) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    attend = torch.compile(partial(flex.flex_blocks, scale=0.3, score_mod=None), backend="eager")
-    for spans in (((100, (60, 40)),), SPANS[1], SPANS[2]):
-        mask = mask_of(batch_of(spans), kind)
-        mask.blocks = block_mask(mask)
-        row = [torch.randn(1, heads, len(mask.tree.owner), 16) for heads in (4, 2, 2)]
-        # Flex attention has no gradient on the CPU.
-        with torch.inference_mode():
-            output, _ = flex.flex_compiled([flex.in_blocks(it, 2) for it in row], mask, attend)
-        split = attention.split_tree(*row, mask, flex.Scoring(0.0, 0.3, None, None))
-        torch.testing.assert_close(output, split, rtol=1e-4, atol=1e-5)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()
+    sees, row = whole(mask), torch.arange(len(mask.tree.owner))
+    last = torch.where(sees, row[:, None], -1).amax(0)
+    _, _, _, seen_to, all_see_to = mask.bounds
+    if kind == "full":
+        assert torch.equal(seen_to, last.int() + 1)
+    # Under a window, another answer may end behind the last token that sees the prompt.
+    assert (seen_to > last).all()
+    assert (all_see_to > row).all()
+    for key in row.tolist():
+        assert sees[key : all_see_to[key], key].all()
 
 
 def test_a_sink_takes_its_share_of_the_softmax() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
     plain, sunk = (
-        attention.attend_example(query, key, value, None, flex.Scoring(0.0, 0.5, None, each))
+        attention.attend_example(query, key, value, None, Scoring(0.0, 0.5, None, each))
         for each in (None, sinks)
     )
     scores = (query @ key.transpose(2, 3) * 0.5).masked_fill(

@@ -1,5 +1,6 @@
-"""Tree attention on a CUDA device: flex attention against one path at a time, and its gradients."""
+"""Tree attention on a CUDA device: our kernel against one path at a time, and its gradients."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from families import FAMILIES, TREES, gradients, llama, row, tree_batch
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh
 from rlhf.model import attention
+from rlhf.model.kernels.ahead import REHEARSED, compile_ahead
 from rlhf.model.kernels.layers import compile_layers
 from rlhf.model.long_examples import KERNELS
 from rlhf.model.masks import LONG
@@ -22,15 +24,12 @@ from rlhf.readouts import token_logprobs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda")
-HEADS = {"hidden_size": 64, "head_dim": 16, "n_embd": 64}
-"""Flex attention wants heads of at least 16."""
 
 
 def module_of(name: str, dtype: torch.dtype) -> PackedModel:
     config_class, options = FAMILIES[name]
-    sizes = {key: value for key, value in HEADS.items() if key in options or key == "hidden_size"}
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**(options | sizes))
+    config = getattr(transformers, config_class)(**options)
     causal = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in causal.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -74,15 +73,40 @@ def test_the_probe_chooses_the_tree_in_bf16(name: str) -> None:
     assert choice.path == "tree", str(choice)
 
 
-def test_a_new_batch_of_the_same_length_compiles_nothing_new() -> None:
-    module = module_of("Llama", torch.float32)
-    run(module, "tree")
+def test_rows_of_all_lengths_need_one_compiled_kernel_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    compiled: list[str] = []
+    hook = lambda *, fn, **_: compiled.append(f"{fn.module}.{fn.name}")  # noqa: E731
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
     torch._dynamo.utils.counters.clear()
-    run(module, "tree")
-    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+    # Heads of a width that no other test has.
+    module = llama(head_dim=40).to("cuda")
+    for lengths in ((60, 40), (128,), (1000, 24), (5,) * 26):
+        module.packed_row(row(*lengths).to(CUDA)).sum().backward()
+    kernels = [name for name in compiled if "attention" in name]
+    assert len(kernels) == 3, kernels
+    assert not torch._dynamo.utils.counters["stats"]
 
 
-def test_long_examples_run_by_cudnn_as_by_flex_attention_in_plain_and_compiled_layers(
+def test_a_rehearsal_shows_which_kernels_a_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    threads: list[Any] = []
+    hook = lambda **_: threads.append(threading.current_thread())  # noqa: E731
+    # Heads of a width that no other test has.
+    module = llama(head_dim=48).to("meta", torch.bfloat16)
+    REHEARSED.clear()
+    module.packed_row(row(60, 40).to(torch.device("meta")))
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
+    compile_ahead(REHEARSED, CUDA)
+    module = llama(head_dim=48).to("cuda", torch.bfloat16)
+    module.packed_row(row(100, 500).to(CUDA)).sum().backward()
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+
+
+def test_long_examples_run_by_cudnn_as_by_our_kernel_in_plain_and_compiled_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With larger weights rounding to bf16 alone changes gradients by as much as a wrong mask.
@@ -94,8 +118,8 @@ def test_long_examples_run_by_cudnn_as_by_flex_attention_in_plain_and_compiled_l
     counted = own._replace(forward=lambda *given: calls.append(1) or own.forward(*given))
     monkeypatch.setitem(KERNELS, "cuda", counted)
 
-    with monkeypatch.context() as by_flex:
-        by_flex.setattr(attention, "cudnn_agrees", lambda kind: False)
+    with monkeypatch.context() as by_kernel:
+        by_kernel.setattr(attention, "cudnn_agrees", lambda kind: False)
         expected = states_and_gradients(module, batches)
     for how in ("plain", "compiled"):
         if how == "compiled":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf.trainer import Trainer
 
 ROUND_ON_ACCELERATOR = 128
-"""T is rounded up to a multiple of this: whole blocks of flex attention."""
+"""T is rounded up to a multiple of this: whole tiles of tree attention's kernel."""
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""

@@ -13,9 +13,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from rlhf.model.flex import Scoring, flex_tree
+from rlhf.devices import fused_on
 from rlhf.model.head import soft_capped
+from rlhf.model.kernels.ahead import REHEARSED
 from rlhf.model.kernels.meta import MetaAttention
+from rlhf.model.kernels.tree import Scoring, fused_tree, heads_of, scale_of
 from rlhf.model.long_examples import AGREES, KINDS, cudnn_agrees, long_examples
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
 from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
@@ -82,8 +84,9 @@ def row_attention(
 ) -> Tensor:
     """Compute attention of a whole row by what is fastest on its device."""
     if query.device.type == "meta":
+        REHEARSED.add(heads_of(query, key, value, scoring))
         return MetaAttention.apply(query, key, value)
-    attend = cuda_tree if query.device.type == "cuda" else split_tree
+    attend = kernel_tree if fused_on(query.device.type) else split_tree
     return attend(query, key, value, mask, scoring)
 
 
@@ -101,8 +104,8 @@ def divided_attention(
 def split_tree(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute one product per example on the CPU: a dense mask of the whole row would take the
-    square of its length."""
+    """Compute one product per example, where our kernel does not run: a dense mask of the whole row
+    would take the square of its length."""
     lengths = list(mask.tree.lengths)
     *examples, rest = zip(
         *(part.split(lengths, dim=2) for part in (query, key, value)), strict=True
@@ -156,8 +159,7 @@ def attend_example(
 
 def scores_of(products: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
     """Return the scores, scaled and capped, of products of queries and keys."""
-    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
-    return soft_capped(products * scale, scoring.softcap)
+    return soft_capped(products * scale_of(query, scoring), scoring.softcap)
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
@@ -165,11 +167,11 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def cuda_tree(
+def kernel_tree(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute the row on CUDA: long examples by cuDNN where it gives what flex attention gives,
-    everything else by flex attention."""
+    """Compute the row on CUDA: long examples by cuDNN where it gives what our kernel gives,
+    everything else by our kernel."""
     dropout, scale, softcap, sinks = scoring
     kind = (query.shape[1], key.shape[1], query.shape[3], query.dtype, scale)
     # cuDNN's gradient is not deterministic.
@@ -184,4 +186,4 @@ def cuda_tree(
         by_cudnn = mask.long and plain and cudnn_agrees(kind)
     if by_cudnn:
         return long_examples(query, key, value, mask.tree.sizes, scale)
-    return flex_tree(query, key, value, mask, scoring)
+    return fused_tree(query, key, value, mask, scoring)

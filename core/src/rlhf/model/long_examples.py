@@ -1,7 +1,7 @@
 """Attention over rows of few long examples, one product per example by cuDNN.
 
-On an H200 it takes 0.7 to 0.8 of flex attention's time for examples of 8,192 tokens and more, and
-more than it for short ones (benchmarks/RESULTS.md).
+On an H200 it takes 0.7 to 0.8 of the time of our kernel for examples of 8,192 tokens and more, and
+more for short ones (benchmarks/RESULTS.md).
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.data.packing import blank_batch
-from rlhf.model.flex import Scoring, flex_tree
+from rlhf.model.kernels.tree import Scoring, fused_tree
 from rlhf.model.masks import Tree, TreeMask
 
 SIZES = 1024
 """cuDNN builds a kernel for each length, in 0.15 s: lengths are rounded up to multiples of this."""
 
 PROBED = 1280
-"""Tokens of the example on which cuDNN is compared with flex attention."""
+"""Tokens of the example on which cuDNN is compared with our kernel."""
 
 AGREEMENT = 2e-2
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 4e-3."""
@@ -180,7 +180,7 @@ AGREES: dict[Kind, bool] = {}
 
 def cudnn_agrees(kind: Kind) -> bool:
     """Return whether cuDNN's attention of this kind runs here and gives the values and gradients of
-    flex attention, on one random example."""
+    our kernel, on one random example."""
     if kind not in AGREES:
         AGREES[kind] = _agrees(*kind)
     return AGREES[kind]
@@ -197,7 +197,7 @@ def _agrees(heads: int, key_heads: int, dim: int, dtype: torch.dtype, scale: flo
     mask = TreeMask(Tree(batch), None)
     ways = (
         partial(long_examples, lengths=mask.tree.sizes, scale=scale),
-        partial(flex_tree, mask=mask, scoring=Scoring(0.0, scale, None, None)),
+        partial(fused_tree, mask=mask, scoring=Scoring(0.0, scale, None, None)),
     )
     try:
         ours, theirs = (values_and_gradients(way, query, key, value, weights) for way in ways)

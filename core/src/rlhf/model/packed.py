@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.batch import PackedBatch
+from rlhf.devices import fused_on
 from rlhf.engine import Axis, Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
@@ -157,7 +158,7 @@ class PackedModel(nn.Module):
         divide the row."""
         num_tokens, axis = len(batch.tokens), self.sequence
         # Flex attention has no kernel for part of a block.
-        block = BLOCK if batch.tokens.device.type == "cuda" else 1
+        block = BLOCK if fused_on(batch.tokens.device.type) else 1
         batch = rounded_up(batch, math.lcm(block, axis.size))
         size = len(batch.tokens)
         own = part_of_rank(size, axis)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
+from rlhf.devices import fused_on
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.head import Head
@@ -31,7 +32,7 @@ LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of attention dropout in transformers configs; flex attention has none."""
+"""Names of attention dropout in transformers configs; our kernel has none."""
 
 
 @frozen(kw_only=True)
@@ -128,7 +129,7 @@ def candidates_of(
     if refusal := takes_our_attention(causal):
         return ("padded",), refusal
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ATTENTION_DROPOUTS)
-    if dropout > 0 and device.type == "cuda":
+    if dropout > 0 and fused_on(device.type):
         return ("padded",), f"its attention dropout is {dropout}"
     return ("tree", "packed", "padded"), ""
 

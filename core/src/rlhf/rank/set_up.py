@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rlhf.config.sections import Config
+from rlhf.devices import fused_on
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
@@ -19,6 +20,7 @@ from rlhf.loop.samples import scores_answers
 from rlhf.loop.session import Session
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
+from rlhf.model.kernels.ahead import REHEARSED, Heads, compile_ahead
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
@@ -114,13 +116,16 @@ def choose_fit(
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
 
-    def chosen() -> tuple[Config, str, str]:
+    def chosen() -> tuple[Config, str, str, set[Heads]]:
+        REHEARSED.clear()
         choice, line = choose(fit, any_tokens=any_tokens)
         under = fit.under(*choice)
-        return under.resolved, under.layout, line
+        return under.resolved, under.layout, line, REHEARSED
 
     # Ranks may see different amounts of device memory: rank 0 decides.
-    settled, layout, line = mesh.on_rank_zero(chosen)
+    settled, layout, line, kinds = mesh.on_rank_zero(chosen)
+    if fused_on(mesh.device.type):
+        compile_ahead(kinds, mesh.device)
     return fit.with_config(settled, layout), line
 
 

@@ -19,7 +19,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.devices import fused_on
 from rlhf.engine import Engine, Readout
 from rlhf.model.head import Head
-from rlhf.model.masks import mark_any_size
+from rlhf.model.kernels.compiler import mark_any_size
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum
 from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher

@@ -53,7 +53,7 @@ def logit_gradient_(
 
 
 @triton.jit
-def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]  # noqa: N803
+def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:
     x = raw.to(tl.float32) * scale
     if CAPPED:
         # tanh by the exponential, which is exact enough at both ends.
@@ -62,9 +62,9 @@ def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:  # type: ignore[no-unt
 
 
 @triton.jit
-def _read(  # type: ignore[no-untyped-def]
+def _read(
     logits, targets, output, stride, rows, scale, cap,
-    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
@@ -99,9 +99,9 @@ def _read(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient(  # type: ignore[no-untyped-def]
+def _gradient(
     logits, targets, normaliser, gradient, stride, scale, cap,
-    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -47,9 +47,9 @@ def update(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _update(  # type: ignore[no-untyped-def]
+def _update(
     table, piece_of, factor, seed, one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     piece = tl.load(piece_of + block)
@@ -76,10 +76,10 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _move(  # type: ignore[no-untyped-def]
+def _move(
     weight, gradient, mean, square, start, rest, factor, seed,
     one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One draw of 128 bits is for two elements, half a block apart: 16 bits for each of 3 results.
     offset = tl.arange(0, BLOCK // 2)
@@ -96,7 +96,7 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _move_half(  # type: ignore[no-untyped-def]
+def _move_half(
     weight, gradient, mean, square, place, inside, factor, one, two, three,
     one_minus_beta1, one_minus_beta2, eps, kept, rate, scale,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _move_half(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pointer(address, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-def]  # noqa: N803
+def _pointer(address, ALIGNED: tl.constexpr) -> Any:
     place = address.to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
         place = tl.multiple_of(place, 16)
@@ -121,7 +121,7 @@ def _pointer(address, ALIGNED: tl.constexpr) -> Any:  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _rounded(value, noise) -> Any:  # type: ignore[no-untyped-def]
+def _rounded(value, noise) -> Any:
     """Round float32 to a neighbour in bf16, the nearer one with the greater probability."""
     # bf16 is the upper half of float32: a carry from the lower half gives the neighbour.
     bits = value.to(tl.int32, bitcast=True) + (noise.to(tl.int32, bitcast=True) & 0xFFFF)

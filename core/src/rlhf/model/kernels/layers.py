@@ -19,14 +19,14 @@ from rlhf.devices import fused_on
 from rlhf.engine import Axis
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.forwards import replace_forward
-from rlhf.model.flex import in_blocks, let_recompile
+from rlhf.model.kernels.compiler import let_recompile, mark_any_size
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
 from rlhf.model.kernels.gates import gates_of, recompute_products
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
 from rlhf.model.long_examples import KINDS, cudnn_agrees
-from rlhf.model.masks import LONG, TreeMask, mark_any_size
+from rlhf.model.masks import BLOCK, LONG, TreeMask
 from rlhf.model.parts import layers_of
 
 Forward = Callable[..., Any]
@@ -132,10 +132,14 @@ def _compiled(own: Forward) -> Forward:
         # Some families pass the mask by position, others by name.
         if not any(isinstance(item, TreeMask) for item in (*rest, *options.values())):
             return own(hidden, *rest, **options)
-        blocks, length = in_blocks(hidden, dim=1), hidden.shape[1]
+        # A compiler then knows that the length is a multiple of BLOCK.
+        blocks, length = hidden.unflatten(1, (-1, BLOCK)), hidden.shape[1]
         mark_any_size(blocks, 1)
         for item in tree_leaves((rest, options)):
-            if isinstance(item, Tensor):
+            if isinstance(item, TreeMask):
+                mark_any_size(item.bounds, 1)
+                mark_any_size(item.tree.sizes, 0)
+            elif isinstance(item, Tensor):
                 mark_any_size(item, *(dim for dim, size in enumerate(item.shape) if size == length))
         return _compiler()(own, blocks, rest, options)
 

@@ -66,9 +66,9 @@ def _tile(rows: Tensor) -> tuple[int, int]:
 
 # torch.compile passes Python floats to a kernel in 64 bits, unless they are constants.
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
-    hidden, weight, output, scales, rows, EPS: tl.constexpr, OFFSET: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+def _forward(
+    hidden, weight, output, scales, rows, EPS: tl.constexpr, OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -85,9 +85,9 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
-    hidden, weight, scales, gradient, change, parts, rows, programs, OFFSET: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+def _backward(
+    hidden, weight, scales, gradient, change, parts, rows, programs, OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32) + OFFSET

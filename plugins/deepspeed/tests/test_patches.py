@@ -145,6 +145,7 @@ ALWAYS = {"cdb", "_WORLD_GROUP", "FWD_MODULE_STACK", "linear", RELEASE}
 
 def test_patches_of_modules_end_with_their_run(single):
     faster = {"build_shm_op", "enable_nvtx", "_broadcast_model", "iter_params"}
+    faster |= {"is_deepcompile_supported"}
     assert single.run(patched, {"stage": 3}) == [(ALWAYS | faster, set())]
     assert single.run(patched, {"stage": 3, "patches": "correctness"}) == [(ALWAYS, set())]
 

@@ -63,6 +63,9 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     if distributed.get_world_size() == 1 and in_force("no-broadcast", setting=setting):
         # The target's own parameters: a run that was not closed has it in place.
         replace("no-broadcast", DeepSpeedEngine, _broadcast_model=lambda self: None)
+    if in_force("no-passes", setting=setting):
+        engine = import_module("deepspeed.runtime.engine")
+        replace("no-passes", engine, is_deepcompile_supported=lambda: False)
     for target in PATCHES["fresh-groups"].targets:
         path, name = path_of(target)
         replace("fresh-groups", import_module(path), **{name: None})

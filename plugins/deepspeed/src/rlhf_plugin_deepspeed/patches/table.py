@@ -82,6 +82,13 @@ PATCHES = {
         reason="one rank has no other to send its weights to, and NCCL is not started for it",
         gain="0.91 -> 0.56 s for the engine at stage 0 (one H100)",
     ),
+    "no-passes": Patch(
+        targets=("deepspeed.runtime.engine:is_deepcompile_supported()",),
+        stages=(0, 1, 2, 3), kind="speed",
+        reason="DeepSpeed imports torch's compiler to register passes of DeepCompile, which no run "
+        "uses",
+        gain="1.0 -> 0.3 s for the engine at stage 0 (one H100)",
+    ),
     "scaler-floor": Patch(
         targets=("deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.raise_error_at_min_scale",),
         stages=(0, 1, 2, 3), kind="correctness",

@@ -13,7 +13,7 @@ CUDA_ONLY = {
     f"{CORE}/launch/startup.py": "a context that is opened early, and the key of kernels in Triton",
     f"{CORE}/model/long_examples.py": "attention by cuDNN",
     f"{CORE}/model/trainable.py": "bitsandbytes",
-    f"{CORE}/model/kernels/attention_triton.py": "a kernel in Triton",
+    f"{CORE}/model/kernels/attention_triton.py": "kernels in Triton",
     f"{CORE}/model/kernels/fp8.py": "products in FP8",
     f"{CORE}/model/kernels/fused.py": "a kernel in Triton",
     f"{PLUGIN}/diagnosis.py": "the versions of NCCL and of the CUDA toolkit",

@@ -32,7 +32,8 @@ CASES = {
     "capped": (Heads(2, 1, 8, 8), Scoring(0.0, 0.3, 2.0, None)),
     "sinks": (Heads(2, 1, 16, 16), Scoring(0.0, None, None, torch.tensor([0.5, -1.0]))),
     "wide": (Heads(2, 1, 128, 128), Scoring(0.0, None, None, None)),
-    "wider": (Heads(2, 1, 256, 256), Scoring(0.0, None, None, None)),
+    "wider": (Heads(2, 1, 160, 160), Scoring(0.0, None, None, None)),
+    "widest": (Heads(2, 1, 256, 256), Scoring(0.0, None, None, None)),
 }
 DTYPES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Precisions and the largest accepted error, as a share of the norm."""

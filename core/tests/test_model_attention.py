@@ -84,10 +84,7 @@ def test_the_bounds_of_a_key_hold_all_that_see_it_and_none_that_does_not(
     sees, row = whole(mask), torch.arange(len(mask.tree.owner))
     last = torch.where(sees, row[:, None], -1).amax(0)
     _, _, _, seen_to, all_see_to = mask.bounds
-    if kind == "full":
-        assert torch.equal(seen_to, last.int() + 1)
-    # Under a window, another answer may end behind the last token that sees the prompt.
-    assert (seen_to > last).all()
+    assert torch.equal(seen_to, last.int() + 1)
     assert (all_see_to > row).all()
     for key in row.tolist():
         assert sees[key : all_see_to[key], key].all()

@@ -82,7 +82,7 @@ def test_rows_of_all_lengths_need_one_compiled_kernel_of_each_kind(
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
     torch._dynamo.utils.counters.clear()
     # Heads of a width that no other test has.
-    module = llama(head_dim=40).to("cuda")
+    module = llama(head_dim=72).to("cuda")
     for lengths in ((60, 40), (128,), (1000, 24), (5,) * 26):
         module.packed_row(row(*lengths).to(CUDA)).sum().backward()
     kernels = [name for name in compiled if "attention" in name]
@@ -95,12 +95,12 @@ def test_a_rehearsal_shows_which_kernels_a_run_needs(monkeypatch: pytest.MonkeyP
     threads: list[Any] = []
     hook = lambda **_: threads.append(threading.current_thread())  # noqa: E731
     # Heads of a width that no other test has.
-    module = llama(head_dim=48).to("meta", torch.bfloat16)
+    module = llama(head_dim=40).to("meta", torch.bfloat16)
     REHEARSED.clear()
     module.packed_row(row(60, 40).to(torch.device("meta")))
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
     compile_ahead(REHEARSED, CUDA)
-    module = llama(head_dim=48).to("cuda", torch.bfloat16)
+    module = llama(head_dim=40).to("cuda", torch.bfloat16)
     module.packed_row(row(100, 500).to(CUDA)).sum().backward()
     assert len(threads) == 3
     assert threading.main_thread() not in threads

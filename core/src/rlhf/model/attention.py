@@ -13,7 +13,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from rlhf.devices import fused_on
 from rlhf.model.head import soft_capped
 from rlhf.model.kernels.ahead import REHEARSED
 from rlhf.model.kernels.meta import MetaAttention
@@ -86,7 +85,7 @@ def row_attention(
     if query.device.type == "meta":
         REHEARSED.add(heads_of(query, key, value, scoring))
         return MetaAttention.apply(query, key, value)
-    attend = kernel_tree if fused_on(query.device.type) else split_tree
+    attend = kernel_tree if mask.fused else split_tree
     return attend(query, key, value, mask, scoring)
 
 

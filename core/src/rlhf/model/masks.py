@@ -109,7 +109,8 @@ class TreeMask:
             self.bounds = tree.owner.new_empty(5, len(tree.owner))
         else:
             self.bounds = bounds(tree, lowest)
-        self.dense = () if kind == "meta" or fused_on(kind) else dense_masks(self)
+        self.fused = fused_on(kind)
+        self.dense = () if kind == "meta" or self.fused else dense_masks(self)
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which pairs of tokens, given by their indices in the row, see each other."""

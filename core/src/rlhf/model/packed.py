@@ -157,7 +157,7 @@ class PackedModel(nn.Module):
         """Return the hidden states [T, H] of one row under our attention. Collective if ranks
         divide the row."""
         num_tokens, axis = len(batch.tokens), self.sequence
-        # Flex attention has no kernel for part of a block.
+        # The kernel of tree attention computes whole tiles.
         block = BLOCK if fused_on(batch.tokens.device.type) else 1
         batch = rounded_up(batch, math.lcm(block, axis.size))
         size = len(batch.tokens)

@@ -116,11 +116,11 @@ def choose_fit(
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
 
-    def chosen() -> tuple[Config, str, str, set[Heads]]:
+    def chosen() -> tuple[Config, str, str, frozenset[Heads]]:
         REHEARSED.clear()
         choice, line = choose(fit, any_tokens=any_tokens)
         under = fit.under(*choice)
-        return under.resolved, under.layout, line, REHEARSED
+        return under.resolved, under.layout, line, frozenset(REHEARSED)
 
     # Ranks may see different amounts of device memory: rank 0 decides.
     settled, layout, line, kinds = mesh.on_rank_zero(chosen)

@@ -51,7 +51,7 @@ def await_compiled(name: str) -> None:
 def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
     # Whatever fails here is reported where the kernel runs.
     with suppress(Exception), torch.get_device_module(device).device(device):
-        from rlhf.model.kernels.attention_triton import attend, differentiate
+        from rlhf.model.kernels.tree import attend, differentiate
 
         for kind in kinds:
             query, key, value, output, lse, bounds = _inputs(kind)
@@ -69,9 +69,11 @@ def _inputs(kind: Heads) -> list[Tensor]:
         (kind.heads, kind.width), (kind.key_heads, kind.width), (kind.key_heads, kind.of_value),
         (kind.heads, kind.of_value),
     )  # fmt: skip
+    # In memory the heads of a token are adjacent, as rotary embeddings leave them.
     row = [
-        torch.empty(1, heads, BLOCK, width, dtype=kind.dtype, device="meta")
+        torch.empty(1, BLOCK, heads, width, dtype=kind.dtype, device="meta").transpose(1, 2)
         for heads, width in shapes
     ]
-    lse = torch.empty(1, kind.heads, BLOCK, device="meta")
+    # The default precision is another one while transformers makes a model.
+    lse = torch.empty(1, kind.heads, BLOCK, dtype=torch.float32, device="meta")
     return [*row, lse, torch.empty(5, BLOCK, dtype=torch.int32, device="meta")]

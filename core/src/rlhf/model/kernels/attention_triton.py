@@ -1,5 +1,5 @@
-"""Attention under the mask of packed trees, in one pass forward and one backward (FlashAttention-2,
-Dao, arXiv 2307.08691).
+"""Kernels of attention under the mask of packed trees, in one pass forward and one backward
+(FlashAttention-2, Dao, arXiv 2307.08691).
 
 A token sees two intervals of its row: of its prompt, and of its own segment up to itself. So a tile
 of queries reads two runs of keys. Seen from a tile of keys, the queries are one run. Tiles that all
@@ -9,202 +9,21 @@ With the scores s = scale q.k of a token and their log-sum-exp L, its shares are
 Given the gradients g of the output o and h of L: dv = p g, ds = p (g.v - g.o + h).
 """
 
-from functools import partial
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from rlhf.model.kernels.ahead import await_compiled
 
 LOG2E = tl.constexpr(1.4426950408889634)
-ROWS = 32
-"""Tokens of one head whose gradient and output a program multiplies."""
 
 
 MEMORY = (
-    triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
+    triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())[
+        "max_shared_mem"
+    ]
     if torch.cuda.is_available()
     else 64 * 1024
 )
-"""Bytes of shared memory that a program may use."""
-
-
-class Tiles(NamedTuple):
-    """Tokens that a program keeps and those that it reads at once, which are of the other kind: of
-    queries and keys. Programs of both kinds in backward have tiles of the same sizes."""
-
-    kept: int
-    read: int
-    stages: int
-    """Loads under way at the same time."""
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program."""
-        return 8 if self.kept * self.read > 64 * 64 else 4
-
-
-class TreeAttention(torch.autograd.Function):
-    """Output [1, heads, T, D] and log-sum-exp [1, heads, T] of query [1, heads, T, C], key
-    [1, KV heads, T, C] and value [1, KV heads, T, D] under `bounds` [5, T] of a `TreeMask`; T is a
-    multiple of 128."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = (_adjacent(tensor) for tensor in (query, key, value))
-        output, lse = attend(query, key, value, bounds, scale, softcap)
-        ctx.save_for_backward(query, key, value, bounds, output, lse)
-        ctx.scale, ctx.softcap = scale, softcap
-        return output, lse
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, of_lse: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling():
-            await_compiled("backward")
-        query, key, value, bounds, output, lse = ctx.saved_tensors
-        changes = differentiate(
-            _adjacent(gradient), of_lse.contiguous(), query, key, value, bounds, output, lse,
-            ctx.scale, ctx.softcap,
-        )  # fmt: skip
-        return *changes, None, None, None
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp. On the meta device the kernel is compiled and
-    not run."""
-    heads, tokens = query.shape[1:3]
-    output = _like(query, value.shape[3])
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    tiles = forward_tiles(query, value)
-    launch = _launcher(_forward, (tokens // tiles.kept, heads), query)
-    launch(
-        query, key, value, output, lse, bounds, tokens,
-        *_strides(query, key, value, output), **_options(query, key, value, scale, softcap),
-        KEPT=tiles.kept, READ=tiles.read, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    return output, lse
-
-
-def differentiate(
-    gradient: Tensor,
-    of_lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. On the meta device kernels are compiled and not
-    run."""
-    heads, tokens = query.shape[1:3]
-    # g.o - h of each token.
-    product = torch.empty_like(lse)
-    width = value.shape[3]
-    launch = _launcher(_products, (tokens // ROWS, heads), query)
-    launch(
-        gradient, output, of_lse, product, tokens, *_strides(gradient, output),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=ROWS,
-    )  # fmt: skip
-    of_query, of_key = _like(query, query.shape[3]), _like(key, key.shape[3])
-    of_value = _like(value, width)
-    tiles = backward_tiles(query, value)
-    programs = (key.shape[1] + heads) * (tokens // tiles.kept)
-    launch = _launcher(_backward, (programs,), query)
-    launch(
-        query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens,
-        *_strides(query, key, value, gradient, of_query, of_key, of_value),
-        KEY_HEADS=key.shape[1], **_options(query, key, value, scale, softcap),
-        KEPT=tiles.kept, READ=tiles.read, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    return of_query, of_key, of_value
-
-
-def _launcher(kernel: Any, grid: tuple[int, ...], query: Tensor) -> Any:
-    return partial(kernel.warmup, grid=grid) if query.is_meta else kernel[grid]
-
-
-def forward_tiles(query: Tensor, value: Tensor) -> Tiles:
-    """Return tiles for a program of forward, which keeps queries."""
-    width = max(query.shape[3], value.shape[3])
-    return _fitting(Tiles(64, 64 if width <= 64 else 32, 3), query, value)
-
-
-def backward_tiles(query: Tensor, value: Tensor) -> Tiles:
-    """Return tiles for a program of backward, which keeps keys and values, or queries and the
-    gradients of their outputs."""
-    width = max(query.shape[3], value.shape[3])
-    return _fitting(Tiles(128 if 64 < width <= 128 else 64, 64, 3), query, value)
-
-
-def _fitting(tiles: Tiles, query: Tensor, value: Tensor) -> Tiles:
-    """Return the tiles, smaller ones where shared memory is too small for them."""
-    bytes_of_token = query.element_size() * (query.shape[3] + value.shape[3])
-    kept, read, stages = tiles
-    # Products in float32 have no tensor cores: large tiles would only fill registers.
-    if query.element_size() == 4:
-        kept, read, stages = min(kept, 32), min(read, 32), 2
-    while read > 16 and bytes_of_token * (kept + stages * read) > MEMORY:
-        if stages > 2:
-            stages -= 1
-        elif kept > read:
-            kept //= 2
-        else:
-            read //= 2
-    return Tiles(kept, read, stages)
-
-
-def _adjacent(tensor: Tensor) -> Tensor:
-    """Return the tensor with the numbers of a head adjacent in memory."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _like(tensor: Tensor, width: int) -> Tensor:
-    """Return an empty [1, heads, T, width], in which the heads of a token are adjacent."""
-    _, heads, tokens, _ = tensor.shape
-    return tensor.new_empty(1, tokens, heads, width).transpose(1, 2)
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Return the steps in memory from head to head and from token to token of each tensor."""
-    return [tensor.stride(dim) for tensor in tensors for dim in (1, 2)]
-
-
-def _options(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
-) -> dict[str, Any]:
-    width, of_value = query.shape[3], value.shape[3]
-    return {
-        "GROUP": query.shape[1] // key.shape[1],
-        "SCALE": scale,
-        "SOFTCAP": softcap or 0.0,
-        "WIDTH": width,
-        "OF_VALUE": of_value,
-        # Products need 16 columns.
-        "BLOCK": max(16, triton.next_power_of_2(width)),
-        "BLOCK_OF_VALUE": max(16, triton.next_power_of_2(of_value)),
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-    }
+"""Bytes of shared memory that a program may use on this rank's device."""
 
 
 @triton.jit
@@ -241,7 +60,7 @@ def _scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _bent(change, scores, SOFTCAP: tl.constexpr):
+def _uncapped_gradient(change, scores, SOFTCAP: tl.constexpr):
     """Return the gradient before the soft cap: its slope is 1 - tanh(x)^2."""
     if SOFTCAP > 0:
         share = scores * (1 / (SOFTCAP * LOG2E))
@@ -266,30 +85,39 @@ def _runs(bounds, tokens, first, prompt_from, own_from, KEPT: tl.constexpr, READ
     before = tl.minimum(tl.cdiv(tl.max(prompt_from) - start, READ), tiles)
     full = tl.maximum((end - start) // READ - before, 0)
 
-    own = tl.load(bounds + 2 * tokens + first)
-    own_tiles = tl.cdiv(first + KEPT - own, READ)
-    own_before = tl.minimum(tl.cdiv(tl.max(own_from) - own, READ), own_tiles)
-    own_full = tl.maximum((first + 1 - own) // READ - own_before, 0)
-    return (
-        start, end, before, full, tiles - full, own, own_before, own_full, own_tiles - own_full
-    )  # fmt: skip
+    own_start = tl.load(bounds + 2 * tokens + first)
+    own_tiles = tl.cdiv(first + KEPT - own_start, READ)
+    own_before = tl.minimum(tl.cdiv(tl.max(own_from) - own_start, READ), own_tiles)
+    own_full = tl.maximum((first + 1 - own_start) // READ - own_before, 0)
+    in_prompt = (start, end, before, full, tiles - full)
+    return *in_prompt, own_start, own_before, own_full, own_tiles - own_full
 
 
 @triton.jit
-def _full_tile(index, start, before, full, own, own_before, READ: tl.constexpr):
+def _full_tile(index, start, before, full, own_start, own_before, READ: tl.constexpr):
     """Return the first key of a tile that all queries see."""
     in_prompt = start + (before + index) * READ
-    return tl.where(index < full, in_prompt, own + (own_before + index - full) * READ)
+    return tl.where(index < full, in_prompt, own_start + (own_before + index - full) * READ)
 
 
 @triton.jit
 def _mixed_tile(
-    index, start, end, before, full, mixed, own, own_before, own_full, tokens, READ: tl.constexpr
+    index,
+    start,
+    end,
+    before,
+    full,
+    mixed,
+    own_start,
+    own_before,
+    own_full,
+    tokens,
+    READ: tl.constexpr,
 ):
     """Return the first key of a tile that not all queries see, and the end of its run."""
     in_prompt = start + (index + tl.where(index < before, 0, full)) * READ
     index_of_own = index - mixed
-    in_own = own + (index_of_own + tl.where(index_of_own < own_before, 0, own_full)) * READ
+    in_own = own_start + (index_of_own + tl.where(index_of_own < own_before, 0, own_full)) * READ
     return tl.where(index < mixed, in_prompt, in_own), tl.where(index < mixed, end, tokens)
 
 
@@ -320,7 +148,7 @@ def _attend(
 
 
 @triton.jit
-def _forward(
+def forward(
     query, key, value, output, lse, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     output_heads, output_stride,
@@ -335,7 +163,7 @@ def _forward(
     prompt_from = tl.load(bounds + row)
     prompt_to = tl.load(bounds + tokens + row)
     own_from = tl.load(bounds + 2 * tokens + row)
-    start, end, before, full, mixed, own, own_before, own_full, own_mixed = _runs(
+    start, end, before, full, mixed, own_start, own_before, own_full, own_mixed = _runs(
         bounds, tokens, first, prompt_from, own_from, KEPT, READ
     )
     q = _rows(query + head * query_heads, row, query_stride, tokens, WIDTH, BLOCK, True)
@@ -346,7 +174,7 @@ def _forward(
     highest = tl.full((KEPT,), -1e30, tl.float32)
     result = tl.zeros((KEPT, BLOCK_OF_VALUE), tl.float32)
     for index in range(full + own_full):
-        at = _full_tile(index, start, before, full, own, own_before, READ)
+        at = _full_tile(index, start, before, full, own_start, own_before, READ)
         total, highest, result = _attend(
             q, k_rows, v_rows, key_stride, value_stride, at, tokens, row,
             prompt_from, prompt_to, own_from, total, highest, result,
@@ -354,7 +182,7 @@ def _forward(
         )  # fmt: skip
     for index in range(mixed + own_mixed):
         at, limit = _mixed_tile(
-            index, start, end, before, full, mixed, own, own_before, own_full, tokens, READ
+            index, start, end, before, full, mixed, own_start, own_before, own_full, tokens, READ
         )
         total, highest, result = _attend(
             q, k_rows, v_rows, key_stride, value_stride, at, limit, row,
@@ -369,7 +197,7 @@ def _forward(
 
 
 @triton.jit
-def _products(
+def products(
     gradient, output, of_lse, product, tokens,
     gradient_heads, gradient_stride, output_heads, output_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -379,8 +207,8 @@ def _products(
     g = _rows(gradient + head * gradient_heads, row, gradient_stride, tokens, WIDTH, BLOCK, True)
     o = _rows(output + head * output_heads, row, output_stride, tokens, WIDTH, BLOCK, True)
     place = head * tokens + row
-    found = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1) - tl.load(of_lse + place)
-    tl.store(product + place, found)
+    values = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1) - tl.load(of_lse + place)
+    tl.store(product + place, values)
 
 
 @triton.jit
@@ -404,7 +232,7 @@ def _for_query(
         ) & (column < end)[None, :]  # fmt: skip
         shares = tl.where(seen, shares, 0.0)
     of_shares = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    of_scores = _bent(shares * (of_shares - product[:, None]), scores, SOFTCAP)
+    of_scores = _uncapped_gradient(shares * (of_shares - product[:, None]), scores, SOFTCAP)
     return tl.dot(of_scores.to(k.dtype), k, change, input_precision=PRECISION)
 
 
@@ -439,13 +267,13 @@ def _for_key(
         shares = tl.where(seen, shares, 0.0)
     of_value = tl.dot(shares.to(g.dtype), g, of_value, input_precision=PRECISION)
     of_shares = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-    of_scores = _bent(shares * (of_shares - product[None, :]), scores, SOFTCAP)
+    of_scores = _uncapped_gradient(shares * (of_shares - product[None, :]), scores, SOFTCAP)
     of_key = tl.dot(of_scores.to(q.dtype), q, of_key, input_precision=PRECISION)
     return of_key, of_value
 
 
 @triton.jit
-def _backward(
+def backward(
     query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     gradient_heads, gradient_stride, of_query_heads, of_query_stride,
@@ -468,18 +296,18 @@ def _backward(
         change = tl.zeros((KEPT, BLOCK), tl.float32)
         change_of_value = tl.zeros((KEPT, BLOCK_OF_VALUE), tl.float32)
         # Queries of the tile itself, those that see all its keys, and those that see some.
-        own = tl.cdiv(KEPT, READ)
+        diagonal = tl.cdiv(KEPT, READ)
         end = tl.max(tl.load(bounds + 3 * tokens + column))
         full_end = tl.min(tl.load(bounds + 4 * tokens + column))
-        full = tl.maximum((full_end - first) // READ - own, 0)
+        full = tl.maximum((full_end - first) // READ - diagonal, 0)
         mixed = tl.cdiv(end - first, READ) - full
         for index in range(GROUP * full):
             in_group = head * GROUP + index // full
             change, change_of_value = _for_key(
                 k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
                 lse + in_group * tokens, product + in_group * tokens,
-                query_stride, gradient_stride, bounds, first + (own + index % full) * READ, tokens,
-                column, change, change_of_value,
+                query_stride, gradient_stride, bounds,
+                first + (diagonal + index % full) * READ, tokens, column, change, change_of_value,
                 WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
             )  # fmt: skip
         for index in range(GROUP * mixed):
@@ -489,7 +317,7 @@ def _backward(
                 k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
                 lse + in_group * tokens, product + in_group * tokens,
                 query_stride, gradient_stride, bounds,
-                first + (tile + tl.where(tile < own, 0, full)) * READ, tokens,
+                first + (tile + tl.where(tile < diagonal, 0, full)) * READ, tokens,
                 column, change, change_of_value,
                 WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
             )  # fmt: skip
@@ -507,7 +335,7 @@ def _backward(
         prompt_from = tl.load(bounds + row)
         prompt_to = tl.load(bounds + tokens + row)
         own_from = tl.load(bounds + 2 * tokens + row)
-        start, end, before, full, mixed, own, own_before, own_full, own_mixed = _runs(
+        start, end, before, full, mixed, own_start, own_before, own_full, own_mixed = _runs(
             bounds, tokens, first, prompt_from, own_from, KEPT, READ
         )
         q = _rows(query + head * query_heads, row, query_stride, tokens, WIDTH, BLOCK, True)
@@ -521,7 +349,7 @@ def _backward(
         v_rows = value + head // GROUP * value_heads
         change = tl.zeros((KEPT, BLOCK), tl.float32)
         for index in range(full + own_full):
-            at = _full_tile(index, start, before, full, own, own_before, READ)
+            at = _full_tile(index, start, before, full, own_start, own_before, READ)
             change = _for_query(
                 q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, tokens,
                 row, prompt_from, prompt_to, own_from, change,
@@ -529,7 +357,17 @@ def _backward(
             )  # fmt: skip
         for index in range(mixed + own_mixed):
             at, limit = _mixed_tile(
-                index, start, end, before, full, mixed, own, own_before, own_full, tokens, READ
+                index,
+                start,
+                end,
+                before,
+                full,
+                mixed,
+                own_start,
+                own_before,
+                own_full,
+                tokens,
+                READ,
             )
             change = _for_query(
                 q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, limit,

@@ -3,9 +3,9 @@
     python benchmarks/attention.py
     python benchmarks/attention.py --heads 14 --key-heads 2 --width 64
 
-Milliseconds of the device for one layer in bf16, medians: forward, and forward with backward. Both get the same
-inputs in turns; the error is that of our output and gradients as shares of the norm of flex
-attention's. Flex attention gets its sparse mask ready made and is compiled for each row's length.
+Milliseconds of the device for one layer in bf16, medians: forward, and forward with backward. Both
+get the same inputs in turns; the error is that of our output and gradients as shares of the norm of
+flex attention's, which gets its sparse mask ready made and is compiled for each row's length.
 """
 
 import argparse

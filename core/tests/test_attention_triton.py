@@ -1,5 +1,9 @@
 """The kernel of tree attention against a dense softmax, run by an interpreter without a device."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -107,3 +111,29 @@ def test_values_and_gradients_of_longer_rows(case: str, dtype: torch.dtype) -> N
 
 def test_tokens_that_only_round_a_row_up_see_only_themselves() -> None:
     assert errors("one head", (), "full", torch.float32)[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "width", "precision"),
+    [
+        (90, 232_448, 128, "bfloat16"),
+        (89, 101_376, 128, "bfloat16"),
+        pytest.param(90, 232_448, 160, "bfloat16", marks=pytest.mark.matrix),
+        pytest.param(80, 166_912, 128, "bfloat16", marks=pytest.mark.matrix),
+        pytest.param(75, 65_536, 128, "float16", marks=pytest.mark.matrix),
+        pytest.param(89, 101_376, 256, "float32", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
+    capability: int, memory: int, width: int, precision: str, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("compile_attention.py")
+    words = [sys.executable, str(script), str(capability), str(memory), str(width), precision]
+    # Triton compiles only where it does not interpret.
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    needed = [int(line) for line in done.stdout.splitlines()]
+    assert len(needed) == 3
+    assert max(needed) <= memory

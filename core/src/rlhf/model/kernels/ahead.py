@@ -51,16 +51,19 @@ def await_compiled(name: str) -> None:
 def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
     # Whatever fails here is reported where the kernel runs.
     with suppress(Exception), torch.get_device_module(device).device(device):
-        from rlhf.model.kernels.tree import attend, differentiate
-
         for kind in kinds:
-            query, key, value, output, lse, bounds = _inputs(kind)
-            if name == "forward":
-                attend(query, key, value, bounds, kind.scale, kind.softcap)
-            else:
-                differentiate(
-                    output, lse, query, key, value, bounds, output, lse, kind.scale, kind.softcap
-                )
+            compile_kind(name, kind)
+
+
+def compile_kind(name: str, kind: Heads) -> None:
+    """Compile what "forward" or "backward" runs, for this process's device."""
+    from rlhf.model.kernels.tree import attend, differentiate
+
+    query, key, value, output, lse, bounds = _inputs(kind)
+    if name == "forward":
+        attend(query, key, value, bounds, kind.scale, kind.softcap)
+    else:
+        differentiate(output, lse, query, key, value, bounds, output, lse, kind.scale, kind.softcap)
 
 
 def _inputs(kind: Heads) -> list[Tensor]:

@@ -89,8 +89,8 @@ def _runs(bounds, tokens, first, prompt_from, own_from, KEPT: tl.constexpr, READ
     own_tiles = tl.cdiv(first + KEPT - own_start, READ)
     own_before = tl.minimum(tl.cdiv(tl.max(own_from) - own_start, READ), own_tiles)
     own_full = tl.maximum((first + 1 - own_start) // READ - own_before, 0)
-    in_prompt = (start, end, before, full, tiles - full)
-    return *in_prompt, own_start, own_before, own_full, own_tiles - own_full
+    mixed, own_mixed = tiles - full, own_tiles - own_full
+    return start, end, before, full, mixed, own_start, own_before, own_full, own_mixed
 
 
 @triton.jit

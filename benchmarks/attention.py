@@ -92,7 +92,7 @@ def line(spans: Spans, options: argparse.Namespace) -> str:
     for run in (lambda way: way(), both):
         ours, flex = (statistics.median(times) for times in in_turns(run, ways))
         cells += [f"{ours:.3f}", f"{flex:.3f}", f"{ours / flex:.2f}"]
-    results = [[part[:, :, :size].float() for part in both(way)] for way in ways]
+    results = [[part[:, :, :size].detach().float() for part in both(way)] for way in ways]
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
     return " | ".join([*cells, f"{error:.1e}"])
 

@@ -11,7 +11,7 @@ CUDA_ONLY = {
     f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
     f"{CORE}/devices.py": "where kernels in Triton run",
     f"{CORE}/launch/startup.py": "a context that is opened early, and the key of kernels in Triton",
-    f"{CORE}/model/long_examples.py": "attention by cuDNN",
+    f"{CORE}/model/kernels/long_examples.py": "attention by cuDNN",
     f"{CORE}/model/trainable.py": "bitsandbytes",
     f"{CORE}/model/kernels/attention_triton.py": "kernels in Triton",
     f"{CORE}/model/kernels/fp8.py": "products in FP8",

@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rlhf.model.kernels import attention_triton
-from rlhf.model.kernels.ahead import Heads, compile_kind
+from rlhf.model.kernels.ahead import compile_kind
+from rlhf.model.kernels.tree import Heads
 
 OPTIONS = {"num_warps", "num_stages"}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}

@@ -58,6 +58,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scoring: Scor
 
 
 def errors(case: str, spans: Any, kind: str, dtype: torch.dtype) -> list[float]:
+    """The errors of the output and of each gradient; the same in each run."""
     heads, scoring = CASES[case]
     batch, function = batch_of(spans), KINDS[kind]
     lowest = None if function is None else lowest_visible(Tree(batch), function).to(DEVICE)
@@ -79,7 +80,11 @@ def errors(case: str, spans: Any, kind: str, dtype: torch.dtype) -> list[float]:
     found = fused_tree(*inputs, mask, scoring)
     expected = dense(*exact, whole(mask).to(DEVICE), scoring)
     sinks = [] if scoring.sinks is None else [scoring.sinks]
-    ours = (found, *torch.autograd.grad(found, [*inputs, *sinks], weights))
+    gradients, again = (
+        torch.autograd.grad(found, [*inputs, *sinks], weights, retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    ours = (found, *gradients)
     theirs = (expected, *torch.autograd.grad(expected, [*exact, *sinks], weights.double()))
     return [
         float((a - b).detach().norm() / b.detach().norm())

@@ -11,11 +11,11 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
 from rlhf.model import attention, masks
-from rlhf.model import long_examples as long_examples_module
 from rlhf.model.kernels import layers
+from rlhf.model.kernels import long_examples as long_examples_module
 from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.kernels.long_examples import KERNELS, SIZES, Kernel, long_examples
 from rlhf.model.kernels.tree import Scoring
-from rlhf.model.long_examples import KERNELS, SIZES, Kernel, long_examples
 from rlhf.model.masks import LONG, Tree, TreeMask
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of

@@ -12,9 +12,10 @@ from families import FAMILIES, TREES, gradients, llama, row, tree_batch
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh
 from rlhf.model import attention
-from rlhf.model.kernels.ahead import REHEARSED, compile_ahead
+from rlhf.model.kernels.ahead import compile_ahead
 from rlhf.model.kernels.layers import compile_layers
-from rlhf.model.long_examples import KERNELS
+from rlhf.model.kernels.long_examples import KERNELS
+from rlhf.model.kernels.tree import REHEARSED
 from rlhf.model.masks import LONG
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of

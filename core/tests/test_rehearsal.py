@@ -22,7 +22,7 @@ from rlhf.launch.places import Marker
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
-from rlhf.model.kernels.ahead import REHEARSED, Heads
+from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.introduction import keep_traceback, memory_lines
 from rlhf.rank.run import ran_out

@@ -14,10 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.model.head import soft_capped
-from rlhf.model.kernels.ahead import REHEARSED
+from rlhf.model.kernels.long_examples import AGREES, KINDS, cudnn_agrees, long_examples
 from rlhf.model.kernels.meta import MetaAttention
-from rlhf.model.kernels.tree import Scoring, fused_tree, heads_of, scale_of
-from rlhf.model.long_examples import AGREES, KINDS, cudnn_agrees, long_examples
+from rlhf.model.kernels.tree import REHEARSED, Scoring, fused_tree, heads_of, scale_of
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
 from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
 

@@ -20,7 +20,8 @@ from rlhf.loop.samples import scores_answers
 from rlhf.loop.session import Session
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
-from rlhf.model.kernels.ahead import REHEARSED, Heads, compile_ahead
+from rlhf.model.kernels.ahead import compile_ahead
+from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset

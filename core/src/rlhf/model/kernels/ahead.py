@@ -1,51 +1,23 @@
-"""Kernels of tree attention that are compiled, or loaded from their cache, before they are needed:
-in threads, while weights are read."""
+"""Kernels of tree attention are compiled, or loaded from their cache, in threads while weights are
+read."""
 
 from collections.abc import Iterable
 from contextlib import suppress
 from threading import Thread
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.model.kernels.tree import COMPILING, Heads, attend, differentiate
 from rlhf.model.masks import BLOCK
-
-
-class Heads(NamedTuple):
-    """What the kernels of an attention are compiled for."""
-
-    heads: int
-    key_heads: int
-    width: int
-    """Numbers of a query and a key."""
-    of_value: int
-    """Numbers of a value."""
-    dtype: torch.dtype
-    scale: float
-    softcap: float | None
-
-
-REHEARSED: set[Heads] = set()
-"""The attentions that rehearsals in this process have met."""
-
-_threads: dict[str, Thread] = {}
-"""By what waits for them."""
 
 
 def compile_ahead(kinds: Iterable[Heads], device: torch.device) -> None:
     """Begin to compile the kernels for `kinds` of attention. The first forward and the first
     backward wait for theirs."""
     for name in ("forward", "backward"):
-        _threads[name] = Thread(target=_compile, args=(name, tuple(kinds), device))
-        _threads[name].start()
-
-
-def await_compiled(name: str) -> None:
-    """Wait for what is being compiled for "forward" or "backward"."""
-    thread = _threads.pop(name, None)
-    if thread is not None:
-        thread.join()
+        COMPILING[name] = Thread(target=_compile, args=(name, tuple(kinds), device))
+        COMPILING[name].start()
 
 
 def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
@@ -57,8 +29,6 @@ def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
 
 def compile_kind(name: str, kind: Heads) -> None:
     """Compile what "forward" or "backward" runs, for this process's device."""
-    from rlhf.model.kernels.tree import attend, differentiate
-
     query, key, value, output, lse, bounds = _inputs(kind)
     if name == "forward":
         attend(query, key, value, bounds, kind.scale, kind.softcap)

@@ -23,9 +23,9 @@ from rlhf.model.kernels.compiler import let_recompile, mark_any_size
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
 from rlhf.model.kernels.gates import gates_of, recompute_products
+from rlhf.model.kernels.long_examples import KINDS, cudnn_agrees
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
-from rlhf.model.long_examples import KINDS, cudnn_agrees
 from rlhf.model.masks import BLOCK, LONG, TreeMask
 from rlhf.model.parts import layers_of
 

@@ -1,13 +1,13 @@
 """Tree attention on CUDA by one kernel over the row (`attention_triton.py`)."""
 
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import RLHFError
-from rlhf.model.kernels.ahead import Heads, await_compiled
 from rlhf.model.masks import BLOCK, TreeMask
 
 
@@ -21,6 +21,34 @@ class Scoring(NamedTuple):
     """Bound of the scores (Gemma 2)."""
     sinks: Tensor | None
     """Scores without a value, which only take a share of the softmax [heads] (GPT-OSS)."""
+
+
+class Heads(NamedTuple):
+    """What the kernels of an attention are compiled for."""
+
+    heads: int
+    key_heads: int
+    width: int
+    """Numbers of a query and a key."""
+    of_value: int
+    """Numbers of a value."""
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None
+
+
+REHEARSED: set[Heads] = set()
+"""The attentions that rehearsals in this process have met."""
+
+COMPILING: dict[str, Thread] = {}
+"""The threads that compile for the first "forward" and the first "backward"."""
+
+
+def await_compiled(name: str) -> None:
+    """Wait for what is being compiled for "forward" or "backward"."""
+    thread = COMPILING.pop(name, None)
+    if thread is not None:
+        thread.join()
 
 
 def scale_of(query: Tensor, scoring: Scoring) -> float:
@@ -82,7 +110,7 @@ class Tiles(NamedTuple):
 class TreeAttention(torch.autograd.Function):
     """Output [1, heads, T, D] and log-sum-exp [1, heads, T] of query [1, heads, T, C], key
     [1, KV heads, T, C] and value [1, KV heads, T, D] under `bounds` [5, T] of a `TreeMask`; T is a
-    multiple of 128."""
+    multiple of 128. As FlashAttention-2 (Dao, arXiv 2307.08691), algorithms 1 and 2."""
 
     @staticmethod
     def forward(

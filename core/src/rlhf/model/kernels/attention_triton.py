@@ -15,7 +15,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-
 MEMORY = (
     triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())[
         "max_shared_mem"
@@ -102,18 +101,9 @@ def _full_tile(index, start, before, full, own_start, own_before, READ: tl.const
 
 @triton.jit
 def _mixed_tile(
-    index,
-    start,
-    end,
-    before,
-    full,
-    mixed,
-    own_start,
-    own_before,
-    own_full,
-    tokens,
+    index, start, end, before, full, mixed, own_start, own_before, own_full, tokens,
     READ: tl.constexpr,
-):
+):  # fmt: skip
     """Return the first key of a tile that not all queries see, and the end of its run."""
     in_prompt = start + (index + tl.where(index < before, 0, full)) * READ
     index_of_own = index - mixed
@@ -357,18 +347,9 @@ def backward(
             )  # fmt: skip
         for index in range(mixed + own_mixed):
             at, limit = _mixed_tile(
-                index,
-                start,
-                end,
-                before,
-                full,
-                mixed,
-                own_start,
-                own_before,
-                own_full,
-                tokens,
+                index, start, end, before, full, mixed, own_start, own_before, own_full, tokens,
                 READ,
-            )
+            )  # fmt: skip
             change = _for_query(
                 q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, limit,
                 row, prompt_from, prompt_to, own_from, change,

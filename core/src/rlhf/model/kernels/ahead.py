@@ -47,6 +47,6 @@ def _inputs(kind: Heads) -> list[Tensor]:
         torch.empty(1, BLOCK, heads, width, dtype=kind.dtype, device="meta").transpose(1, 2)
         for heads, width in shapes
     ]
-    # The default precision is another one while transformers makes a model.
+    # Explicit, since transformers changes the default dtype while it builds a model.
     lse = torch.empty(1, kind.heads, BLOCK, dtype=torch.float32, device="meta")
     return [*row, lse, torch.empty(5, BLOCK, dtype=torch.int32, device="meta")]

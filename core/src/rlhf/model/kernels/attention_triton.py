@@ -2,8 +2,8 @@
 (FlashAttention-2, Dao, arXiv 2307.08691).
 
 A token sees two intervals of its row: of its prompt, and of its own segment up to itself. So a tile
-of queries reads two runs of keys. Seen from a tile of keys, the queries are one run. Tiles that all
-see each other are computed without a mask.
+of queries reads two runs of keys. Seen from a tile of keys, the queries are one run. A tile of keys
+that all queries of a tile see is computed without a mask.
 
 With the scores s = scale q.k of a token and their log-sum-exp L, its shares are p = exp(s - L).
 Given the gradients g of the output o and h of L: dv = p g, ds = p (g.v - g.o + h).
@@ -160,7 +160,7 @@ def forward(
     k_rows = key + head // GROUP * key_heads
     v_rows = value + head // GROUP * value_heads
     total = tl.zeros((KEPT,), tl.float32)
-    # Not infinite: a difference of two infinities is no number.
+    # Finite, since the difference of two infinities is NaN.
     highest = tl.full((KEPT,), -1e30, tl.float32)
     result = tl.zeros((KEPT, BLOCK_OF_VALUE), tl.float32)
     for index in range(full + own_full):

@@ -1,7 +1,7 @@
 """Attention over rows of few long examples, one product per example by cuDNN.
 
-On an H200 it takes 0.7 to 0.8 of the time of our kernel for examples of 8,192 tokens and more, and
-more for short ones (benchmarks/RESULTS.md).
+On an H200 it took 0.7 to 0.8 of the time of flex attention for examples of 8,192 tokens and more,
+and more for short ones (benchmarks/RESULTS.md); it was not timed beside our kernel.
 """
 
 from collections.abc import Callable

@@ -56,6 +56,10 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
+    if options.heads % options.key_heads:
+        parser.error("--heads must be a multiple of --key-heads")
+    if not torch.cuda.is_available():
+        parser.error("both kernels need a CUDA device, and there is none")
     print("| row | ours | flex | ratio | ours, with backward | flex | ratio | error |")
     print("|---|---|---|---|---|---|---|---|")
     for name, spans in ROWS.items():

@@ -15,7 +15,7 @@ from rlhf.model.kernels import layers
 from rlhf.model.kernels import long_examples as long_examples_module
 from rlhf.model.kernels.layers import compile_layers
 from rlhf.model.kernels.long_examples import KERNELS, SIZES, Kernel, long_examples
-from rlhf.model.kernels.tree import Scoring
+from rlhf.model.kernels.tree import Heads, Scoring
 from rlhf.model.masks import LONG, Tree, TreeMask
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
@@ -90,8 +90,9 @@ def test_compiled_layers_take_each_long_example_by_itself(monkeypatch: pytest.Mo
         own.setattr(attention, "split_tree", attention.kernel_tree)
         expected = gradients(module, rows)
     [kind] = long_examples_module.KINDS
-    assert kind == (*(module.causal.config.num_attention_heads, 2), 8, torch.float32, 8**-0.5)
-    monkeypatch.setattr(long_examples_module, "_agrees", lambda *kind: True)
+    heads = module.causal.config.num_attention_heads
+    assert kind == Heads(heads, 2, 8, 8, torch.float32, 8**-0.5, None)
+    monkeypatch.setattr(long_examples_module, "_agrees", lambda kind: True)
     monkeypatch.setattr(attention, "split_tree", attention.kernel_tree)
     compile_layers(decoder(module.causal), None, longest=LONG)
     calls = []

@@ -79,7 +79,10 @@ def test_rows_of_all_lengths_need_one_compiled_kernel_of_each_kind(
 ) -> None:
     knobs = pytest.importorskip("triton").knobs
     compiled: list[str] = []
-    hook = lambda *, fn, **_: compiled.append(f"{fn.module}.{fn.name}")  # noqa: E731
+
+    def hook(*, fn: Any, **_: Any) -> None:
+        compiled.append(f"{fn.module}.{fn.name}")
+
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", hook)
     torch._dynamo.utils.counters.clear()
     # Heads of a width that no other test has.
@@ -94,7 +97,10 @@ def test_rows_of_all_lengths_need_one_compiled_kernel_of_each_kind(
 def test_a_rehearsal_shows_which_kernels_a_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
     threads: list[Any] = []
-    hook = lambda **_: threads.append(threading.current_thread())  # noqa: E731
+
+    def hook(**_: Any) -> None:
+        threads.append(threading.current_thread())
+
     # Heads of a width that no other test has.
     module = llama(head_dim=40).to("meta", torch.bfloat16)
     REHEARSED.clear()

@@ -170,11 +170,10 @@ def kernel_tree(
 ) -> Tensor:
     """Compute the row on CUDA: long examples by cuDNN where it gives what our kernel gives,
     everything else by our kernel."""
-    dropout, scale, softcap, sinks = scoring
-    kind = (query.shape[1], key.shape[1], query.shape[3], query.dtype, scale)
+    kind = heads_of(query, key, value, scoring)
     # cuDNN's gradient is not deterministic.
     fixed = torch.are_deterministic_algorithms_enabled()
-    plain = softcap is None and sinks is None and not (dropout or fixed)
+    plain = scoring.softcap is None and scoring.sinks is None and not (scoring.dropout or fixed)
     if torch.compiler.is_compiling():
         # `compile_layers` has compared what has run before.
         by_cudnn = mask.long and plain and AGREES.get(kind, False)
@@ -183,5 +182,5 @@ def kernel_tree(
             KINDS.add(kind)
         by_cudnn = mask.long and plain and cudnn_agrees(kind)
     if by_cudnn:
-        return long_examples(query, key, value, mask.tree.sizes, scale)
+        return long_examples(query, key, value, mask.tree.sizes, kind.scale)
     return fused_tree(query, key, value, mask, scoring)

@@ -74,6 +74,17 @@ def _visible(query, key, prompt_from, prompt_to, own_from):
 
 
 @triton.jit
+def _seen(bounds, tokens, row):
+    """Return of queries where the seen part of the prompt starts and ends, and where that of their
+    own segment starts."""
+    return (
+        tl.load(bounds + row),
+        tl.load(bounds + tokens + row),
+        tl.load(bounds + 2 * tokens + row),
+    )
+
+
+@triton.jit
 def _runs(bounds, tokens, first, prompt_from, own_from, KEPT: tl.constexpr, READ: tl.constexpr):
     """Return the two runs of keys that queries from `first` on see, in the prompt and from their
     segment on, in tiles of READ: of each the start, its end, how many tiles come before those that
@@ -150,9 +161,7 @@ def forward(
     # Tokens late in their examples see the most: their programs start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * KEPT
     row = first + tl.arange(0, KEPT)
-    prompt_from = tl.load(bounds + row)
-    prompt_to = tl.load(bounds + tokens + row)
-    own_from = tl.load(bounds + 2 * tokens + row)
+    prompt_from, prompt_to, own_from = _seen(bounds, tokens, row)
     start, end, before, full, mixed, own_start, own_before, own_full, own_mixed = _runs(
         bounds, tokens, first, prompt_from, own_from, KEPT, READ
     )
@@ -263,6 +272,105 @@ def _for_key(
 
 
 @triton.jit
+def _of_keys(
+    program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
+    query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
+    gradient_heads, gradient_stride, of_key_heads, of_key_stride, of_value_heads, of_value_stride,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr, OF_VALUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr,
+    PRECISION: tl.constexpr, KEPT: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a tile of keys and values."""
+    head = (program % KEY_HEADS).to(tl.int64)
+    first = program // KEY_HEADS * KEPT
+    column = first + tl.arange(0, KEPT)
+    k = _rows(key + head * key_heads, column, key_stride, tokens, WIDTH, BLOCK, True)
+    v = _rows(
+        value + head * value_heads, column, value_stride, tokens, OF_VALUE, BLOCK_OF_VALUE, True
+    )
+    change = tl.zeros((KEPT, BLOCK), tl.float32)
+    change_of_value = tl.zeros((KEPT, BLOCK_OF_VALUE), tl.float32)
+    # Queries of the tile itself, those that see all its keys, and those that see some.
+    diagonal = tl.cdiv(KEPT, READ)
+    end = tl.max(tl.load(bounds + 3 * tokens + column))
+    full_end = tl.min(tl.load(bounds + 4 * tokens + column))
+    full = tl.maximum((full_end - first) // READ - diagonal, 0)
+    mixed = tl.cdiv(end - first, READ) - full
+    for index in range(GROUP * full):
+        in_group = head * GROUP + index // full
+        change, change_of_value = _for_key(
+            k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
+            lse + in_group * tokens, product + in_group * tokens,
+            query_stride, gradient_stride, bounds,
+            first + (diagonal + index % full) * READ, tokens, column, change, change_of_value,
+            WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
+        )  # fmt: skip
+    for index in range(GROUP * mixed):
+        in_group = head * GROUP + index // mixed
+        tile = index % mixed
+        change, change_of_value = _for_key(
+            k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
+            lse + in_group * tokens, product + in_group * tokens,
+            query_stride, gradient_stride, bounds,
+            first + (tile + tl.where(tile < diagonal, 0, full)) * READ, tokens,
+            column, change, change_of_value,
+            WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
+        )  # fmt: skip
+    _store(of_key + head * of_key_heads, column, of_key_stride, change * SCALE, WIDTH, BLOCK)
+    _store(
+        of_value + head * of_value_heads, column, of_value_stride, change_of_value,
+        OF_VALUE, BLOCK_OF_VALUE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _of_queries(
+    program, query, key, value, gradient, lse, product, of_query, bounds, tokens,
+    query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
+    gradient_heads, gradient_stride, of_query_heads, of_query_stride,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr, OF_VALUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OF_VALUE: tl.constexpr,
+    PRECISION: tl.constexpr, KEPT: tl.constexpr, READ: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a tile of queries."""
+    tiles = tokens // KEPT
+    head = (program // tiles).to(tl.int64)
+    first = (tiles - 1 - program % tiles) * KEPT
+    row = first + tl.arange(0, KEPT)
+    prompt_from, prompt_to, own_from = _seen(bounds, tokens, row)
+    start, end, before, full, mixed, own_start, own_before, own_full, own_mixed = _runs(
+        bounds, tokens, first, prompt_from, own_from, KEPT, READ
+    )
+    q = _rows(query + head * query_heads, row, query_stride, tokens, WIDTH, BLOCK, True)
+    g = _rows(
+        gradient + head * gradient_heads, row, gradient_stride, tokens,
+        OF_VALUE, BLOCK_OF_VALUE, True,
+    )  # fmt: skip
+    own_lse = tl.load(lse + head * tokens + row) * LOG2E
+    own_product = tl.load(product + head * tokens + row)
+    k_rows = key + head // GROUP * key_heads
+    v_rows = value + head // GROUP * value_heads
+    change = tl.zeros((KEPT, BLOCK), tl.float32)
+    for index in range(full + own_full):
+        at = _full_tile(index, start, before, full, own_start, own_before, READ)
+        change = _for_query(
+            q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, tokens,
+            row, prompt_from, prompt_to, own_from, change,
+            WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
+        )  # fmt: skip
+    for index in range(mixed + own_mixed):
+        at, limit = _mixed_tile(
+            index, start, end, before, full, mixed, own_start, own_before, own_full, tokens, READ
+        )
+        change = _for_query(
+            q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, limit,
+            row, prompt_from, prompt_to, own_from, change,
+            WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
+        )  # fmt: skip
+    _store(of_query + head * of_query_heads, row, of_query_stride, change * SCALE, WIDTH, BLOCK)
+
+
+@triton.jit
 def backward(
     query, key, value, gradient, lse, product, of_query, of_key, of_value, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
@@ -276,83 +384,17 @@ def backward(
     program = tl.program_id(0)
     of_keys = tokens // KEPT * KEY_HEADS
     if program < of_keys:
-        head = (program % KEY_HEADS).to(tl.int64)
-        first = program // KEY_HEADS * KEPT
-        column = first + tl.arange(0, KEPT)
-        k = _rows(key + head * key_heads, column, key_stride, tokens, WIDTH, BLOCK, True)
-        v = _rows(
-            value + head * value_heads, column, value_stride, tokens, OF_VALUE, BLOCK_OF_VALUE, True
-        )
-        change = tl.zeros((KEPT, BLOCK), tl.float32)
-        change_of_value = tl.zeros((KEPT, BLOCK_OF_VALUE), tl.float32)
-        # Queries of the tile itself, those that see all its keys, and those that see some.
-        diagonal = tl.cdiv(KEPT, READ)
-        end = tl.max(tl.load(bounds + 3 * tokens + column))
-        full_end = tl.min(tl.load(bounds + 4 * tokens + column))
-        full = tl.maximum((full_end - first) // READ - diagonal, 0)
-        mixed = tl.cdiv(end - first, READ) - full
-        for index in range(GROUP * full):
-            in_group = head * GROUP + index // full
-            change, change_of_value = _for_key(
-                k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
-                lse + in_group * tokens, product + in_group * tokens,
-                query_stride, gradient_stride, bounds,
-                first + (diagonal + index % full) * READ, tokens, column, change, change_of_value,
-                WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
-            )  # fmt: skip
-        for index in range(GROUP * mixed):
-            in_group = head * GROUP + index // mixed
-            tile = index % mixed
-            change, change_of_value = _for_key(
-                k, v, query + in_group * query_heads, gradient + in_group * gradient_heads,
-                lse + in_group * tokens, product + in_group * tokens,
-                query_stride, gradient_stride, bounds,
-                first + (tile + tl.where(tile < diagonal, 0, full)) * READ, tokens,
-                column, change, change_of_value,
-                WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
-            )  # fmt: skip
-        _store(of_key + head * of_key_heads, column, of_key_stride, change * SCALE, WIDTH, BLOCK)
-        _store(
-            of_value + head * of_value_heads, column, of_value_stride, change_of_value,
-            OF_VALUE, BLOCK_OF_VALUE,
+        _of_keys(
+            program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
+            query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
+            gradient_heads, gradient_stride, of_key_heads, of_key_stride,
+            of_value_heads, of_value_stride, KEY_HEADS, GROUP, SCALE, SOFTCAP,
+            WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, PRECISION, KEPT, READ,
         )  # fmt: skip
     else:
-        program = program - of_keys
-        tiles = tokens // KEPT
-        head = (program // tiles).to(tl.int64)
-        first = (tiles - 1 - program % tiles) * KEPT
-        row = first + tl.arange(0, KEPT)
-        prompt_from = tl.load(bounds + row)
-        prompt_to = tl.load(bounds + tokens + row)
-        own_from = tl.load(bounds + 2 * tokens + row)
-        start, end, before, full, mixed, own_start, own_before, own_full, own_mixed = _runs(
-            bounds, tokens, first, prompt_from, own_from, KEPT, READ
-        )
-        q = _rows(query + head * query_heads, row, query_stride, tokens, WIDTH, BLOCK, True)
-        g = _rows(
-            gradient + head * gradient_heads, row, gradient_stride, tokens,
-            OF_VALUE, BLOCK_OF_VALUE, True,
+        _of_queries(
+            program - of_keys, query, key, value, gradient, lse, product, of_query, bounds, tokens,
+            query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
+            gradient_heads, gradient_stride, of_query_heads, of_query_stride,
+            GROUP, SCALE, SOFTCAP, WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, PRECISION, KEPT, READ,
         )  # fmt: skip
-        own_lse = tl.load(lse + head * tokens + row) * LOG2E
-        own_product = tl.load(product + head * tokens + row)
-        k_rows = key + head // GROUP * key_heads
-        v_rows = value + head // GROUP * value_heads
-        change = tl.zeros((KEPT, BLOCK), tl.float32)
-        for index in range(full + own_full):
-            at = _full_tile(index, start, before, full, own_start, own_before, READ)
-            change = _for_query(
-                q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, tokens,
-                row, prompt_from, prompt_to, own_from, change,
-                WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, True,
-            )  # fmt: skip
-        for index in range(mixed + own_mixed):
-            at, limit = _mixed_tile(
-                index, start, end, before, full, mixed, own_start, own_before, own_full, tokens,
-                READ,
-            )  # fmt: skip
-            change = _for_query(
-                q, g, own_lse, own_product, k_rows, v_rows, key_stride, value_stride, at, limit,
-                row, prompt_from, prompt_to, own_from, change,
-                WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, SCALE, SOFTCAP, PRECISION, READ, False,
-            )  # fmt: skip
-        _store(of_query + head * of_query_heads, row, of_query_stride, change * SCALE, WIDTH, BLOCK)

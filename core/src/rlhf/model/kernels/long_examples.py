@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.data.packing import blank_batch
-from rlhf.model.kernels.tree import Scoring, fused_tree
+from rlhf.model.kernels.tree import Heads, Scoring, fused_tree
 from rlhf.model.masks import Tree, TreeMask
 
 SIZES = 1024
@@ -28,9 +28,6 @@ AGREEMENT = 2e-2
 
 NOTHING_SEEN = 1e9
 """A log-sum-exp with which a token sees a share of 0 of every other."""
-
-Kind = tuple[int, int, int, torch.dtype, float | None]
-"""Query and KV heads, their size, precision and scale of an attention."""
 
 
 class Kernel(NamedTuple):
@@ -171,33 +168,38 @@ def _window(tensor: Tensor, part: slice) -> Tensor:
     return (pad(window, (0, 0, 0, 0, 0, missing)) if missing else window).transpose(1, 2)
 
 
-KINDS: set[Kind] = set()
+KINDS: set[Heads] = set()
 """The kinds of attention that have run on CUDA and that cuDNN may compute."""
 
-AGREES: dict[Kind, bool] = {}
+AGREES: dict[Heads, bool] = {}
 """What `cudnn_agrees` has found."""
 
 
-def cudnn_agrees(kind: Kind) -> bool:
+def cudnn_agrees(kind: Heads) -> bool:
     """Return whether cuDNN's attention of this kind runs here and gives the values and gradients of
     our kernel, on one random example."""
     if kind not in AGREES:
-        AGREES[kind] = _agrees(*kind)
+        AGREES[kind] = _agrees(kind)
     return AGREES[kind]
 
 
-def _agrees(heads: int, key_heads: int, dim: int, dtype: torch.dtype, scale: float | None) -> bool:
+def _agrees(kind: Heads) -> bool:
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(1, PROBED, n, dim) for n in (heads, key_heads, key_heads, heads)]
+    shapes = (
+        (kind.heads, kind.width), (kind.key_heads, kind.width), (kind.key_heads, kind.of_value),
+        (kind.heads, kind.of_value),
+    )  # fmt: skip
     query, key, value, weights = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
+        torch.randn(
+            1, PROBED, *shape, generator=generator, device="cuda", dtype=kind.dtype
+        ).transpose(1, 2)
         for shape in shapes
     )
     batch = blank_batch(torch.zeros(PROBED, dtype=torch.long, device="cuda"), ((0, (PROBED,)),))
     mask = TreeMask(Tree(batch), None)
     ways = (
-        partial(long_examples, lengths=mask.tree.sizes, scale=scale),
-        partial(fused_tree, mask=mask, scoring=Scoring(0.0, scale, None, None)),
+        partial(long_examples, lengths=mask.tree.sizes, scale=kind.scale),
+        partial(fused_tree, mask=mask, scoring=Scoring(0.0, kind.scale, None, None)),
     )
     try:
         ours, theirs = (values_and_gradients(way, query, key, value, weights) for way in ways)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
@@ -27,6 +28,10 @@ SMALL = 1e-9
 
 MOST_TOKENS = 8192
 """Length of the probe's longest path; windows wider than this are not tested."""
+
+QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of the model's own attention in the probe: all but cuDNN's, which is built anew for each
+of the probe's lengths."""
 
 LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
@@ -68,7 +73,8 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
     engine.eval()
     module.path = "separate"
     with torch.no_grad():
-        truth = engine(batch, partial(hidden_and_head_error, module))
+        with sdpa_kernel(QUICK):
+            truth = engine(batch, partial(hidden_and_head_error, module))
         worst = max(mesh.gather(float(truth["head_error"])))
         if not worst <= TOLERANCE[engine.precision]:
             raise RLHFError(

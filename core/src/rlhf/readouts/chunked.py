@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
+from rlhf.devices import fused_on
 from rlhf.model.head import Head
 from rlhf.model.sequence import all_rows, part_of_rank
 from rlhf.readouts import logits as chunks
@@ -142,6 +143,17 @@ class KnownGradient(torch.autograd.Function):
         return None, *(None if item is None else (item * gradient).to(ctx.dtype) for item in saved)
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a `total` in float32. On CUDA the library adds it without rounding it to the
+    factors' dtype and without a tensor for it."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif fused_on(total.device.type):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
 class Gradients:
     """Gradients for hidden states, weight and bias, as far as they are needed, summed over chunks.
 
@@ -183,12 +195,12 @@ class Gradients:
             self._for_hidden[rows] = for_logits @ weight
         if not self._needs_weight:
             return
-        part = for_logits.T @ hidden
-        # Chunks are summed in float32. A single chunk needs no sum.
+        if self._single:
+            self._for_weight = for_logits.T @ hidden
+            return
         if self._for_weight is None:
-            self._for_weight = part if self._single else part.float()
-        else:
-            self._for_weight += part
+            self._for_weight = torch.zeros_like(weight, dtype=torch.float32)
+        add_product(self._for_weight, for_logits.T, hidden)
 
     def total(self) -> tuple[Tensor | None, ...]:
         """Return the three gradients, None for those not needed; in the weight's dtype, or in

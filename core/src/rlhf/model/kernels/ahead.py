@@ -1,5 +1,5 @@
-"""Kernels of tree attention are compiled, or loaded from their cache, in threads while weights are
-read."""
+"""Kernels are made ready in threads while weights are read: those of tree attention are compiled,
+or loaded from their cache, and the library of matrix products is loaded."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,8 +23,17 @@ def compile_ahead(kinds: Iterable[Heads], device: torch.device) -> None:
 def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
     # Whatever fails here is reported where the kernel runs.
     with suppress(Exception), torch.get_device_module(device).device(device):
+        if name == "forward":
+            load_products(device)
         for kind in kinds:
             compile_kind(name, kind)
+
+
+def load_products(device: torch.device) -> None:
+    """Have the library of matrix products load what its first products need."""
+    for dtype in (torch.bfloat16, torch.float32):
+        square = torch.zeros(16, 16, dtype=dtype, device=device)
+        torch.mm(square, square)
 
 
 def compile_kind(name: str, kind: Heads) -> None:

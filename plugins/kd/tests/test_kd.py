@@ -20,7 +20,7 @@ from rlhf.testing import Other, TrainerConformance, pack, weighted_loss
 from rlhf.trainer import Answer, Example, PackedBatch, Sample
 from rlhf_plugin_kd.answers import check_room, chosen, with_new_answers
 from rlhf_plugin_kd.config import NEEDS, KDConfig
-from rlhf_plugin_kd.losses import forward_kl
+from rlhf_plugin_kd.losses import measure
 from rlhf_plugin_kd.trainer import KDTrainer
 
 
@@ -63,7 +63,7 @@ def trainer(*, nll: float = 0.0) -> KDTrainer:
     made = KDTrainer(KDConfig(), tokenizer=None)
     made.policy = Fixed(0.0, 0.0, 0.0)  # type: ignore[assignment]
     made.teacher = Fixed(0.0, 0.0, math.log(2.0))  # type: ignore[assignment]
-    made.mixture = Mixture(forward_kl, nll=nll)
+    made.mixture = Mixture(measure("forward_kl", beta=0.5, skew=0.1), nll=nll)
     return made
 
 

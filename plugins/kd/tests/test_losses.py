@@ -1,8 +1,6 @@
 """The divergences against numbers worked by hand, their limits, and autograd's derivative."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -11,15 +9,7 @@ from torch import Tensor
 from rlhf.readouts import Head, Mixture, WholeTeacher, divergence
 from rlhf.testing import pack
 from rlhf.trainer import Answer, Example
-from rlhf_plugin_kd import losses
-from rlhf_plugin_kd.losses import (
-    forward_kl,
-    jsd,
-    measure,
-    reverse_kl,
-    skewed_forward_kl,
-    skewed_reverse_kl,
-)
+from rlhf_plugin_kd.losses import measure
 
 P = torch.tensor([[0.75, 0.25]]).log()
 Q = torch.tensor([[0.5, 0.5]]).log()
@@ -68,10 +58,16 @@ def test_numbers_worked_by_hand(name: str) -> None:
 def test_an_uneven_mixture_worked_by_hand() -> None:
     # beta 1/4: m = (9/16, 7/16); skew 1/4, forward: m likewise; reverse: m = (11/16, 5/16).
     first, second = 0.75 * math.log(4 / 3) + 0.25 * math.log(4 / 7), 0.5 * math.log(64 / 63)
-    assert jsd(Q, P, beta=0.25)[0].item() == pytest.approx(0.25 * first + 0.75 * second, abs=1e-6)
-    assert skewed_forward_kl(Q, P, skew=0.25)[0].item() == pytest.approx(first, abs=1e-6)
+    assert measure("jsd", beta=0.25, skew=0.5)(Q, P)[0].item() == pytest.approx(
+        0.25 * first + 0.75 * second, abs=1e-6
+    )
+    assert measure("skewed_forward_kl", beta=0.5, skew=0.25)(Q, P)[0].item() == pytest.approx(
+        first, abs=1e-6
+    )
     third = 0.5 * math.log(64 / 55)
-    assert skewed_reverse_kl(Q, P, skew=0.25)[0].item() == pytest.approx(third, abs=1e-6)
+    assert measure("skewed_reverse_kl", beta=0.5, skew=0.25)(Q, P)[0].item() == pytest.approx(
+        third, abs=1e-6
+    )
 
 
 def plain(name: str, q: Tensor, p: Tensor, beta: float, skew: float) -> Tensor:
@@ -123,23 +119,25 @@ def test_a_probability_of_zero_is_not_a_special_case(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "of"),
+    ("name", "share", "scale", "of"),
     [
-        (lambda: jsd(logprobs(0), logprobs(1), beta=1e-8)[0] / 1e-8, forward_kl),
-        (lambda: jsd(logprobs(0), logprobs(1), beta=1 - 1e-8)[0] / 1e-8, reverse_kl),
-        (lambda: skewed_forward_kl(logprobs(0), logprobs(1), skew=1e-9)[0], forward_kl),
-        (lambda: skewed_reverse_kl(logprobs(0), logprobs(1), skew=1e-9)[0], reverse_kl),
+        ("jsd", 1e-8, 1e-8, "forward_kl"),
+        ("jsd", 1 - 1e-8, 1e-8, "reverse_kl"),
+        ("skewed_forward_kl", 1e-9, 1, "forward_kl"),
+        ("skewed_reverse_kl", 1e-9, 1, "reverse_kl"),
     ],
 )
 def test_jsd_and_skewed_kls_approach_the_kls_in_their_limits(
-    limit: Callable[[], Tensor], of: losses.Measure
+    name: str, share: float, scale: float, of: str
 ) -> None:
-    torch.testing.assert_close(limit(), of(logprobs(0), logprobs(1))[0], rtol=1e-4, atol=1e-5)
+    found = measure(name, beta=share, skew=share)(logprobs(0), logprobs(1))[0] / scale
+    expected = measure(of, beta=0.5, skew=0.5)(logprobs(0), logprobs(1))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_jsd_at_one_half_is_symmetric_and_bounded_by_the_logarithm_of_two() -> None:
     one, other = logprobs(0), logprobs(1)
-    even = partial(jsd, beta=0.5)
+    even = measure("jsd", beta=0.5, skew=0.1)
     torch.testing.assert_close(even(one, other)[0], even(other, one)[0])
     apart = torch.tensor([[0.0, -200.0]])
     assert even(apart, apart.flip(-1))[0].item() == pytest.approx(math.log(2))
@@ -152,7 +150,7 @@ def test_the_temperature_reaches_the_loss_with_its_square() -> None:
     hidden = torch.zeros(2, 1, requires_grad=True)
     head = Head(weight=torch.tensor([[1.0], [0.0]]))
     tutor = WholeTeacher(torch.ones(1, 1), Head(weight=torch.tensor([[math.log(9.0)], [0.0]])))
-    mixture = Mixture(forward_kl, temperature=2.0)
+    mixture = Mixture(measure("forward_kl", beta=0.5, skew=0.1), temperature=2.0)
     read = divergence(hidden, head, batch, teacher=tutor, mixture=mixture)
     read["loss"].backward()
     assert read["loss"].item() == pytest.approx(4 * DIGITS["forward_kl"], abs=1e-5)

@@ -17,12 +17,14 @@ from rlhf.readouts.logprobs import (
     token_logprobs,
     token_scores,
 )
+from rlhf.readouts.measures import SkewedKL
 from rlhf.readouts.teachers import Measure, Teacher, TopTeacher, WholeTeacher
 
 __all__ = [
     "Head",
     "Measure",
     "Mixture",
+    "SkewedKL",
     "Teacher",
     "TopTeacher",
     "WholeTeacher",

@@ -148,10 +148,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     factors' dtype and without a tensor for it."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif fused_on(total.device.type):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
+    elif not fused_on(total.device.type):
         total += left @ right
+    elif not total.is_meta:  # torch 2.11 has no such product on the meta device.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 class Gradients:

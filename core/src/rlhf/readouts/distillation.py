@@ -22,6 +22,7 @@ from rlhf.model.head import Head
 from rlhf.model.kernels.compiler import mark_any_size
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum
+from rlhf.readouts.measures import SkewedKL
 from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
 from rlhf.trainer import Reference
 
@@ -115,7 +116,7 @@ def divergence(
     likely token is the same). `kl` is KL(teacher || student).
     """
     fused = fused_on(hidden.device.type)
-    compare_chunk = fused_compare if fused else compare
+    compare_chunk = comparison(teacher, mixture, head, fused=fused)
     factors = torch.ones_like(batch.predict, dtype=torch.float32) if weights is None else weights
     factors = factors.detach().float()
 
@@ -123,12 +124,10 @@ def divergence(
         rows: slice, raw: Tensor, targets: Tensor, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         size = rows.stop - rows.start
+        weights = chunks.pad_rows(factors[rows], size)
         return compare_chunk(
-            raw, targets, chunks.pad_rows(factors[rows], size), *teacher.chunk(rows),
-            against=teacher.against,
-            measure=mixture.measure, temperature=mixture.temperature, nll=mixture.nll,
-            scale=head.scale, softcap=head.softcap, with_gradient=with_gradient,
-        )  # fmt: skip
+            raw, targets, weights, *teacher.chunk(rows), with_gradient=with_gradient
+        )
 
     def total(values: Tensor) -> Tensor:
         divergence, _, logprobs, *_ = values
@@ -145,6 +144,35 @@ def divergence(
 
 COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 """What is read of each prediction, without gradient."""
+
+
+def comparison(
+    teacher: Teacher, mixture: Mixture, head: Head, *, fused: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what compares a chunk as `compare` does; if `fused`, our kernel for a `SkewedKL` from
+    a whole teacher, and compiled ones otherwise."""
+    measure = mixture.measure
+    options: dict[str, Any] = {"temperature": mixture.temperature, "nll": mixture.nll}
+    if fused and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
+        return partial(
+            compare_whole, measure=measure, scales=(head.scale, teacher.head.scale),
+            softcaps=(head.softcap, teacher.head.softcap), **options,
+        )  # fmt: skip
+    return partial(
+        fused_compare if fused else compare, measure=measure, against=teacher.against,
+        scale=head.scale, softcap=head.softcap, **options,
+    )  # fmt: skip
+
+
+def compare_whole(
+    raw: Tensor, targets: Tensor, weights: Tensor, teacher: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return what `compare` returns. The derivative overwrites the raw logits."""
+    if raw.is_meta:
+        return raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32), raw
+    from rlhf.readouts.divergence_triton import compare_rows
+
+    return compare_rows(raw, teacher, targets, weights, **options), raw
 
 
 def compare(

@@ -1,0 +1,211 @@
+"""The Triton kernel of a `SkewedKL` from a whole teacher: logits of both models are read twice, or
+three times with a skew, and the student's are overwritten once with their gradient.
+
+Normalisers, both KL divergences and the entropy are updated block by block of a row, as in
+`logits_triton.py`. With a model's logits x and z = log(sum(exp(x))), KL(p || q) of a teacher's p
+and a student's q is the mean of x_p - x_q under p, less z_p - z_q.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf.readouts.logits_triton import COLUMNS, WARPS, _value
+from rlhf.readouts.measures import SkewedKL
+
+NOTHING = 1e-34
+"""The least share of which there is a logarithm."""
+
+
+def compare_rows(
+    student: Tensor,
+    teacher: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    measure: SkewedKL,
+    *,
+    temperature: float,
+    nll: float,
+    scales: tuple[float, float],
+    softcaps: tuple[float | None, float | None],
+    with_gradient: bool,
+) -> Tensor:
+    """Return divergence, KL(teacher || student), log-probability of the target, entropy, and
+    whether the target and the teacher's most likely token are the student's: [6, n] in float32, of
+    raw logits [n, V] of both models.
+
+    `with_gradient` overwrites the student's logits with the derivative of the loss, which is that
+    of `Mixture` times a row's weight. `scales` and `softcaps` are the student's and the teacher's.
+    """
+    rows, vocabulary = student.shape
+    output = torch.empty(6, rows, dtype=torch.float32, device=student.device)
+    mixed = bool(measure.forward_skew or measure.reverse_skew)
+    if rows:
+        _compare[(rows,)](
+            student, teacher, targets, weights, output, student.stride(0), teacher.stride(0), rows,
+            *scales, *(cap or 1.0 for cap in softcaps), 1 / temperature, nll,
+            measure.forward, measure.reverse, measure.forward_skew, measure.reverse_skew,
+            *(log_shares(measure.forward_skew)), *(log_shares(measure.reverse_skew)),
+            VOCABULARY=vocabulary, CAPPED=softcaps[0] is not None,
+            TEACHER_CAPPED=softcaps[1] is not None, SOFT=temperature != 1,
+            FORWARD=measure.forward != 0, REVERSE=measure.reverse != 0, MIXED=mixed,
+            NLL=nll != 0, GRADIENT=with_gradient, BLOCK=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+    return output
+
+
+def log_shares(skew: float) -> tuple[float, float]:
+    """Return the logarithms of a share and of the rest."""
+    return math.log(max(skew, NOTHING)), math.log1p(-skew)
+
+
+@triton.jit
+def _mixed(one, other, log_share, log_rest):
+    one, other = one + log_share, other + log_rest
+    return tl.maximum(one, other) + tl.log(1 + tl.exp(-tl.abs(one - other)))
+
+
+@triton.jit
+def _terms(
+    lq, lp, forward, reverse, forward_skew, reverse_skew,
+    log_forward, log_no_forward, log_reverse, log_no_reverse,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Return each token's part of the divergence, and the derivative by its log q."""
+    value = tl.zeros_like(lq)
+    derivative = tl.zeros_like(lq)
+    if FORWARD:
+        middle = lq
+        if MIXED:
+            middle = _mixed(lp, lq, log_forward, log_no_forward)
+        value += forward * tl.exp(lp) * (lp - middle)
+        derivative -= forward * (1 - forward_skew) * tl.exp(lp + lq - middle)
+    if REVERSE:
+        q = tl.exp(lq)
+        ratio = lq - lp
+        if MIXED:
+            ratio = lq - _mixed(lq, lp, log_reverse, log_no_reverse)
+        value += reverse * q * ratio
+        slope = ratio + 1
+        if MIXED:
+            # The ratio is at most -log(reverse_skew); without a skew, exp might be infinite.
+            slope -= reverse_skew * tl.exp(tl.minimum(ratio, 80.0))
+        derivative += reverse * q * slope
+    return value, derivative
+
+
+@triton.jit
+def _compare(
+    student, teacher, targets, weights, output, stride, teacher_stride, rows,
+    scale, teacher_scale, cap, teacher_cap, heat, nll,
+    forward, reverse, forward_skew, reverse_skew,
+    log_forward, log_no_forward, log_reverse, log_no_reverse,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    SOFT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, MIXED: tl.constexpr,
+    NLL: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    own, known = student + row * stride, teacher + row * teacher_stride
+    target = tl.load(targets + row)
+    # Before the gradient overwrites it.
+    at = _value(tl.load(own + target), scale, cap, CAPPED)
+
+    # Largest logits begin finite, since the difference of two infinities is NaN.
+    # Of the student at temperature 1: largest logit, sum of exponentials, entropy's sum.
+    most, most_likely, total, tilted = -1e30, VOCABULARY, 0.0, 0.0
+    # At the run's temperature: sums of exponentials, and the two KL divergences' sums.
+    soft_total, of_student = 0.0, 0.0
+    known_most, known_likely, known_total, of_teacher = -1e30, VOCABULARY, 0.0, 0.0
+    for first in range(0, VOCABULARY, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < VOCABULARY
+        x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
+        t = tl.load(known + place, mask=inside, other=0.0)
+        t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+        apart = tl.where(inside, x * heat - t, 0.0)
+        x, t = tl.where(inside, x, -1e30), tl.where(inside, t, -1e30)
+
+        here = tl.max(x, 0)
+        nearest = tl.min(tl.where(x == here, place, VOCABULARY), 0)
+        most_likely = tl.where(here > most, nearest, most_likely)
+        new = tl.maximum(most, here)
+        shrunk = tl.exp(most - new)
+        exponential = tl.exp(x - new)
+        tilted = (tilted + total * (most - new)) * shrunk
+        tilted += tl.sum(exponential * (x - new), 0)
+        total = total * shrunk + tl.sum(exponential, 0)
+        if SOFT:
+            shrunk = tl.exp((most - new) * heat)
+            exponential = tl.exp((x - new) * heat)
+        soft_total = soft_total * shrunk + tl.sum(exponential, 0)
+        of_student = of_student * shrunk + tl.sum(exponential * apart, 0)
+        most = new
+
+        here = tl.max(t, 0)
+        nearest = tl.min(tl.where(t == here, place, VOCABULARY), 0)
+        known_likely = tl.where(here > known_most, nearest, known_likely)
+        new = tl.maximum(known_most, here)
+        shrunk = tl.exp(known_most - new)
+        exponential = tl.exp(t - new)
+        known_total = known_total * shrunk + tl.sum(exponential, 0)
+        of_teacher = of_teacher * shrunk - tl.sum(exponential * apart, 0)
+        known_most = new
+    normaliser = tl.log(total) + most
+    soft_normaliser = tl.log(soft_total) + most * heat
+    known_normaliser = tl.log(known_total) + known_most
+    kl = of_teacher / known_total - known_normaliser + soft_normaliser
+    reverse_kl = of_student / soft_total - soft_normaliser + known_normaliser
+
+    if MIXED:
+        value, slopes = 0.0, 0.0
+        for first in range(0, VOCABULARY, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            inside = place < VOCABULARY
+            x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
+            t = tl.load(known + place, mask=inside, other=0.0)
+            t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+            values, derivatives = _terms(
+                x * heat - soft_normaliser, t - known_normaliser,
+                forward, reverse, forward_skew, reverse_skew,
+                log_forward, log_no_forward, log_reverse, log_no_reverse, FORWARD, REVERSE, MIXED,
+            )  # fmt: skip
+            value += tl.sum(tl.where(inside, values, 0.0), 0)
+            slopes += tl.sum(tl.where(inside, derivatives, 0.0), 0)
+    else:
+        value = forward * kl + reverse * reverse_kl
+        slopes = reverse * (reverse_kl + 1) - forward
+
+    tl.store(output + row, value)
+    tl.store(output + rows + row, kl)
+    tl.store(output + 2 * rows + row, at - normaliser)
+    tl.store(output + 3 * rows + row, tl.log(total) - tilted / total)
+    tl.store(output + 4 * rows + row, (most_likely == target).to(tl.float32))
+    tl.store(output + 5 * rows + row, (most_likely == known_likely).to(tl.float32))
+
+    if GRADIENT:
+        # Through the softmax: d/dz_i = g_i - q_i * sum(g). Of the loss's factor temperature^2 one
+        # cancels against the division of the logits by the temperature.
+        weight = tl.load(weights + row)
+        factor = weight * (1 - nll) / heat
+        for first in range(0, VOCABULARY, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            inside = place < VOCABULARY
+            x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
+            t = tl.load(known + place, mask=inside, other=0.0)
+            t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+            lq = x * heat - soft_normaliser
+            _, change = _terms(
+                lq, t - known_normaliser, forward, reverse, forward_skew, reverse_skew,
+                log_forward, log_no_forward, log_reverse, log_no_reverse, FORWARD, REVERSE, MIXED,
+            )  # fmt: skip
+            change = (change - tl.exp(lq) * slopes) * factor
+            if NLL:
+                missed = tl.exp(x - normaliser) - tl.where(place == target, 1.0, 0.0)
+                change += weight * nll * missed
+            change *= scale
+            if CAPPED:
+                change *= 1 - (x / cap) * (x / cap)
+            tl.store(own + place, change.to(student.dtype.element_ty), mask=inside)

@@ -20,6 +20,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.readouts import WholeTeacher, token_logprobs
 from rlhf.readouts import logits as chunks
+from rlhf.readouts.chunked import add_product
 from rlhf.readouts.distillation import compare, fused_compare
 from rlhf.readouts.teachers import forward_kl
 from rlhf.reference.live import adapter_off
@@ -170,6 +171,18 @@ def test_logits_are_read_as_on_the_host(
     for_logits = chunks.logit_gradient(*moved, **options)
     loose = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(for_logits.cpu(), wanted, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_products_are_summed_without_rounding_each(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(8, 96, 256, device=CUDA), torch.randn(8, 256, 48, device=CUDA)
+    left, right = left.to(dtype), right.to(dtype)
+    total = torch.zeros(96, 48, device=CUDA)
+    for one, other in zip(left, right, strict=True):
+        add_product(total, one, other)
+    expected = (left.double() @ right.double()).sum(0)
+    assert (total - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_a_fused_divergence_is_the_divergence() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.readouts import chunked
 from rlhf.readouts import logits as chunks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_fused_cuda.py has these")
@@ -50,6 +51,22 @@ def test_rows_are_padded_with_zeros(shape: tuple[int, ...]) -> None:
     padded = chunks.pad_rows(torch.ones(shape), 4)
     assert padded.shape == (4, *shape[1:])
     assert torch.equal(padded.reshape(4, -1).sum(1) > 0, torch.tensor([True, True, False, False]))
+
+
+def test_a_sum_of_products_is_rehearsed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 has no product of 16 bits added to 32 on the meta device."""
+    monkeypatch.setattr(chunked, "fused_on", lambda kind: True)
+    monkeypatch.delattr(torch, "addmm")
+    half = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    chunked.add_product(torch.empty(2, 2, device="meta"), half, half.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added(dtype: torch.dtype) -> None:
+    left, right = torch.tensor([[1.0, 2.0]]).to(dtype), torch.tensor([[3.0], [4.0]]).to(dtype)
+    total = torch.tensor([[0.25]])
+    chunked.add_product(total, left, right)
+    assert total.tolist() == [[11.25]]
 
 
 @pytest.fixture

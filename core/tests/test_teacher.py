@@ -1,7 +1,6 @@
 """A teacher must have the policy's tokens."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import LlamaConfig
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.model.tokenizer import read_tokenizer
+from rlhf.reference import teacher as teachers
 from rlhf.reference.teacher import check_teacher, naming_teacher
 
 
@@ -20,6 +20,11 @@ class Settings:
 
     model: ModelConfig
     trainer_name: str = "kd"
+
+
+class Tokenizer:
+    def __init__(self, vocabulary: dict[str, int]) -> None:
+        self.get_vocab = lambda: vocabulary
 
 
 TEACHER = ModelConfig(path="demo:base")
@@ -62,10 +67,27 @@ def test_other_tokens_of_the_same_number_are_refused() -> None:
     last = max(vocabulary, key=vocabulary.__getitem__)
     own = {**vocabulary, "<|other|>": vocabulary[last]}
     del own[last]
-    tokenizer = SimpleNamespace(get_vocab=lambda: own)
+    tokenizer = Tokenizer(own)
     first = min(last, "<|other|>")
     assert refused("demo:base", tokenizer) == (
         "kd.teacher demo:base has different tokens than the policy demo:base, although both have "
         f"295 (the first is {first!r}, {vocabulary[last]}); choose a teacher with the policy's "
         "tokenizer"
     )
+
+
+def test_a_teacher_is_compared_once_for_each_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = Settings(ModelConfig(path="demo:base"))
+    tokenizer, reads = read_tokenizer(TEACHER), []
+
+    def read(model: ModelConfig) -> Any:
+        reads.append(model)
+        return tokenizer
+
+    monkeypatch.setattr(teachers, "read_tokenizer", read)
+    for _ in range(2):
+        check_teacher(settings, TEACHER, tokenizer, top=None)
+    other = ModelConfig(path="demo:base", revision="other")
+    check_teacher(settings, other, tokenizer, top=None)
+    check_teacher(settings, TEACHER, read_tokenizer(TEACHER), top=None)
+    assert reads == [TEACHER, other, TEACHER]

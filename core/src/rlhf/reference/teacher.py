@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import evolve
@@ -22,6 +23,10 @@ from rlhf.readouts.distillation import COMPARED_ROWS
 TEACHER = "teacher"
 """The role of a teacher's engine."""
 
+COMPARED: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
+"""The teachers whose tokens are those of a tokenizer: a run asks in its rehearsal and again when it
+loads them, and reading a tokenizer takes 0.3 s."""
+
 
 def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
     """Raise RLHFError unless `model` predicts the policy's tokens, more than `top` of them. Reads
@@ -37,18 +42,27 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
             "choose a teacher with the policy's vocabulary"
         )
-    ours, other = tokenizer.get_vocab(), read_tokenizer(teacher.model).get_vocab()
-    if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
-        token, number = differ[0]
-        raise RLHFError(
-            f"{setting} has different tokens than the policy {policy}, although both "
-            f"have {size} (the first is {token!r}, {number}); choose a teacher with the "
-            "policy's tokenizer"
-        )
+    compared = COMPARED.setdefault(tokenizer, set())
+    if model not in compared:
+        check_tokens(config, tokenizer, model, size)
+        compared.add(model)
     if top is not None and top >= size:
         raise RLHFError(
             f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
             "vocabulary; lower it, or remove it to run the teacher alongside the policy"
+        )
+
+
+def check_tokens(config: Config, tokenizer: Any, model: ModelConfig, size: int) -> None:
+    """Raise RLHFError unless the tokenizer of `model` has the tokens of the policy's, both for
+    `size` logits."""
+    ours, other = tokenizer.get_vocab(), read_tokenizer(model).get_vocab()
+    if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
+        token, number = differ[0]
+        raise RLHFError(
+            f"{config.trainer_name}.teacher {model.path} has different tokens than the policy "
+            f"{config.model.path}, although both have {size} (the first is {token!r}, {number}); "
+            "choose a teacher with the policy's tokenizer"
         )
 
 

@@ -5,6 +5,7 @@ A process of its own: where tests run without a device, Triton interprets.
 """
 
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,10 @@ from rlhf.model.kernels.ahead import compile_kind
 from rlhf.model.kernels.tree import Heads
 
 OPTIONS = {"num_warps", "num_stages"}
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 
 
 class Compiled(NamedTuple):
@@ -25,6 +29,9 @@ class Compiled(NamedTuple):
 
     kernel: Any
     target: GPUTarget
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.warmup, grid=grid)
 
     def warmup(self, *given: Any, grid: Any, **constants: Any) -> None:
         options = {name: constants.pop(name) for name in OPTIONS & {*constants}}
@@ -37,8 +44,9 @@ class Compiled(NamedTuple):
                 signature[name], fixed[(place,)] = "constexpr", value
                 continue
             is_tensor = isinstance(value, torch.Tensor)
-            signature[name] = f"*{TYPES[value.dtype]}" if is_tensor else "i32"
-            if is_tensor or value % 16 == 0:
+            number = "fp32" if isinstance(value, float) else "i32"
+            signature[name] = f"*{TYPES[value.dtype]}" if is_tensor else number
+            if is_tensor or (number == "i32" and value % 16 == 0):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, fixed, attributes)
         print(triton.compile(source, target=self.target, options=options).metadata.shared)

@@ -180,7 +180,8 @@ def test_products_are_summed_without_rounding_each(dtype: torch.dtype) -> None:
     left, right = left.to(dtype), right.to(dtype)
     total = torch.zeros(96, 48, device=CUDA)
     for one, other in zip(left, right, strict=True):
-        add_product(total, one, other)
+        # As in production, the first factor is a transposed one.
+        add_product(total, one.T.contiguous().T, other)
     expected = (left.double() @ right.double()).sum(0)
     assert (total - expected).norm() < 1e-5 * expected.norm()
 

@@ -1,13 +1,19 @@
 """The kernel of a skewed KL divergence against torch's operators, run by an interpreter without a
 device."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf.readouts import Head, SkewedKL, WholeTeacher
+from rlhf.data.packing import blank_batch
+from rlhf.errors import RLHFError
+from rlhf.readouts import Head, Mixture, SkewedKL, WholeTeacher, distillation, divergence, logits
 from rlhf.readouts.distillation import compare, compare_whole
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,10 +104,62 @@ def test_logits_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_distributions_that_share_nothing_give_finite_numbers(name: str) -> None:
-    read, gradient = both(MEASURES[name], spread=100.0)[0]
-    assert torch.isfinite(read).all()
-    assert torch.isfinite(gradient).all()
+def test_distributions_that_share_nothing(name: str) -> None:
+    results = both(MEASURES[name], spread=100.0)
+    assert all(torch.isfinite(item).all() for item in results[0])
+    # A last bit of a logit of 300 moves a probability by 3e-5, and that times a ratio of 256.
+    close(results, loose=2e-2)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_operators(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits, "round_up", lambda rows, _: -(-rows // 4) * 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    batch = blank_batch(torch.arange(10), ((3, (3, 4)),)).to(torch.device(DEVICE))
+    num = len(batch.predict)
+    weight, states, weights = random(VOCABULARY, 6), random(10, 6), random(num)
+    teacher = WholeTeacher(random(num, 5), Head(weight=random(VOCABULARY, 5), scale=1.5, softcap=3))
+    mixture = Mixture(MEASURES["jsd"], temperature=1.7, nll=0.2, chunk=chunk)
+    results = []
+    for fused in (True, False):
+        monkeypatch.setattr(distillation, "fused_on", lambda kind, fused=fused: fused)
+        hidden, own = states.clone().requires_grad_(), weight.clone().requires_grad_()
+        head = Head(weight=own, scale=0.7, softcap=5.0)
+        read = divergence(hidden, head, batch, teacher=teacher, mixture=mixture, weights=weights)
+        read["loss"].backward()
+        results.append([*(read[name].detach() for name in read), hidden.grad, own.grad])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused() -> None:
+    head, other = (Head(weight=torch.zeros(size, 4)) for size in (5, 7))
+    teacher = WholeTeacher(torch.zeros(2, 4), other)
+    with pytest.raises(RLHFError, match=r"has 7 tokens but the student's has 5; choose a teacher"):
+        distillation.comparison(teacher, Mixture(MEASURES["forward"]), head, fused=False)
+
+
+def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts more than the compiler."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compile_divergence.py")
+    words = [sys.executable, str(script), "90"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.split()) == 2 * len(MEASURES)
+
+
+@pytest.mark.parametrize("skew", [-0.1, 1.0])
+def test_a_skew_is_a_share_below_one(skew: float) -> None:
+    with pytest.raises(ValueError, match="reverse_skew"):
+        SkewedKL(reverse=1.0, reverse_skew=skew)
 
 
 def test_without_gradient_the_logits_stay(kernel: ModuleType) -> None:

@@ -60,6 +60,31 @@ class AsksItsMask(LlamaForCausalLM):
         )
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_probe_runs_without_cudnns_attention(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves the setting as it was."""
+    seen: list[bool] = []
+    engine = BareEngine(PackedModel(LlamaForCausalLM(LlamaConfig(**SIZES))))
+    own = engine.module.forward
+
+    def forward(*given: Any) -> Any:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return own(*given)
+
+    monkeypatch.setattr(engine.module, "forward", forward)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        choose_path(engine, Mesh(device=torch.device("cpu")))
+        assert torch.backends.cuda.cudnn_sdp_enabled() is allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert seen
+    assert not any(seen)
+
+
 def test_the_probe_detects_a_model_that_ignores_the_tree() -> None:
     choice = choose_path(
         engine_of(seeded(DropsItsMask, LlamaConfig(**SIZES, pad_token_id=0))), Mesh()

@@ -1,13 +1,13 @@
 """The start-up probe: runs a small batch on each path and takes the best path that is correct."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
@@ -28,10 +28,6 @@ SMALL = 1e-9
 
 MOST_TOKENS = 8192
 """Length of the probe's longest path; windows wider than this are not tested."""
-
-QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels of the model's own attention in the probe: all but cuDNN's, which is built anew for each
-of the probe's lengths."""
 
 LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
@@ -72,9 +68,8 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
     batch = probe_batch(engine, min(longest, MOST_TOKENS))
     engine.eval()
     module.path = "separate"
-    with torch.no_grad():
-        with sdpa_kernel(QUICK):
-            truth = engine(batch, partial(hidden_and_head_error, module))
+    with torch.no_grad(), without_cudnn():
+        truth = engine(batch, partial(hidden_and_head_error, module))
         worst = max(mesh.gather(float(truth["head_error"])))
         if not worst <= TOLERANCE[engine.precision]:
             raise RLHFError(
@@ -85,6 +80,18 @@ def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> At
         choice = first_correct(engine, mesh, batch, truth["hidden"], longest)
     module.path = choice.path
     return choice
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Run a model's own attention by other kernels than cuDNN's, which builds one for each length,
+    in 0.05 s."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def first_correct(

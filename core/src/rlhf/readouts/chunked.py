@@ -2,6 +2,7 @@
 vocabulary exists."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,14 +145,30 @@ class KnownGradient(torch.autograd.Function):
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a `total` in float32. On CUDA the library adds it without rounding it to the
-    factors' dtype and without a tensor for it."""
+    """Add a matrix product to a `total` in float32. On CUDA the library adds it without rounding it
+    to the factors' dtype and without a tensor for it."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif not fused_on(total.device.type):
         total += left @ right
-    elif not total.is_meta:  # torch 2.11 has no such product on the meta device.
+    elif total.is_meta:
+        return  # torch 2.11 has no such product there.
+    elif adds_products(total.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+@cache
+def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds products of `dtype` to float32. With bf16, CUDA devices below
+    compute capability 8.0 do not."""
+    square = torch.zeros(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(square.float(), square, square, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Gradients:

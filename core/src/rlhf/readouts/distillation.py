@@ -18,6 +18,7 @@ from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
 from rlhf.devices import fused_on
 from rlhf.engine import Engine, Readout
+from rlhf.errors import RLHFError
 from rlhf.model.head import Head
 from rlhf.model.kernels.compiler import mark_any_size
 from rlhf.readouts import logits as chunks
@@ -150,8 +151,14 @@ def comparison(
     teacher: Teacher, mixture: Mixture, head: Head, *, fused: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what compares a chunk as `compare` does; if `fused`, our kernel for a `SkewedKL` from
-    a whole teacher, and compiled ones otherwise."""
+    a whole teacher, and compiled ones otherwise. Raises RLHFError unless both heads have as many
+    tokens."""
     measure = mixture.measure
+    if isinstance(teacher, WholeTeacher) and len(teacher.head.weight) != len(head.weight):
+        raise RLHFError(
+            f"the teacher's head has {len(teacher.head.weight)} tokens but the student's has "
+            f"{len(head.weight)}; choose a teacher with the student's vocabulary"
+        )
     options: dict[str, Any] = {"temperature": mixture.temperature, "nll": mixture.nll}
     if fused and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
         return partial(

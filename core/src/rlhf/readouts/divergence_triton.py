@@ -16,9 +16,6 @@ from torch import Tensor
 from rlhf.readouts.logits_triton import COLUMNS, WARPS, _value
 from rlhf.readouts.measures import SkewedKL
 
-NOTHING = 1e-34
-"""The least share of which there is a logarithm."""
-
 
 def compare_rows(
     student: Tensor,
@@ -40,9 +37,9 @@ def compare_rows(
     `with_gradient` overwrites the student's logits with the derivative of the loss, which is that
     of `Mixture` times a row's weight. `scales` and `softcaps` are the student's and the teacher's.
     """
+    assert student.shape == teacher.shape
     rows, vocabulary = student.shape
     output = torch.empty(6, rows, dtype=torch.float32, device=student.device)
-    mixed = bool(measure.forward_skew or measure.reverse_skew)
     if rows:
         _compare[(rows,)](
             student, teacher, targets, weights, output, student.stride(0), teacher.stride(0), rows,
@@ -51,15 +48,17 @@ def compare_rows(
             *(log_shares(measure.forward_skew)), *(log_shares(measure.reverse_skew)),
             VOCABULARY=vocabulary, CAPPED=softcaps[0] is not None,
             TEACHER_CAPPED=softcaps[1] is not None, SOFT=temperature != 1,
-            FORWARD=measure.forward != 0, REVERSE=measure.reverse != 0, MIXED=mixed,
+            FORWARD=measure.forward != 0, REVERSE=measure.reverse != 0,
+            FORWARD_SKEWED=measure.forward * measure.forward_skew != 0,
+            REVERSE_SKEWED=measure.reverse * measure.reverse_skew != 0,
             NLL=nll != 0, GRADIENT=with_gradient, BLOCK=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
     return output
 
 
 def log_shares(skew: float) -> tuple[float, float]:
-    """Return the logarithms of a share and of the rest."""
-    return math.log(max(skew, NOTHING)), math.log1p(-skew)
+    """Return the logarithms of a share and of the rest; without a skew nothing reads them."""
+    return (math.log(skew), math.log1p(-skew)) if skew else (0.0, 0.0)
 
 
 @triton.jit
@@ -72,27 +71,28 @@ def _mixed(one, other, log_share, log_rest):
 def _terms(
     lq, lp, forward, reverse, forward_skew, reverse_skew,
     log_forward, log_no_forward, log_reverse, log_no_reverse,
-    FORWARD: tl.constexpr, REVERSE: tl.constexpr, MIXED: tl.constexpr,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
 ):  # fmt: skip
     """Return each token's part of the divergence, and the derivative by its log q."""
     value = tl.zeros_like(lq)
     derivative = tl.zeros_like(lq)
     if FORWARD:
-        middle = lq
-        if MIXED:
+        p = tl.exp(lp)
+        middle, shared = lq, p
+        if FORWARD_SKEWED:
             middle = _mixed(lp, lq, log_forward, log_no_forward)
-        value += forward * tl.exp(lp) * (lp - middle)
-        derivative -= forward * (1 - forward_skew) * tl.exp(lp + lq - middle)
+            shared = (1 - forward_skew) * tl.exp(lp + lq - middle)
+        value += forward * p * (lp - middle)
+        derivative -= forward * shared
     if REVERSE:
         q = tl.exp(lq)
         ratio = lq - lp
-        if MIXED:
-            ratio = lq - _mixed(lq, lp, log_reverse, log_no_reverse)
-        value += reverse * q * ratio
         slope = ratio + 1
-        if MIXED:
-            # The ratio is at most -log(reverse_skew); without a skew, exp might be infinite.
-            slope -= reverse_skew * tl.exp(tl.minimum(ratio, 80.0))
+        if REVERSE_SKEWED:
+            ratio = lq - _mixed(lq, lp, log_reverse, log_no_reverse)
+            slope = ratio + 1 - reverse_skew * tl.exp(ratio)
+        value += reverse * q * ratio
         derivative += reverse * q * slope
     return value, derivative
 
@@ -104,7 +104,8 @@ def _compare(
     forward, reverse, forward_skew, reverse_skew,
     log_forward, log_no_forward, log_reverse, log_no_reverse,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    SOFT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr, MIXED: tl.constexpr,
+    SOFT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
     NLL: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -159,8 +160,8 @@ def _compare(
     kl = of_teacher / known_total - known_normaliser + soft_normaliser
     reverse_kl = of_student / soft_total - soft_normaliser + known_normaliser
 
-    if MIXED:
-        value, slopes = 0.0, 0.0
+    value, slopes = 0.0, 0.0
+    if FORWARD_SKEWED or REVERSE_SKEWED:
         for first in range(0, VOCABULARY, BLOCK):
             place = first + tl.arange(0, BLOCK)
             inside = place < VOCABULARY
@@ -170,13 +171,18 @@ def _compare(
             values, derivatives = _terms(
                 x * heat - soft_normaliser, t - known_normaliser,
                 forward, reverse, forward_skew, reverse_skew,
-                log_forward, log_no_forward, log_reverse, log_no_reverse, FORWARD, REVERSE, MIXED,
+                log_forward, log_no_forward, log_reverse, log_no_reverse,
+                FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED,
             )  # fmt: skip
             value += tl.sum(tl.where(inside, values, 0.0), 0)
             slopes += tl.sum(tl.where(inside, derivatives, 0.0), 0)
     else:
-        value = forward * kl + reverse * reverse_kl
-        slopes = reverse * (reverse_kl + 1) - forward
+        if FORWARD:
+            value += forward * kl
+            slopes -= forward
+        if REVERSE:
+            value += reverse * reverse_kl
+            slopes += reverse * (reverse_kl + 1)
 
     tl.store(output + row, value)
     tl.store(output + rows + row, kl)
@@ -199,7 +205,8 @@ def _compare(
             lq = x * heat - soft_normaliser
             _, change = _terms(
                 lq, t - known_normaliser, forward, reverse, forward_skew, reverse_skew,
-                log_forward, log_no_forward, log_reverse, log_no_reverse, FORWARD, REVERSE, MIXED,
+                log_forward, log_no_forward, log_reverse, log_no_reverse,
+                FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED,
             )  # fmt: skip
             change = (change - tl.exp(lq) * slopes) * factor
             if NLL:

@@ -1,43 +1,47 @@
 """Divergences of a student's distribution q from its teacher's p, with their derivatives."""
 
 import math
+from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen, validators
 from torch import Tensor
 
 from rlhf.config.field_docs import documented
+
+share: Any = validators.and_(validators.ge(0), validators.lt(1))
 
 
 @documented
 @frozen(kw_only=True)
 class SkewedKL:
-    """forward * KL(p || m) + reverse * KL(q || n), where m is q with a share of p in it, and n is p
-    with a share of q (DistiLLM, arXiv 2402.03898).
+    """forward * KL(p || m) + reverse * KL(q || r) of a teacher's distribution p and a student's q,
+    where m = forward_skew p + (1 - forward_skew) q and r = reverse_skew q + (1 - reverse_skew) p
+    (DistiLLM, arXiv 2402.03898).
 
-    A `Measure` that a kernel computes on CUDA. It takes log q and log p [n, M] and returns the
-    divergence [n] and its derivative by each log q, all of them taken as free [n, M]:
-    -forward (1 - forward_skew) p q / m + reverse q (log(q / n) + 1 - reverse_skew q / n). All is
+    A `Measure`. Its derivative by log q, each one treated as independent, is
+    -forward (1 - forward_skew) p q / m + reverse q (log(q / r) + 1 - reverse_skew q / r). All is
     computed from logarithms, so that a tiny probability is not a special case.
     """
 
     forward: float = 0.0
     """Weight of KL(p || m)."""
     reverse: float = 0.0
-    """Weight of KL(q || n)."""
-    forward_skew: float = 0.0
+    """Weight of KL(q || r)."""
+    forward_skew: float = field(default=0.0, validator=share)
     """Share of p in m, below 1; with 0, m is q."""
-    reverse_skew: float = 0.0
-    """Share of q in n, below 1; with 0, n is p."""
+    reverse_skew: float = field(default=0.0, validator=share)
+    """Share of q in r, below 1; with 0, r is p."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divergence and its derivative; see the class."""
         value, derivative = torch.zeros_like(student[..., 0]), torch.zeros_like(student)
         if self.forward:
-            middle = mixed(teacher, student, self.forward_skew)
-            value = value + self.forward * (teacher.exp() * (teacher - middle)).sum(-1)
-            shared = (teacher + student - middle).exp()
-            derivative = derivative - self.forward * (1 - self.forward_skew) * shared
+            p, skew = teacher.exp(), self.forward_skew
+            middle = mixed(teacher, student, skew)
+            value = value + self.forward * (p * (teacher - middle)).sum(-1)
+            shared = (1 - skew) * (teacher + student - middle).exp() if skew else p
+            derivative = derivative - self.forward * shared
         if self.reverse:
             q, skew = student.exp(), self.reverse_skew
             ratio = student - mixed(student, teacher, skew)

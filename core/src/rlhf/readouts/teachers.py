@@ -19,8 +19,8 @@ log-probabilities, and that of all other tokens together."""
 
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`measure(student, teacher)` of log-probabilities [n, M] -> the divergence [n], and its derivative
-by each of the student's log-probabilities, treating them as independent [n, M]. `SkewedKL` is one;
-any function is compiled on CUDA."""
+by each of the student's log-probabilities, treating them as independent [n, M]. On CUDA, a
+kernel computes a `SkewedKL` from a whole teacher; every other measure is compiled by torch."""
 
 Against = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 """`against(student, *chunk, measure=, temperature=)`, for a student's log-probabilities [n, V] and

@@ -23,9 +23,9 @@ from rlhf.readouts.distillation import COMPARED_ROWS
 TEACHER = "teacher"
 """The role of a teacher's engine."""
 
-COMPARED: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
-"""The teachers whose tokens are those of a tokenizer: a run asks in its rehearsal and again when it
-loads them, and reading a tokenizer takes 0.3 s."""
+SAME_TOKENS: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
+"""For a run's tokenizer, the teachers that have its tokens: a run asks in its rehearsal and again
+when it loads them, and reading a tokenizer takes 0.3 s."""
 
 
 def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
@@ -42,10 +42,10 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
             f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
             "choose a teacher with the policy's vocabulary"
         )
-    compared = COMPARED.setdefault(tokenizer, set())
-    if model not in compared:
+    known = SAME_TOKENS.setdefault(tokenizer, set())
+    if model not in known:
         check_tokens(config, tokenizer, model, size)
-        compared.add(model)
+        known.add(model)
     if top is not None and top >= size:
         raise RLHFError(
             f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "

@@ -24,16 +24,17 @@ def _compile(name: str, kinds: Iterable[Heads], device: torch.device) -> None:
     # Whatever fails here is reported where the kernel runs.
     with suppress(Exception), torch.get_device_module(device).device(device):
         if name == "forward":
-            load_products(device)
+            load_matmul({torch.float32} | {kind.dtype for kind in kinds}, device)
         for kind in kinds:
             compile_kind(name, kind)
 
 
-def load_products(device: torch.device) -> None:
-    """Have the library of matrix products load what its first products need."""
-    for dtype in (torch.bfloat16, torch.float32):
-        square = torch.zeros(16, 16, dtype=dtype, device=device)
-        torch.mm(square, square)
+def load_matmul(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+    """Have the library of matrix products load what its first products of these dtypes need."""
+    with suppress(Exception):
+        for dtype in dtypes:
+            square = torch.zeros(16, 16, dtype=dtype, device=device)
+            torch.mm(square, square)
 
 
 def compile_kind(name: str, kind: Heads) -> None:

@@ -75,8 +75,8 @@ def _visible(query, key, prompt_from, prompt_to, own_from):
 
 @triton.jit
 def _seen(bounds, tokens, row):
-    """Return of queries where the seen part of the prompt starts and ends, and where that of their
-    own segment starts."""
+    """Return, for each query, the start and the end of the visible part of its prompt, and the
+    start of that of its own segment."""
     return (
         tl.load(bounds + row),
         tl.load(bounds + tokens + row),
@@ -272,7 +272,7 @@ def _for_key(
 
 
 @triton.jit
-def _of_keys(
+def _key_gradients(
     program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     gradient_heads, gradient_stride, of_key_heads, of_key_stride, of_value_heads, of_value_stride,
@@ -324,7 +324,7 @@ def _of_keys(
 
 
 @triton.jit
-def _of_queries(
+def _query_gradients(
     program, query, key, value, gradient, lse, product, of_query, bounds, tokens,
     query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
     gradient_heads, gradient_stride, of_query_heads, of_query_stride,
@@ -384,7 +384,7 @@ def backward(
     program = tl.program_id(0)
     of_keys = tokens // KEPT * KEY_HEADS
     if program < of_keys:
-        _of_keys(
+        _key_gradients(
             program, query, key, value, gradient, lse, product, of_key, of_value, bounds, tokens,
             query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
             gradient_heads, gradient_stride, of_key_heads, of_key_stride,
@@ -392,7 +392,7 @@ def backward(
             WIDTH, OF_VALUE, BLOCK, BLOCK_OF_VALUE, PRECISION, KEPT, READ,
         )  # fmt: skip
     else:
-        _of_queries(
+        _query_gradients(
             program - of_keys, query, key, value, gradient, lse, product, of_query, bounds, tokens,
             query_heads, query_stride, key_heads, key_stride, value_heads, value_stride,
             gradient_heads, gradient_stride, of_query_heads, of_query_stride,

@@ -13,10 +13,13 @@ def measure(loss: str, *, beta: float, skew: float) -> SkewedKL:
     KLs are those of DistiLLM (arXiv 2402.03898; its authors' code leaves out the teacher's entropy,
     which has no gradient).
     """
-    return {
-        "forward_kl": SkewedKL(forward=1.0),
-        "reverse_kl": SkewedKL(reverse=1.0),
-        "jsd": SkewedKL(forward=beta, forward_skew=beta, reverse=1 - beta, reverse_skew=1 - beta),
-        "skewed_forward_kl": SkewedKL(forward=1.0, forward_skew=skew),
-        "skewed_reverse_kl": SkewedKL(reverse=1.0, reverse_skew=skew),
-    }[loss]
+    shares = {
+        "forward_kl": {"forward": 1.0},
+        "reverse_kl": {"reverse": 1.0},
+        "jsd": {
+            "forward": beta, "forward_skew": beta, "reverse": 1 - beta, "reverse_skew": 1 - beta,
+        },
+        "skewed_forward_kl": {"forward": 1.0, "forward_skew": skew},
+        "skewed_reverse_kl": {"reverse": 1.0, "reverse_skew": skew},
+    }  # fmt: skip
+    return SkewedKL(**shares[loss])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlhf.readouts.logits_triton import COLUMNS, WARPS, _value
+from rlhf.readouts.logits_triton import COLUMNS, WARPS, logit_value
 from rlhf.readouts.measures import SkewedKL
 
 
@@ -43,7 +43,7 @@ def compare_rows(
     if rows:
         _compare[(rows,)](
             student, teacher, targets, weights, output, student.stride(0), teacher.stride(0), rows,
-            *scales, *(cap or 1.0 for cap in softcaps), 1 / temperature, nll,
+            1 / temperature, *scales, *(cap or 1.0 for cap in softcaps), nll,
             measure.forward, measure.reverse, measure.forward_skew, measure.reverse_skew,
             *(log_shares(measure.forward_skew)), *(log_shares(measure.reverse_skew)),
             VOCABULARY=vocabulary, CAPPED=softcaps[0] is not None,
@@ -69,12 +69,13 @@ def _mixed(one, other, log_share, log_rest):
 
 @triton.jit
 def _terms(
-    lq, lp, forward, reverse, forward_skew, reverse_skew,
-    log_forward, log_no_forward, log_reverse, log_no_reverse,
+    lq, lp, measure,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr,
     FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
 ):  # fmt: skip
     """Return each token's part of the divergence, and the derivative by its log q."""
+    forward, reverse, forward_skew, reverse_skew, logs = measure
+    log_forward, log_no_forward, log_reverse, log_no_reverse = logs
     value = tl.zeros_like(lq)
     derivative = tl.zeros_like(lq)
     if FORWARD:
@@ -98,40 +99,48 @@ def _terms(
 
 
 @triton.jit
-def _compare(
-    student, teacher, targets, weights, output, stride, teacher_stride, rows,
-    scale, teacher_scale, cap, teacher_cap, heat, nll,
-    forward, reverse, forward_skew, reverse_skew,
-    log_forward, log_no_forward, log_reverse, log_no_reverse,
+def _block(
+    student, teacher, first, form,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    SOFT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
-    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
-    NLL: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    own, known = student + row * stride, teacher + row * teacher_stride
-    target = tl.load(targets + row)
-    # Before the gradient overwrites it.
-    at = _value(tl.load(own + target), scale, cap, CAPPED)
+    """Return the places of a block of a row, whether they are in it, the student's logits there and
+    the teacher's at the run's temperature."""
+    heat, scale, teacher_scale, cap, teacher_cap = form
+    place = first + tl.arange(0, BLOCK)
+    inside = place < VOCABULARY
+    x = tl.load(student + place, mask=inside, other=0.0)
+    t = tl.load(teacher + place, mask=inside, other=0.0)
+    x = logit_value(x, scale, cap, CAPPED)
+    t = logit_value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+    return place, inside, x, t
 
+
+@triton.jit
+def _sums(
+    student, teacher, form,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    SOFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return of a row the student's normaliser and entropy at temperature 1; at the run's
+    temperature both normalisers, KL(p || q) and KL(q || p); and both models' most likely tokens."""
+    heat = form[0]
     # Largest logits begin finite, since the difference of two infinities is NaN.
     # Of the student at temperature 1: largest logit, sum of exponentials, entropy's sum.
-    most, most_likely, total, tilted = -1e30, VOCABULARY, 0.0, 0.0
+    most, likely, total, tilted = -1e30, VOCABULARY, 0.0, 0.0
     # At the run's temperature: sums of exponentials, and the two KL divergences' sums.
     soft_total, of_student = 0.0, 0.0
     known_most, known_likely, known_total, of_teacher = -1e30, VOCABULARY, 0.0, 0.0
     for first in range(0, VOCABULARY, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        inside = place < VOCABULARY
-        x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
-        t = tl.load(known + place, mask=inside, other=0.0)
-        t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+        place, inside, x, t = _block(
+            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+        )
         apart = tl.where(inside, x * heat - t, 0.0)
         x, t = tl.where(inside, x, -1e30), tl.where(inside, t, -1e30)
 
         here = tl.max(x, 0)
         nearest = tl.min(tl.where(x == here, place, VOCABULARY), 0)
-        most_likely = tl.where(here > most, nearest, most_likely)
+        likely = tl.where(here > most, nearest, likely)
         new = tl.maximum(most, here)
         shrunk = tl.exp(most - new)
         exponential = tl.exp(x - new)
@@ -154,29 +163,94 @@ def _compare(
         known_total = known_total * shrunk + tl.sum(exponential, 0)
         of_teacher = of_teacher * shrunk - tl.sum(exponential * apart, 0)
         known_most = new
-    normaliser = tl.log(total) + most
-    soft_normaliser = tl.log(soft_total) + most * heat
-    known_normaliser = tl.log(known_total) + known_most
-    kl = of_teacher / known_total - known_normaliser + soft_normaliser
-    reverse_kl = of_student / soft_total - soft_normaliser + known_normaliser
+    entropy = tl.log(total) - tilted / total
+    soft = tl.log(soft_total) + most * heat
+    known = tl.log(known_total) + known_most
+    kl = of_teacher / known_total - known + soft
+    reverse_kl = of_student / soft_total - soft + known
+    return tl.log(total) + most, entropy, soft, known, kl, reverse_kl, likely, known_likely
 
+
+@triton.jit
+def _skewed(
+    student, teacher, soft, known, measure, form,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the divergence of a row, and the sum of its derivatives by the tokens' log q."""
+    heat = form[0]
     value, slopes = 0.0, 0.0
+    for first in range(0, VOCABULARY, BLOCK):
+        _, inside, x, t = _block(
+            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+        )
+        values, derivatives = _terms(
+            x * heat - soft, t - known, measure, FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED
+        )
+        value += tl.sum(tl.where(inside, values, 0.0), 0)
+        slopes += tl.sum(tl.where(inside, derivatives, 0.0), 0)
+    return value, slopes
+
+
+@triton.jit
+def _gradient_(
+    student, teacher, target, weight, normaliser, soft, known, slopes, nll, measure, form,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
+    NLL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite the student's logits of a row with the derivative of the loss."""
+    # Through the softmax: d/dz_i = g_i - q_i * sum(g). Of the loss's factor temperature^2 one
+    # cancels against the division of the logits by the temperature.
+    heat, scale, cap = form[0], form[1], form[3]
+    factor = weight * (1 - nll) / heat
+    for first in range(0, VOCABULARY, BLOCK):
+        place, inside, x, t = _block(
+            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+        )
+        lq = x * heat - soft
+        _, change = _terms(lq, t - known, measure, FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED)
+        change = (change - tl.exp(lq) * slopes) * factor
+        if NLL:
+            missed = tl.exp(x - normaliser) - tl.where(place == target, 1.0, 0.0)
+            change += weight * nll * missed
+        change *= scale
+        if CAPPED:
+            change *= 1 - (x / cap) * (x / cap)
+        tl.store(student + place, change.to(student.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _compare(
+    student, teacher, targets, weights, output, stride, teacher_stride, rows,
+    heat, scale, teacher_scale, cap, teacher_cap, nll,
+    forward, reverse, forward_skew, reverse_skew,
+    log_forward, log_no_forward, log_reverse, log_no_reverse,
+    VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    SOFT: tl.constexpr, FORWARD: tl.constexpr, REVERSE: tl.constexpr,
+    FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
+    NLL: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    form = heat, scale, teacher_scale, cap, teacher_cap
+    logs = log_forward, log_no_forward, log_reverse, log_no_reverse
+    measure = forward, reverse, forward_skew, reverse_skew, logs
+    row = tl.program_id(0).to(tl.int64)
+    student, teacher = student + row * stride, teacher + row * teacher_stride
+    target = tl.load(targets + row)
+    # Before the gradient overwrites it.
+    at = logit_value(tl.load(student + target), scale, cap, CAPPED)
+    normaliser, entropy, soft, known, kl, reverse_kl, likely, known_likely = _sums(
+        student, teacher, form, VOCABULARY, CAPPED, TEACHER_CAPPED, SOFT, BLOCK
+    )
     if FORWARD_SKEWED or REVERSE_SKEWED:
-        for first in range(0, VOCABULARY, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            inside = place < VOCABULARY
-            x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
-            t = tl.load(known + place, mask=inside, other=0.0)
-            t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
-            values, derivatives = _terms(
-                x * heat - soft_normaliser, t - known_normaliser,
-                forward, reverse, forward_skew, reverse_skew,
-                log_forward, log_no_forward, log_reverse, log_no_reverse,
-                FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED,
-            )  # fmt: skip
-            value += tl.sum(tl.where(inside, values, 0.0), 0)
-            slopes += tl.sum(tl.where(inside, derivatives, 0.0), 0)
+        value, slopes = _skewed(
+            student, teacher, soft, known, measure, form, VOCABULARY, CAPPED, TEACHER_CAPPED,
+            FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED, BLOCK,
+        )  # fmt: skip
     else:
+        value, slopes = 0.0, 0.0
         if FORWARD:
             value += forward * kl
             slopes -= forward
@@ -187,32 +261,12 @@ def _compare(
     tl.store(output + row, value)
     tl.store(output + rows + row, kl)
     tl.store(output + 2 * rows + row, at - normaliser)
-    tl.store(output + 3 * rows + row, tl.log(total) - tilted / total)
-    tl.store(output + 4 * rows + row, (most_likely == target).to(tl.float32))
-    tl.store(output + 5 * rows + row, (most_likely == known_likely).to(tl.float32))
-
+    tl.store(output + 3 * rows + row, entropy)
+    tl.store(output + 4 * rows + row, (likely == target).to(tl.float32))
+    tl.store(output + 5 * rows + row, (likely == known_likely).to(tl.float32))
     if GRADIENT:
-        # Through the softmax: d/dz_i = g_i - q_i * sum(g). Of the loss's factor temperature^2 one
-        # cancels against the division of the logits by the temperature.
-        weight = tl.load(weights + row)
-        factor = weight * (1 - nll) / heat
-        for first in range(0, VOCABULARY, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            inside = place < VOCABULARY
-            x = _value(tl.load(own + place, mask=inside, other=0.0), scale, cap, CAPPED)
-            t = tl.load(known + place, mask=inside, other=0.0)
-            t = _value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
-            lq = x * heat - soft_normaliser
-            _, change = _terms(
-                lq, t - known_normaliser, forward, reverse, forward_skew, reverse_skew,
-                log_forward, log_no_forward, log_reverse, log_no_reverse,
-                FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED,
-            )  # fmt: skip
-            change = (change - tl.exp(lq) * slopes) * factor
-            if NLL:
-                missed = tl.exp(x - normaliser) - tl.where(place == target, 1.0, 0.0)
-                change += weight * nll * missed
-            change *= scale
-            if CAPPED:
-                change *= 1 - (x / cap) * (x / cap)
-            tl.store(own + place, change.to(student.dtype.element_ty), mask=inside)
+        _gradient_(
+            student, teacher, target, tl.load(weights + row), normaliser, soft, known, slopes, nll,
+            measure, form, VOCABULARY, CAPPED, TEACHER_CAPPED,
+            FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED, NLL, BLOCK,
+        )  # fmt: skip

@@ -53,7 +53,7 @@ def logit_gradient_(
 
 
 @triton.jit
-def _value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:
+def logit_value(raw, scale, cap, CAPPED: tl.constexpr) -> Any:
     x = raw.to(tl.float32) * scale
     if CAPPED:
         # tanh by the exponential, which is exact enough at both ends.
@@ -76,7 +76,7 @@ def _read(
     for first in range(0, VOCABULARY, BLOCK):
         place = first + tl.arange(0, BLOCK)
         inside = place < VOCABULARY
-        x = _value(tl.load(start + place, mask=inside, other=0.0), scale, cap, CAPPED)
+        x = logit_value(tl.load(start + place, mask=inside, other=0.0), scale, cap, CAPPED)
         x = tl.where(inside, x, float("-inf"))
         here = tl.max(x, 0)
         nearest = tl.min(tl.where(x == here, place, VOCABULARY), 0)
@@ -91,7 +91,7 @@ def _read(
         total = total * shrunk + tl.sum(exponential, 0)
         most = new
     normaliser = tl.log(total) + most
-    at = _value(tl.load(start + target), scale, cap, CAPPED)
+    at = logit_value(tl.load(start + target), scale, cap, CAPPED)
     tl.store(output + row, normaliser)
     tl.store(output + rows + row, at - normaliser)
     tl.store(output + 2 * rows + row, tl.log(total) - tilted / total)
@@ -107,7 +107,7 @@ def _gradient(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < VOCABULARY
     here = logits + row * stride + place
-    x = _value(tl.load(here, mask=inside, other=0.0), scale, cap, CAPPED)
+    x = logit_value(tl.load(here, mask=inside, other=0.0), scale, cap, CAPPED)
     change = tl.where(place == tl.load(targets + row), 1.0, 0.0)
     change -= tl.exp(x - tl.load(normaliser + row))
     change *= tl.load(gradient + row) * scale

@@ -1,11 +1,14 @@
-"""Tree attention by our kernel beside torch's flex attention, over the same rows, on a CUDA device.
+"""Tree attention by our kernel beside torch's flex attention and, where it is installed,
+FlashAttention 4, over the same rows, on a CUDA device.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --heads 14 --key-heads 2 --width 64
+    python benchmarks/attention.py --rows 'pairs of'
 
-Milliseconds of the device for one layer in bf16, medians: forward, and forward with backward. Both
-get the same inputs in turns; the error is that of our output and gradients as shares of the norm of
-flex attention's, which gets its sparse mask ready made and is compiled for each row's length.
+Milliseconds of the device for one layer in bf16, medians: forward, and forward with backward. All
+get the same inputs in turns; the errors are those of the outputs and gradients of our kernel and of
+FlashAttention as shares of the norm of flex attention's, which gets its sparse mask ready made and
+is compiled for each row's length.
 """
 
 import argparse
@@ -18,8 +21,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from rlhf.data.packing import blank_batch
+from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.tree import Scoring, fused_tree
-from rlhf.model.masks import Tree, TreeMask
+from rlhf.model.masks import Tree, TreeMask, has_flash, layout
 
 Spans = tuple[tuple[int, tuple[int, ...]], ...]
 ROUNDS = 20
@@ -42,8 +46,11 @@ ROWS: dict[str, Spans] = {
     "answers of 136 tokens": examples(136, 17_000, 1),
     "pairs of 400": examples(400, 17_000, 2),
     "answers of 1,000": examples(1000, 16_000, 1),
+    "answers of 2,000": examples(2000, 16_000, 1),
     "pairs of 3,000": examples(3000, 20_000, 2),
     "answers of 4,000": examples(4000, 20_000, 1),
+    "pairs of 6,000": examples(6000, 24_000, 2),
+    "pairs of 8,000": ((7000, (500, 500)),) * 3,
     "eight answers of 2,000": ((1000, (2000,) * 8),),
     "pairs of 16,000": ((14_000, (1000, 1000)),) * 2,
     "one of 32,768": ((0, (32_768,)),),
@@ -55,14 +62,22 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--key-heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument(
+        "--rows", default="", metavar="TEXT", help="only rows with TEXT in the name"
+    )
     options = parser.parse_args()
     if options.heads % options.key_heads:
         parser.error("--heads must be a multiple of --key-heads")
     if not torch.cuda.is_available():
-        parser.error("both kernels need a CUDA device, and there is none")
-    print("| row | ours | flex | ratio | ours, with backward | flex | ratio | error |")
-    print("|---|---|---|---|---|---|---|---|")
+        parser.error("the kernels need a CUDA device, and there is none")
+    own = "ours | flex | ours / flex |"
+    if has_flash():
+        own += " FlashAttention | FlashAttention / ours |"
+    print(f"| row | forward: {own} with backward: {own} errors |")
+    print("|---" * (3 + 2 * own.count("|")) + "|")
     for name, spans in ROWS.items():
+        if options.rows not in name:
+            continue
         torch._dynamo.reset()
         print(f"| {name} | {line(spans, options)} |", flush=True)
 
@@ -83,10 +98,13 @@ def line(spans: Spans, options: argparse.Namespace) -> str:
         _compile=True,
     )  # fmt: skip
     compiled = torch.compile(flex_attention)
-    ways: tuple[Callable[[], Tensor], ...] = (
+    ways: list[Callable[[], Tensor]] = [
         lambda: fused_tree(query, key, value, mask, Scoring(0.0, None, None, None)),
         lambda: compiled(query, key, value, block_mask=blocks, enable_gqa=True),
-    )
+    ]
+    if has_flash():
+        parts, scale = layout(spans, whole, query.device), options.width**-0.5
+        ways.append(lambda: flash_row(query, key, value, parts, scale))
 
     def both(way: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         output = way()
@@ -94,11 +112,18 @@ def line(spans: Spans, options: argparse.Namespace) -> str:
 
     cells: list[str] = []
     for run in (lambda way: way(), both):
-        ours, flex = (statistics.median(times) for times in in_turns(run, ways))
+        ours, flex, *flash = (statistics.median(times) for times in in_turns(run, ways))
         cells += [f"{ours:.3f}", f"{flex:.3f}", f"{ours / flex:.2f}"]
-    results = [[part[:, :, :size].detach().float() for part in both(way)] for way in ways]
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
-    return " | ".join([*cells, f"{error:.1e}"])
+        for other in flash:
+            cells += [f"{other:.3f}", f"{other / ours:.2f}"]
+    first, known, *others = (
+        [part[:, :, :size].detach().float() for part in both(way)] for way in ways
+    )
+    errors = [
+        max(float((a - b).norm() / b.norm()) for a, b in zip(result, known, strict=True))
+        for result in (first, *others)
+    ]
+    return " | ".join([*cells, ", ".join(f"{error:.1e}" for error in errors)])
 
 
 def in_turns(run: Callable[[Any], Any], ways: Sequence[Any]) -> list[list[float]]:

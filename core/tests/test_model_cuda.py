@@ -1,6 +1,7 @@
 """Tree attention on a CUDA device: our kernel against one path at a time, and its gradients."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from engines import BareEngine
 from families import FAMILIES, TREES, gradients, llama, row, tree_batch
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import pack
 from rlhf.engine import Mesh
-from rlhf.model import attention
+from rlhf.model import attention, masks
+from rlhf.model.kernels import libraries
 from rlhf.model.kernels.ahead import compile_ahead
+from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.layers import compile_layers
-from rlhf.model.kernels.long_examples import KERNELS
-from rlhf.model.kernels.tree import REHEARSED
-from rlhf.model.masks import LONG
+from rlhf.model.kernels.libraries import LIBRARIES, values_and_gradients
+from rlhf.model.kernels.tree import REHEARSED, Heads
+from rlhf.model.masks import BLOCK, LONG, LONG_SHARED, has_flash, layout
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.model.probe import choose_path
@@ -114,29 +119,94 @@ def test_a_rehearsal_shows_which_kernels_a_run_needs(monkeypatch: pytest.MonkeyP
     assert threading.main_thread() not in threads
 
 
-def test_long_examples_run_by_cudnn_as_by_our_kernel_in_plain_and_compiled_layers(
-    monkeypatch: pytest.MonkeyPatch,
+LIBRARY = pytest.mark.parametrize(
+    "name",
+    [
+        "cudnn",
+        pytest.param("flash", marks=pytest.mark.skipif(not has_flash(), reason="needs flash-attn")),
+    ],
+)
+
+
+@LIBRARY
+def test_long_examples_run_by_a_library_as_by_our_kernel_in_plain_and_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # With larger weights rounding to bf16 alone changes gradients by as much as a wrong mask.
     module = llama(hidden_size=256, head_dim=64, initializer_range=0.04)
     module = module.to("cuda", torch.bfloat16).train()
-    batches = [row(LONG + 300, LONG).to(CUDA), row(2 * LONG - 70).to(CUDA)]
+    long = LONG["cudnn"]
+    batches = [row(long + 300, long).to(CUDA), row(2 * long - 70).to(CUDA)]
+    if name == "flash":
+        batches.append(row(*range(1900, 2400, 50)).to(CUDA))
+        batches.append(tree((LONG_SHARED, (300, 200)), (LONG_SHARED, (100, 500, 400))).to(CUDA))
     calls: list[int] = []
-    own = KERNELS["cuda"]
-    counted = own._replace(forward=lambda *given: calls.append(1) or own.forward(*given))
-    monkeypatch.setitem(KERNELS, "cuda", counted)
+    own = LIBRARIES[name]
+    counted = own._replace(
+        attend=lambda *given, **options: calls.append(1) or own.attend(*given, **options)
+    )
+    monkeypatch.setattr(libraries, "LIBRARIES", {name: counted})
+    monkeypatch.setattr(attention, "LIBRARIES", {name: counted})
+    monkeypatch.setattr(masks, "LONG", {name: LONG[name]})
 
     with monkeypatch.context() as by_kernel:
-        by_kernel.setattr(attention, "cudnn_agrees", lambda kind: False)
+        by_kernel.setattr(attention, "choose", lambda *_: None)
         expected = states_and_gradients(module, batches)
     for how in ("plain", "compiled"):
         if how == "compiled":
-            compile_layers(decoder(module.causal), None, longest=LONG)
+            compile_layers(decoder(module.causal), None)
         calls.clear()
         found = states_and_gradients(module, batches)
-        assert len(calls) >= 3 * len(layers_of(decoder(module.causal))), how
+        assert len(calls) >= len(layers_of(decoder(module.causal))), how
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() / theirs.norm() < 4e-2, how
+
+
+def tree(*spans: tuple[int, tuple[int, ...]]) -> PackedBatch:
+    examples = [
+        Example([1] * prompt, [Answer([1 + k % 90 for k in range(n)]) for n in answers])
+        for prompt, answers in spans
+    ]
+    return pack(examples, range(len(examples)), round_to=BLOCK)
+
+
+KIND = Heads(8, 2, 64, 64, torch.bfloat16, 0.125, None)
+
+
+@pytest.mark.skipif(not has_flash(), reason="needs flash-attn-4")
+@pytest.mark.parametrize("shared", [False, True])
+def test_flash_attention_has_the_same_gradients_in_each_deterministic_run(shared: bool) -> None:
+    assert libraries._agrees("flash", KIND, shared)
+    spans = ((3000, (900, 800)),) * 2 if shared else ((0, (2500,)),) * 2
+    num_tokens = sum(prompt + sum(answers) for prompt, answers in spans)
+    parts = layout(spans, num_tokens, CUDA)
+    given = [
+        torch.randn(1, num_tokens, heads, 64, device=CUDA, dtype=torch.bfloat16).transpose(1, 2)
+        for heads in (8, 2, 2, 8)
+    ]
+    attend = partial(flash_row, parts=parts, scale=0.125)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (values_and_gradients(attend, *given) for _ in range(4))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_library_that_fails_or_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("no kernel for this device\nat line 7")
+
+    def differ(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> Any:
+        return query * key.mean() * value.mean()
+
+    known = LIBRARIES["cudnn"]
+    monkeypatch.setitem(LIBRARIES, "cudnn", known._replace(attend=fail))
+    with pytest.warns(match="cuDNN's attention does not run here: no kernel for this device$"):
+        assert not libraries._agrees("cudnn", KIND, False)
+    monkeypatch.setitem(LIBRARIES, "cudnn", known._replace(attend=differ))
+    assert not libraries._agrees("cudnn", KIND, False)
 
 
 def states_and_gradients(module: PackedModel, batches: list[PackedBatch]) -> list[torch.Tensor]:

@@ -61,5 +61,5 @@ def test_trees_on_two_ranks_are_computed_as_on_one(name: str) -> None:
 
 
 def test_long_examples_on_two_ranks_are_computed_as_on_one() -> None:
-    # Without trees, caps and sinks these are cuDNN's.
+    # Without trees, caps and sinks these are computed by a library.
     assert max(shared(2).run(error, "Llama", torch.bfloat16, (7000, 6500))) < 3e-2

@@ -23,6 +23,7 @@ from rlhf.registry.installed import find_backend, installed, is_satisfied
 
 VERSIONS = ("rlhf-core", "torch", "transformers")
 FEATURES = {
+    "flash": "long rows on Hopper and later",
     "fp8": "model.fp8",
     "kernels": "model.kernels liger",
     "quantize": "model.quantize",

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.model.head import soft_capped
-from rlhf.model.kernels.long_examples import AGREES, KINDS, cudnn_agrees, long_examples
+from rlhf.model.kernels.libraries import LIBRARIES, choose
 from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.kernels.tree import REHEARSED, Scoring, fused_tree, heads_of, scale_of
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
@@ -168,19 +168,11 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
 def kernel_tree(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute the row on CUDA: long examples by cuDNN where it gives what our kernel gives,
-    everything else by our kernel."""
+    """Compute the row on CUDA, by a library where that is faster and gives what our kernel gives.
+
+    Under torch.compile, `settle` has compared the libraries before."""
     kind = heads_of(query, key, value, scoring)
-    # cuDNN's gradient is not deterministic.
-    fixed = torch.are_deterministic_algorithms_enabled()
-    plain = scoring.softcap is None and scoring.sinks is None and not (scoring.dropout or fixed)
-    if torch.compiler.is_compiling():
-        # `compile_layers` has compared what has run before.
-        by_cudnn = mask.long and plain and AGREES.get(kind, False)
-    else:
-        if plain and not mask.windowed:
-            KINDS.add(kind)
-        by_cudnn = mask.long and plain and cudnn_agrees(kind)
-    if by_cudnn:
-        return long_examples(query, key, value, mask.tree.sizes, kind.scale)
-    return fused_tree(query, key, value, mask, scoring)
+    name = choose(kind, mask, scoring)
+    if name is None:
+        return fused_tree(query, key, value, mask, scoring)
+    return LIBRARIES[name].attend(query, key, value, mask.tree, kind.scale)

@@ -1,6 +1,9 @@
 """Which token sees which in a packed row: a tree per example, within a layer's window or chunk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -8,16 +11,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import Spans
 from rlhf.devices import fused_on
 from rlhf.engine import Axis
 
 BLOCK = 128
 """Rows for the kernel of tree attention have a multiple of this many tokens."""
 
-LONG = 6144
-"""Mean tokens of the examples from which on one product per example by cuDNN is faster than one
-over the row (measured on an H200 against flex attention: 1.0 to 1.1 times at 4,096, 1.2 at 8,192,
-1.4 at 32,768)."""
+LONG = {"flash": 2048, "cudnn": 6144}
+"""Mean tokens of a row's examples from which on a library of `kernels/libraries.py` is faster than
+our kernel, if they share no prompt (benchmarks/RESULTS.md)."""
+
+LONG_SHARED = 4096
+"""The same of FlashAttention for the mean path, a prompt with its longest answer, of a row with
+shared prompts."""
 
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
@@ -32,12 +39,20 @@ class Tree:
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
     - `sizes` [n]: the same, on the host, without the rest.
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
+    - `shared`: whether an example has more answers.
     - `longest`: tokens of the longest path.
-    - `long`: whether the row is a few long and plainly causal examples.
+    - `libraries`: those that are faster than our kernel for layers without a window, the fastest
+      first.
+    - `parts`: the `layout` for FlashAttention, if it is among them.
     - `sequence`: the ranks that divide the row.
     """
 
-    def __init__(self, batch: PackedBatch, sequence: Axis | None = None) -> None:
+    def __init__(
+        self,
+        batch: PackedBatch,
+        sequence: Axis | None = None,
+        libraries: tuple[str, ...] | None = None,
+    ) -> None:
         self.sequence = sequence or Axis()
         num_tokens = len(batch.tokens)
         row = torch.arange(num_tokens, device=batch.tokens.device)
@@ -48,8 +63,60 @@ class Tree:
         self.lengths = (*sizes, num_tokens - sum(sizes))
         self.sizes = torch.tensor(sizes, dtype=torch.long)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
-        self.longest = max((p + max(a, default=0) for p, a in batch.spans), default=1)
-        self.long = all(self.chains) and sum(sizes) >= LONG * len(sizes)
+        self.shared = not all(self.chains)
+        paths = [prompt + max(answers, default=0) for prompt, answers in batch.spans]
+        self.longest = max(paths, default=1)
+        self.libraries = self._faster(paths) if libraries is None else libraries
+        self.parts: list[Tensor] = []
+        if "flash" in self.libraries:
+            self.parts = layout(batch.spans, num_tokens, batch.tokens.device)
+
+    def _faster(self, paths: Sequence[int]) -> tuple[str, ...]:
+        """Return the libraries that are faster than our kernel for paths of these lengths."""
+        mean = sum(paths) / max(len(paths), 1)
+        longest = {"flash": LONG_SHARED} if self.shared else LONG
+        return tuple(
+            name
+            for name, least in longest.items()
+            if mean >= least and (name != "flash" or has_flash())
+        )
+
+
+@cache
+def has_flash() -> bool:
+    """Return whether FlashAttention 4 is installed."""
+    try:
+        return bool(version("flash-attn-4"))
+    except PackageNotFoundError:
+        return False
+
+
+def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
+    """Return how a row of `num_tokens` is computed: the ends of its segments, and, if prompts have
+    several answers, the indices of the tokens of these answers and prompts, and the ends of both.
+    The last tensor has the largest numbers of tokens between two ends and stays on the host.
+
+    A prompt and its only answer are one segment, and so are the tokens that round the row up.
+    """
+    segments: list[int] = []
+    answers, prompts = [], []
+    start = 0
+    for prompt, replies in spans:
+        middle, end = start + prompt, start + prompt + sum(replies)
+        segments += [prompt, *replies] if len(replies) > 1 else [end - start]
+        if prompt and len(replies) > 1:
+            prompts.append(torch.arange(start, middle))
+            answers.append(torch.arange(middle, end))
+        start = end
+    segments.append(num_tokens - start)
+    lengths = [[length for length in segments if length]]
+    indices = []
+    if prompts:
+        lengths += [[len(part) for part in parts] for parts in (answers, prompts)]
+        indices = [torch.cat(answers), torch.cat(prompts)]
+    ends = [torch.tensor(list(accumulate(part, initial=0)), dtype=torch.int32) for part in lengths]
+    most = torch.tensor([max(part) for part in lengths])
+    return [*(part.to(device) for part in (ends[0], *indices, *ends[1:])), most]
 
 
 class TreeTokens(torch.Tensor):
@@ -104,7 +171,7 @@ class TreeMask:
     def __init__(self, tree: Tree, lowest: Tensor | None) -> None:
         self.tree = tree
         self.windowed = lowest is not None
-        self.long = tree.long and not self.windowed
+        self.libraries = () if self.windowed else tree.libraries
         kind = tree.owner.device.type
         if kind == "meta":  # In a rehearsal nothing reads a mask.
             self.bounds = tree.owner.new_empty(5, len(tree.owner))

@@ -126,10 +126,21 @@ def _fused_gate(decoder: Any, device: torch.device) -> tuple[Callable[..., Tenso
 
 def _fuse_rotary(decoder: Any) -> None:
     """Replace the rotary embedding in the family's module."""
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
-
     family = vars(sys.modules[type(decoder).__module__])
-    family[ROTARY] = Rotary(liger_rotary_pos_emb, family[ROTARY])
+    family[ROTARY] = Rotary(_fused_rotary, family[ROTARY])
+
+
+def _fused_rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries [1, heads, T, C] and keys by Liger's Triton kernel. Liger itself would take
+    its kernel in CuTe DSL where that is installed, which it compiles for each length of a row."""
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(
+        query, key, cos, sin, None, unsqueeze_dim
+    )
+    return rotated
 
 
 class Rotary:

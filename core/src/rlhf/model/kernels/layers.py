@@ -23,10 +23,10 @@ from rlhf.model.kernels.compiler import let_recompile, mark_any_size
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
 from rlhf.model.kernels.gates import gates_of, recompute_products
-from rlhf.model.kernels.long_examples import KINDS, cudnn_agrees
+from rlhf.model.kernels.libraries import settle
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
-from rlhf.model.masks import BLOCK, LONG, TreeMask
+from rlhf.model.masks import BLOCK, TreeMask
 from rlhf.model.parts import layers_of
 
 Forward = Callable[..., Any]
@@ -103,11 +103,9 @@ def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
         rehearse_fp8(layers_of(decoder))
 
 
-def compile_layers(decoder: Any, recipe: str | None, *, longest: int = 0) -> str:
+def compile_layers(decoder: Any, recipe: str | None) -> str:
     """Have the layers of a transformers decoder compiled when they first meet a packed row, with
     products in FP8 by torchao's `recipe` unless it is None. Return one line on what was done.
-
-    If the `longest` path of the rows is long, cuDNN's attention is compared first.
     """
     layers = layers_of(decoder)
     line = "layers     compiled by torch.compile"
@@ -118,8 +116,6 @@ def compile_layers(decoder: Any, recipe: str | None, *, longest: int = 0) -> str
     # kernel.
     if fused_on(next(decoder.parameters()).device.type):
         fuse_norms(decoder)
-    for kind in KINDS if longest >= LONG else ():
-        cudnn_agrees(kind)
     for layer in layers:
         replace_forward(layer, _compiled(layer.forward))
     return line
@@ -138,7 +134,9 @@ def _compiled(own: Forward) -> Forward:
         for item in tree_leaves((rest, options)):
             if isinstance(item, TreeMask):
                 mark_any_size(item.bounds, 1)
-                mark_any_size(item.tree.sizes, 0)
+                settle(item)
+                for lengths in (item.tree.sizes, *item.tree.parts[:-1]):
+                    mark_any_size(lengths, 0)
             elif isinstance(item, Tensor):
                 mark_any_size(item, *(dim for dim, size in enumerate(item.shape) if size == length))
         return _compiler()(own, blocks, rest, options)

@@ -153,7 +153,7 @@ def attend(
     from rlhf.model.kernels import attention_triton as kernels
 
     heads, tokens = query.shape[1:3]
-    output = _empty_row(query, value.shape[3])
+    output = empty_row(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     tiles = forward_tiles(query, value)
     launch = _launcher(kernels.forward, (tokens // tiles.kept, heads), query)
@@ -190,8 +190,8 @@ def differentiate(
         gradient, output, of_lse, product, tokens, *_strides(gradient, output),
         WIDTH=width, BLOCK=_columns(width), ROWS=ROWS,
     )  # fmt: skip
-    of_query, of_key = _empty_row(query, query.shape[3]), _empty_row(key, key.shape[3])
-    of_value = _empty_row(value, width)
+    of_query, of_key = empty_row(query, query.shape[3]), empty_row(key, key.shape[3])
+    of_value = empty_row(value, width)
     tiles = backward_tiles(query, value)
     programs = (key.shape[1] + heads) * (tokens // tiles.kept)
     launch = _launcher(kernels.backward, (programs,), query)
@@ -251,7 +251,7 @@ def _with_adjacent_numbers(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _empty_row(tensor: Tensor, width: int) -> Tensor:
+def empty_row(tensor: Tensor, width: int) -> Tensor:
     """Return an empty [1, heads, T, width], in which the heads of a token are adjacent."""
     _, heads, tokens, _ = tensor.shape
     return tensor.new_empty(1, tokens, heads, width).transpose(1, 2)

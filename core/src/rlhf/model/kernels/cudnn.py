@@ -4,8 +4,6 @@ On an H200 it took 0.7 to 0.8 of the time of flex attention for examples of 8,19
 and more for short ones (benchmarks/RESULTS.md); it was not timed beside our kernel.
 """
 
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -13,18 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf.data.packing import blank_batch
-from rlhf.model.kernels.tree import Heads, Scoring, fused_tree
-from rlhf.model.masks import Tree, TreeMask
-
 SIZES = 1024
 """cuDNN builds a kernel for each length, in 0.15 s: lengths are rounded up to multiples of this."""
-
-PROBED = 1280
-"""Tokens of the example on which cuDNN is compared with our kernel."""
-
-AGREEMENT = 2e-2
-"""Largest accepted error, as a share of the norm: rounding to bf16 gives 4e-3."""
 
 NOTHING_SEEN = 1e9
 """A log-sum-exp with which a token sees a share of 0 of every other."""
@@ -166,54 +154,3 @@ def _window(tensor: Tensor, part: slice) -> Tensor:
     window = tensor.transpose(1, 2)[:, part.start : part.start + size]
     missing = size - window.shape[1]
     return (pad(window, (0, 0, 0, 0, 0, missing)) if missing else window).transpose(1, 2)
-
-
-KINDS: set[Heads] = set()
-"""The kinds of attention that have run on CUDA and that cuDNN may compute."""
-
-AGREES: dict[Heads, bool] = {}
-"""What `cudnn_agrees` has found."""
-
-
-def cudnn_agrees(kind: Heads) -> bool:
-    """Return whether cuDNN's attention of this kind runs here and gives the values and gradients of
-    our kernel, on one random example."""
-    if kind not in AGREES:
-        AGREES[kind] = _agrees(kind)
-    return AGREES[kind]
-
-
-def _agrees(kind: Heads) -> bool:
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = (
-        (kind.heads, kind.width), (kind.key_heads, kind.width), (kind.key_heads, kind.of_value),
-        (kind.heads, kind.of_value),
-    )  # fmt: skip
-    query, key, value, weights = (
-        torch.randn(
-            1, PROBED, *shape, generator=generator, device="cuda", dtype=kind.dtype
-        ).transpose(1, 2)
-        for shape in shapes
-    )
-    batch = blank_batch(torch.zeros(PROBED, dtype=torch.long, device="cuda"), ((0, (PROBED,)),))
-    mask = TreeMask(Tree(batch), None)
-    ways = (
-        partial(long_examples, lengths=mask.tree.sizes, scale=kind.scale),
-        partial(fused_tree, mask=mask, scoring=Scoring(0.0, kind.scale, None, None)),
-    )
-    try:
-        ours, theirs = (values_and_gradients(way, query, key, value, weights) for way in ways)
-    except (RuntimeError, AttributeError, TypeError):  # No such kernel for this device or version.
-        return False
-    errors = [(a - b).norm() / b.norm() for a, b in zip(ours, theirs, strict=True)]
-    return bool(torch.stack(errors).max() < AGREEMENT)
-
-
-def values_and_gradients(attend: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return the output of `attend` on query, key and value, and their gradients for the weights of
-    the last input."""
-    *values, weights = inputs
-    with torch.enable_grad():
-        leaves = [item.detach().requires_grad_() for item in values]
-        output = attend(*leaves)
-        return output.detach(), *torch.autograd.grad(output, leaves, weights)

@@ -1,0 +1,174 @@
+"""Attention of rows of long examples by FlashAttention 4 (package flash-attn-4), on CUDA.
+
+A row is computed in two passes: each segment, which is a prompt or an answer, by itself and
+causally; then the answers to a shared prompt, whose tokens see all of it. With outputs O1 and O2
+and log-sum-exps L1 and L2 of both passes' scores, attention over both is
+
+    O = exp(L1 - L) * O1 + exp(L2 - L) * O2,    L = log(exp(L1) + exp(L2))
+
+(Juravsky et al., arXiv 2402.05099), and the backward pass of FlashAttention, given O and L,
+returns each pass's part of the gradients.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf.model.kernels.tree import empty_row
+
+
+class Pass(NamedTuple):
+    """Which queries see which keys: those between the same two of `query_ends` and `key_ends`."""
+
+    query_ends: Tensor
+    """[n + 1] in int32, from 0 on."""
+    key_ends: Tensor
+    most_queries: int
+    """Most queries between two ends."""
+    most_keys: int
+    causal: bool
+
+
+def flash_row(
+    query: Tensor, key: Tensor, value: Tensor, parts: list[Tensor], scale: float
+) -> Tensor:
+    """Compute attention of a row with the `layout` in `parts`: query [1, heads, T, C], key
+    [1, KV heads, T, C] and value [1, KV heads, T, D] -> [1, heads, T, D]."""
+    output: Tensor = _attend(query, key, value, parts, scale)[0]
+    return output
+
+
+# Operators, since a compiler cannot see into FlashAttention.
+@torch.library.custom_op("rlhf::flash_row", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, parts: list[Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the log-sum-exp of each token's scores [heads, T]."""
+    q, k, v = (_by_token(tensor) for tensor in (query, key, value))
+    own, shared = _passes(parts)
+    output, lse = attend(q, k, v, own, scale)
+    if shared is not None:
+        answers, prompts = parts[1:3]
+        found, of_prompts = attend(q[answers], k[prompts], v[prompts], shared, scale)
+        of_own = lse[:, answers]
+        whole = torch.logaddexp(of_own, of_prompts)
+        share, rest = ((part - whole).exp().T.unsqueeze(-1) for part in (of_own, of_prompts))
+        output[answers] = (output[answers] * share + found * rest).to(output.dtype)
+        lse[:, answers] = whole
+    return _by_head(output), lse
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[1:3], dtype=torch.float32)
+    return empty_row(query, value.shape[3]), lse
+
+
+@torch.library.custom_op("rlhf::flash_row_backward", mutates_args=())
+def _differentiate(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    parts: list[Tensor],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    row = [_by_token(tensor) for tensor in (gradient, query, key, value, output)]
+    own, shared = _passes(parts)
+    changes = differentiate(row, lse, own, scale)
+    if shared is not None:
+        answers, prompts = parts[1:3]
+        places = (answers, answers, prompts, prompts, answers)
+        picked = [tensor[place] for tensor, place in zip(row, places, strict=True)]
+        found = differentiate(picked, lse[:, answers].contiguous(), shared, scale)
+        for change, place, part in zip(changes, places[1:4], found, strict=True):
+            change[place] += part
+    of_query, of_key, of_value = (_by_head(change) for change in changes)
+    return of_query, of_key, of_value
+
+
+@_differentiate.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
+    return tuple(empty_row(tensor, tensor.shape[3]) for tensor in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, parts, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *parts)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    row, parts = saved[:5], list(saved[5:])
+    return *_differentiate(gradient, *row, parts, ctx.scale), [None] * len(parts), None
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)
+
+
+@cache
+def _library() -> Any:
+    """Import FlashAttention, which takes 2 s."""
+    from flash_attn.cute import interface
+
+    # Of an argument that it does not use.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument")
+    return interface
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, seen: Pass, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp [heads, Q] of one pass: query [Q, heads, C], key
+    [K, KV heads, C], value [K, KV heads, D]."""
+    output, lse, *_ = _library()._flash_attn_fwd(
+        query, key, value, **_options(seen), softmax_scale=scale, return_lse=True
+    )
+    return output, lse
+
+
+def differentiate(
+    row: Sequence[Tensor], lse: Tensor, seen: Pass, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value through one pass. `row` is the gradient of the
+    output, query, key, value and output; the output and its log-sum-exp are those of all passes."""
+    gradient, query, key, value, output = row
+    of_query, of_key, of_value, *_ = _library()._flash_attn_bwd(
+        query, key, value, output, gradient, lse, **_options(seen), softmax_scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return of_query, of_key, of_value
+
+
+def _options(seen: Pass) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": seen.query_ends,
+        "cu_seqlens_k": seen.key_ends,
+        "max_seqlen_q": seen.most_queries,
+        "max_seqlen_k": seen.most_keys,
+        "causal": seen.causal,
+    }
+
+
+def _passes(parts: list[Tensor]) -> tuple[Pass, Pass | None]:
+    """Return the pass within segments, and that of answers to shared prompts if there are some."""
+    most = parts[-1].tolist()
+    own = Pass(parts[0], parts[0], most[0], most[0], causal=True)
+    shared = Pass(parts[3], parts[4], most[1], most[2], causal=False) if len(most) > 1 else None
+    return own, shared
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, heads, T, D] -> [T, heads, D]"""
+    return tensor[0].transpose(0, 1)
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    """[T, heads, D] -> [1, heads, T, D]"""
+    return tensor.contiguous().transpose(0, 1).unsqueeze(0)

@@ -12,7 +12,6 @@ CUDA_ONLY = {
     f"{CORE}/devices.py": "where kernels in Triton run",
     f"{CORE}/launch/startup.py": "a context that is opened early, and the key of kernels in Triton",
     f"{CORE}/model/kernels/cudnn.py": "attention by cuDNN",
-    f"{CORE}/model/kernels/libraries.py": "attention by libraries",
     f"{CORE}/model/trainable.py": "bitsandbytes",
     f"{CORE}/model/kernels/attention_triton.py": "kernels in Triton",
     f"{CORE}/model/kernels/fp8.py": "products in FP8",

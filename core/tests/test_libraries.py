@@ -17,10 +17,12 @@ from rlhf.model.kernels import flash, layers, libraries
 from rlhf.model.kernels.cudnn import KERNELS, SIZES, Kernel, long_examples
 from rlhf.model.kernels.flash import Pass, flash_row
 from rlhf.model.kernels.layers import compile_layers
+from rlhf.model.kernels.libraries import choose_libraries
 from rlhf.model.kernels.tree import Heads, Scoring
 from rlhf.model.masks import LONG, LONG_SHARED, Tree, TreeMask
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
+from rlhf.model.trainable import recompute
 
 LENGTHS = (SIZES + 70, SIZES, 300)
 
@@ -148,58 +150,88 @@ def test_two_passes_have_the_values_and_gradients_of_one_product(
 
 
 @pytest.fixture
-def nothing_known() -> Iterator[None]:
-    """No kind of attention has run yet, and nothing is compiled."""
-    known = (libraries.KINDS, libraries.AGREES)
-    for each in known:
-        each.clear()
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Rows on the CPU are computed as on CUDA, with products in the place of all kernels. No kind
+    of attention has run yet, and nothing is compiled. Returns the names of what has computed."""
+    calls: list[str] = []
+
+    def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **options: calls.append(name) or kernel(*given, **options)
+
+    ours = counted("ours", attention.split_tree)
+    monkeypatch.setattr(attention, "split_tree", attention.kernel_tree)
+    monkeypatch.setattr(attention, "fused_tree", ours)
+    monkeypatch.setattr(libraries, "fused_tree", ours)
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(counted("cudnn", forward), backward))
+    monkeypatch.setattr(flash, "attend", counted("flash", flash_forward))
+    monkeypatch.setattr(flash, "differentiate", flash_backward)
+    monkeypatch.setattr(masks, "has_flash", lambda: True)
+    monkeypatch.setattr(masks, "LONG", {"flash": 100, "cudnn": 150})
+    monkeypatch.setattr(masks, "LONG_SHARED", 50)
+    monkeypatch.setattr(libraries, "KINDS", set())
+    monkeypatch.setattr(libraries, "AGREES", {})
+    monkeypatch.setattr(attention, "KINDS", libraries.KINDS)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
-    for each in known:
-        each.clear()
+    yield calls
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("nothing_known")
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
-def test_compiled_layers_use_a_library(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    calls: list[int] = []
+CHAINS = [row(300), row(200, 150, 140), row(90, 120, 310)]
+TREES = [tree(60, 40, 30), tree(130, 10, 70, 50)]
 
-    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: calls.append(1) or own(*given)
 
-    monkeypatch.setitem(KERNELS, "cpu", Kernel(counted(forward), backward))
-    monkeypatch.setattr(flash, "attend", counted(flash_forward))
-    monkeypatch.setattr(flash, "differentiate", flash_backward)
-    monkeypatch.setattr(masks, "has_flash", lambda: name == "flash")
-    monkeypatch.setattr(masks, "LONG", {name: 100})
-    monkeypatch.setattr(masks, "LONG_SHARED", 50)
+@pytest.mark.parametrize(
+    ("name", "rows"), [("cudnn", CHAINS), ("flash", [row(130, 90), *CHAINS, *TREES])]
+)
+def test_compiled_layers_use_a_library(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: list[str], name: str, rows: list[PackedBatch]
+) -> None:
     compiler = torch.compile(layers._run, backend="aot_eager")
     monkeypatch.setattr(layers, "_compiler", lambda: compiler)
-    rows = [row(130, 90), row(300), row(200, 150, 140), row(90, 120, 310)]
-    # FlashAttention computes trees too, in two passes.
-    expected_calls = {"cudnn": 9, "flash": 4 + 4}[name]
-    if name == "flash":
-        rows.append(tree(60, 40, 30))
-        rows.append(tree(130, 10, 70, 50))
-
+    if name == "cudnn":
+        monkeypatch.setattr(masks, "has_flash", lambda: False)
     module = llama().train()
-    expected = gradients(module, rows)
-    assert not calls
-    monkeypatch.setattr(libraries, "_agrees", lambda *_: True)
-    monkeypatch.setattr(attention, "split_tree", attention.kernel_tree)
-    num_layers, heads = len(layers_of(decoder(module.causal))), 4
+    num_layers = len(layers_of(decoder(module.causal)))
+    gradients(module, [rows[0]])
+    [kind] = libraries.KINDS
+    assert kind == Heads(4, 2, 8, 8, torch.float32, 8**-0.5, None)
+    libraries.KINDS.clear()
+    # No library is chosen for a kind of attention that has not run.
+    expected = [gradients(module, [each]) for each in rows if not libraries.KINDS.clear()]
+    assert set(on_cpu) == {"ours"}
+
     for how in ("plain", "compiled"):
+        libraries.KINDS.add(kind)
+        libraries.AGREES.clear()
         if how == "compiled":
             compile_layers(decoder(module.causal), None)
-        calls.clear()
-        for found, other in zip(gradients(module, rows), expected, strict=True):
-            assert (found - other).norm() / other.norm() < 1e-5, how
-        assert len(calls) == num_layers * expected_calls, how
-    assert {Heads(heads, 2, 8, 8, torch.float32, 8**-0.5, None)} == libraries.KINDS
-    # A row of one example has a form of its own, as any size of 1, and so have trees.
+        for each, known in zip(rows, expected, strict=True):
+            choose_libraries(Tree(each))
+            on_cpu.clear()
+            for mine, other in zip(gradients(module, [each]), known, strict=True):
+                assert (mine - other).norm() / other.norm() < 1e-5, how
+            calls = len(each.spans) if name == "cudnn" else 1 + Tree(each).shared
+            assert on_cpu == [name] * calls * num_layers, how
+    # A row of one example has a form of its own in the one case, since a size of 1 has, and rows
+    # with trees in the other.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_recomputed_layer_uses_a_library(on_cpu: list[str]) -> None:
+    module = llama().train()
+    gradients(module, [row(40)])
+    [kind] = libraries.KINDS
+    libraries.KINDS.clear()
+    rows = [CHAINS[1], TREES[0]]
+    expected = [gradients(module, [each]) for each in rows if not libraries.KINDS.clear()]
+    libraries.KINDS.add(kind)
+    recompute(module.causal)
+    for each, known in zip(rows, expected, strict=True):
+        on_cpu.clear()
+        for mine, other in zip(gradients(module, [each]), known, strict=True):
+            assert (mine - other).norm() / other.norm() < 1e-5
+        assert "flash" in on_cpu
 
 
 def gradients(module: PackedModel, batches: list[PackedBatch]) -> list[Tensor]:
@@ -234,35 +266,83 @@ def test_libraries_compute_rows_of_long_examples(
     assert tree_of(spans).libraries == tuple(name for name in found if name != "flash")
 
 
-def test_a_row_under_a_window_is_computed_by_our_kernel() -> None:
-    tree = tree_of(((0, (CUDNN,)),))
-    meta = torch.zeros(len(tree.owner), dtype=torch.int32, device="meta")
-    tree.owner = tree.owner.to("meta")
-    assert "cudnn" in TreeMask(tree, None).libraries
-    assert not TreeMask(tree, meta).libraries
+KIND = Heads(4, 2, 8, 8, torch.float32, 0.3, None)
 
 
-@pytest.mark.usefixtures("nothing_known")
 def test_the_first_library_that_agrees_and_may_be_used_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, on_cpu: list[str]
 ) -> None:
-    agreeing = {"flash", "cudnn"}
-    monkeypatch.setattr(libraries, "_agrees", lambda name, kind, shared: name in agreeing)
-    kind = Heads(4, 2, 64, 64, torch.bfloat16, 0.125, None)
-    tree = tree_of(((0, (100,)),))
-    tree.libraries = ("flash", "cudnn")
-    mask, plain = TreeMask(tree, None), Scoring(0.0, None, None, None)
-    assert libraries.choose(kind, mask, plain) == "flash"
-    assert libraries.choose(kind, mask, plain._replace(softcap=30.0)) is None
-    assert libraries.choose(kind, mask, plain._replace(sinks=torch.zeros(4))) is None
-    agreeing.remove("flash")
-    libraries.AGREES.clear()
-    assert libraries.choose(kind, mask, plain) == "cudnn"
+    tree = Tree(row(300))
+    assert choose_libraries(tree) == {}, "no kind of attention has run"
+    libraries.KINDS.add(KIND)
+    assert choose_libraries(tree) == {KIND: "flash"}
+    assert "cudnn" not in on_cpu, "the first one agreed"
     torch.use_deterministic_algorithms(True)
     try:
-        assert libraries.choose(kind, mask, plain) is None, "its gradients differ between runs"
-        agreeing.add("flash")
+        assert choose_libraries(tree) == {KIND: "flash"}
         libraries.AGREES.clear()
-        assert libraries.choose(kind, mask, plain) == "flash"
+        monkeypatch.setattr(flash, "attend", lambda *given: (given[0] * 2, given[0].sum(-1).T))
+        with pytest.warns(match="FlashAttention 4 is not used, since it differs from our kernel"):
+            assert choose_libraries(tree) == {}, "gradients of cuDNN's differ between runs"
     finally:
         torch.use_deterministic_algorithms(False)
+    assert choose_libraries(tree) == {KIND: "cudnn"}
+    tree.owner = tree.owner.to("meta")
+    assert choose_libraries(tree) == {}, "nothing runs in a rehearsal"
+
+
+def test_a_library_that_fails_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: list[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("no kernel for this device\nat line 7")
+
+    libraries.KINDS.add(KIND)
+    monkeypatch.setattr(flash, "attend", fail)
+    monkeypatch.setitem(KERNELS, "cpu", Kernel(fail, fail))
+    with pytest.warns() as seen:
+        assert choose_libraries(Tree(row(300))) == {}
+    assert [str(each.message) for each in seen] == [
+        "FlashAttention 4 is not used, since it does not run here: no kernel for this device"
+    ]
+
+    def exhaust(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    libraries.AGREES.clear()
+    monkeypatch.setattr(flash, "attend", exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_libraries(Tree(row(300)))
+
+
+def test_layers_with_windows_soft_caps_or_sinks_keep_our_kernel(on_cpu: list[str]) -> None:
+    tree = Tree(row(300))
+    libraries.KINDS.add(KIND)
+    query, key = (torch.randn(1, heads, 384, 8) for heads in (4, 2))
+    plain = Scoring(0.0, 0.3, None, None)
+
+    def kernel_of(mask: TreeMask, scoring: Scoring) -> str:
+        attention.kernel_tree(query, key, key, mask, scoring)
+        return on_cpu[-1]
+
+    mask = TreeMask(tree, None, choose_libraries(tree))
+    assert kernel_of(mask, plain) == "flash"
+    assert kernel_of(mask, plain._replace(softcap=30.0)) == "ours"
+    assert kernel_of(mask, plain._replace(sinks=torch.zeros(4))) == "ours"
+    assert kernel_of(mask, plain._replace(dropout=0.1)) == "ours"
+    assert kernel_of(TreeMask(tree, torch.zeros(384, dtype=torch.int32)), plain) == "ours"
+
+
+@pytest.mark.parametrize("spans", [((0, (90,)),), ((40, (30, 20)), (5, (6,)))])
+def test_operators_are_as_torch_expects_them(on_cpu: list[str], spans: Any) -> None:
+    """Their results have the shapes, dtypes and strides that the compiler is told."""
+    query, key = (torch.randn(1, 128, heads, 8).transpose(1, 2) for heads in (4, 2))
+    value = torch.randn(1, 2, 128, 4)
+    query.requires_grad_()
+    parts = masks.layout(spans, 128, torch.device("cpu"))
+    torch.library.opcheck(flash._attend, (query, key, value, parts, 0.3))
+    query = query.detach()
+    output, lse = flash._attend(query, key, value, parts, 0.3)
+    given = (torch.randn_like(output), query, key, value, output, lse, parts, 0.3)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(flash._differentiate, given, test_utils=tests)

@@ -22,9 +22,8 @@ def cache_root() -> Path:
 
 
 def keep_compiled() -> None:
-    """Keep in our cache what torch's compiler and FlashAttention compile, which they keep in /tmp
-    or not at all by default; and Python's bytecode, if packages have none and none would be
-    written.
+    """Keep in our cache what torch's compiler writes, which is in /tmp by default; and Python's
+    bytecode, if packages have none and none would be written.
 
     An image that was built with uv and PYTHONDONTWRITEBYTECODE has none: the imports of each run
     then take three times as long.
@@ -35,8 +34,6 @@ def keep_compiled() -> None:
     if not os.access(kernels, os.W_OK):
         return  # The cache of rows reports it. torch could not be imported with such a folder.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernels / "flash-attention"))
     torch = getattr(find_spec("torch"), "origin", "torch/__init__.py")
     bytecode = Path(cache_from_source(torch))
     writable = os.access(bytecode.parents[1], os.W_OK) and not sys.dont_write_bytecode

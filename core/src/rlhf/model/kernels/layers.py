@@ -23,7 +23,6 @@ from rlhf.model.kernels.compiler import let_recompile, mark_any_size
 from rlhf.model.kernels.fp8 import check_fp8, rehearse_fp8, to_fp8
 from rlhf.model.kernels.fused import check_fusible, check_gates_known, fuse, products_of
 from rlhf.model.kernels.gates import gates_of, recompute_products
-from rlhf.model.kernels.libraries import settle
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
 from rlhf.model.masks import BLOCK, TreeMask
@@ -134,7 +133,6 @@ def _compiled(own: Forward) -> Forward:
         for item in tree_leaves((rest, options)):
             if isinstance(item, TreeMask):
                 mark_any_size(item.bounds, 1)
-                settle(item)
                 for lengths in (item.tree.sizes, *item.tree.parts[:-1]):
                     mark_any_size(lengths, 0)
             elif isinstance(item, Tensor):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf.data.packing import blank_batch
+from rlhf.data.packing import Spans, blank_batch
 from rlhf.errors import first_line
 from rlhf.model.kernels.cudnn import long_examples
 from rlhf.model.kernels.flash import flash_row
@@ -27,23 +27,20 @@ prompt."""
 class Library(NamedTuple):
     """Attention of a row by a library."""
 
-    name: str
     attend: Callable[..., Tensor]
-    """(query, key, value, tree, scale) -> output, as `fused_tree`."""
-    fixed: bool
+    """(query, key, value, tree, scale) -> output, of the shapes of `fused_tree`."""
+    deterministic: bool
     """Whether its gradients can be the same in each run."""
 
 
 LIBRARIES = {
     "flash": Library(
-        "FlashAttention 4",
         lambda query, key, value, tree, scale: flash_row(query, key, value, tree.parts, scale),
-        fixed=True,
+        deterministic=True,
     ),
     "cudnn": Library(
-        "cuDNN's attention",
         lambda query, key, value, tree, scale: long_examples(query, key, value, tree.sizes, scale),
-        fixed=False,
+        deterministic=False,
     ),
 }
 
@@ -51,73 +48,69 @@ KINDS: set[Heads] = set()
 """The kinds of attention that have run on CUDA and that libraries may compute."""
 
 AGREES: dict[tuple[str, Heads, bool], bool] = {}
-"""What `agrees` has found."""
+"""What `agrees` has returned."""
 
 
-def choose(kind: Heads, mask: TreeMask, scoring: Scoring) -> str | None:
-    """Return the name of the library that computes a row, None for our kernel."""
-    if scoring.softcap is not None or scoring.sinks is not None or scoring.dropout:
-        return None
-    # What is compiled reads what `settle` has found.
-    if not torch.compiler.is_compiling() and not mask.windowed:
-        KINDS.add(kind)
-        settle(mask)
-    fixed = torch.are_deterministic_algorithms_enabled()
-    for name in mask.libraries:
-        if AGREES.get((name, kind, mask.tree.shared), False) and not (
-            fixed and not LIBRARIES[name].fixed
-        ):
-            return name
-    return None
-
-
-def settle(mask: TreeMask) -> None:
-    """Compare the libraries that may compute a row with our kernel, up to the first that agrees."""
+def choose_libraries(tree: Tree) -> dict[Heads, str]:
+    """Return the library that computes a row, by the kind of attention. Kinds that have not run
+    yet, and those for which no library agrees with our kernel, are left out."""
+    if tree.owner.is_meta:
+        return {}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    names = [name for name in tree.libraries if LIBRARIES[name].deterministic or not deterministic]
+    chosen = {}
     for kind in KINDS:
-        for name in mask.libraries:
-            if agrees(name, kind, shared=mask.tree.shared):
+        for name in names:
+            if agrees(name, kind, shared=tree.shared, device=tree.owner.device):
+                chosen[kind] = name
                 break
+    return chosen
 
 
-def agrees(name: str, kind: Heads, *, shared: bool) -> bool:
+def agrees(name: str, kind: Heads, *, shared: bool, device: torch.device) -> bool:
     """Return whether a library runs here and gives the values and gradients of our kernel on random
     examples, with a `shared` prompt or without."""
     key = name, kind, shared
     if key not in AGREES:
-        AGREES[key] = _agrees(*key)
+        problem = disagreement(name, kind, PROBED[shared], device)
+        AGREES[key] = problem is None
+        if problem is not None and name == "flash":  # It was installed to be used.
+            warnings.warn(f"FlashAttention 4 is not used, since it {problem}", stacklevel=2)
     return AGREES[key]
 
 
-def _agrees(name: str, kind: Heads, shared: bool) -> bool:
-    generator = torch.Generator("cuda").manual_seed(0)
+def disagreement(name: str, kind: Heads, spans: Spans, device: torch.device) -> str | None:
+    """Return how a library's values or gradients differ from our kernel's on random numbers in the
+    place of examples, or why it does not run; None if they agree."""
+    generator = torch.Generator(device).manual_seed(0)
     shapes = (
         (kind.heads, kind.width), (kind.key_heads, kind.width), (kind.key_heads, kind.of_value),
         (kind.heads, kind.of_value),
     )  # fmt: skip
-    spans = PROBED[shared]
     num_tokens = sum(prompt + sum(answers) for prompt, answers in spans)
     query, key, value, weights = (
         torch.randn(
-            1, num_tokens, *shape, generator=generator, device="cuda", dtype=kind.dtype
+            1, num_tokens, *shape, generator=generator, device=device, dtype=kind.dtype
         ).transpose(1, 2)
         for shape in shapes
     )
-    batch = blank_batch(torch.zeros(num_tokens, dtype=torch.long, device="cuda"), spans)
+    batch = blank_batch(torch.zeros(num_tokens, dtype=torch.long, device=device), spans)
     mask = TreeMask(Tree(batch, libraries=(name,)), None)
-    library = LIBRARIES[name]
     ways = (
-        partial(library.attend, tree=mask.tree, scale=kind.scale),
+        partial(LIBRARIES[name].attend, tree=mask.tree, scale=kind.scale),
         partial(fused_tree, mask=mask, scoring=Scoring(0.0, kind.scale, None, None)),
     )
     try:
         theirs, ours = (values_and_gradients(way, query, key, value, weights) for way in ways)
-    except ImportError:
-        return False
-    except Exception as error:  # No such kernel for this device or version, in its own words.
-        warnings.warn(f"{library.name} does not run here: {first_line(error)}", stacklevel=2)
-        return False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # No such kernel for this device or version: each raises its own.
+        return f"does not run here: {first_line(error)}"
     errors = [(a - b).norm() / b.norm() for a, b in zip(theirs, ours, strict=True)]
-    return bool(torch.stack(errors).max() < AGREEMENT)
+    largest = float(torch.stack(errors).max())
+    if largest < AGREEMENT:
+        return None
+    return f"differs from our kernel by {largest:.1e} of the norm"
 
 
 def values_and_gradients(attend: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:

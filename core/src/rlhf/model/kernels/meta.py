@@ -11,22 +11,28 @@ from torch import Tensor
 
 
 class MetaAttention(torch.autograd.Function):
-    """Fused attention: keeps its inputs, its output and a float per row."""
+    """Fused attention: keeps its inputs, its output and a float per row. With `sums`, gradients are
+    summed in float32 before they are rounded, as by FlashAttention."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sums: bool) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, normaliser)
+        ctx.sums = sums
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, _, normaliser = ctx.saved_tensors
+        inputs = (query, key, value)
         # The real backward holds one more float per row while it runs.
-        held = torch.empty_like(normaliser)
+        held = [torch.empty_like(normaliser)]
+        if ctx.sums:
+            held += [torch.empty_like(tensor, dtype=torch.float32) for tensor in inputs]
+        changes = [torch.empty_like(tensor) for tensor in inputs]
         del held
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        return *changes, None
 
 
 class MetaNorm(torch.autograd.Function):

@@ -100,31 +100,31 @@ def _terms(
 
 @triton.jit
 def _block(
-    student, teacher, first, form,
+    student, teacher, first, scales,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the places of a block of a row, whether they are in it, the student's logits there and
     the teacher's at the run's temperature."""
-    heat, scale, teacher_scale, cap, teacher_cap = form
+    inverse, scale, teacher_scale, cap, teacher_cap = scales
     place = first + tl.arange(0, BLOCK)
     inside = place < VOCABULARY
     x = tl.load(student + place, mask=inside, other=0.0)
     t = tl.load(teacher + place, mask=inside, other=0.0)
     x = logit_value(x, scale, cap, CAPPED)
-    t = logit_value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * heat
+    t = logit_value(t, teacher_scale, teacher_cap, TEACHER_CAPPED) * inverse
     return place, inside, x, t
 
 
 @triton.jit
 def _sums(
-    student, teacher, form,
+    student, teacher, scales,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     SOFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return of a row the student's normaliser and entropy at temperature 1; at the run's
     temperature both normalisers, KL(p || q) and KL(q || p); and both models' most likely tokens."""
-    heat = form[0]
+    inverse = scales[0]
     # Largest logits begin finite, since the difference of two infinities is NaN.
     # Of the student at temperature 1: largest logit, sum of exponentials, entropy's sum.
     most, likely, total, tilted = -1e30, VOCABULARY, 0.0, 0.0
@@ -133,9 +133,9 @@ def _sums(
     known_most, known_likely, known_total, of_teacher = -1e30, VOCABULARY, 0.0, 0.0
     for first in range(0, VOCABULARY, BLOCK):
         place, inside, x, t = _block(
-            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+            student, teacher, first, scales, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
         )
-        apart = tl.where(inside, x * heat - t, 0.0)
+        apart = tl.where(inside, x * inverse - t, 0.0)
         x, t = tl.where(inside, x, -1e30), tl.where(inside, t, -1e30)
 
         here = tl.max(x, 0)
@@ -148,8 +148,8 @@ def _sums(
         tilted += tl.sum(exponential * (x - new), 0)
         total = total * shrunk + tl.sum(exponential, 0)
         if SOFT:
-            shrunk = tl.exp((most - new) * heat)
-            exponential = tl.exp((x - new) * heat)
+            shrunk = tl.exp((most - new) * inverse)
+            exponential = tl.exp((x - new) * inverse)
         soft_total = soft_total * shrunk + tl.sum(exponential, 0)
         of_student = of_student * shrunk + tl.sum(exponential * apart, 0)
         most = new
@@ -164,7 +164,7 @@ def _sums(
         of_teacher = of_teacher * shrunk - tl.sum(exponential * apart, 0)
         known_most = new
     entropy = tl.log(total) - tilted / total
-    soft = tl.log(soft_total) + most * heat
+    soft = tl.log(soft_total) + most * inverse
     known = tl.log(known_total) + known_most
     kl = of_teacher / known_total - known + soft
     reverse_kl = of_student / soft_total - soft + known
@@ -173,20 +173,20 @@ def _sums(
 
 @triton.jit
 def _skewed(
-    student, teacher, soft, known, measure, form,
+    student, teacher, soft, known, measure, scales,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr,
     FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the divergence of a row, and the sum of its derivatives by the tokens' log q."""
-    heat = form[0]
+    inverse = scales[0]
     value, slopes = 0.0, 0.0
     for first in range(0, VOCABULARY, BLOCK):
         _, inside, x, t = _block(
-            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+            student, teacher, first, scales, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
         )
         values, derivatives = _terms(
-            x * heat - soft, t - known, measure, FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED
+            x * inverse - soft, t - known, measure, FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED
         )
         value += tl.sum(tl.where(inside, values, 0.0), 0)
         slopes += tl.sum(tl.where(inside, derivatives, 0.0), 0)
@@ -195,7 +195,7 @@ def _skewed(
 
 @triton.jit
 def _gradient_(
-    student, teacher, target, weight, normaliser, soft, known, slopes, nll, measure, form,
+    student, teacher, target, weight, normaliser, soft, known, slopes, nll, measure, scales,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr,
     FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
@@ -204,13 +204,13 @@ def _gradient_(
     """Overwrite the student's logits of a row with the derivative of the loss."""
     # Through the softmax: d/dz_i = g_i - q_i * sum(g). Of the loss's factor temperature^2 one
     # cancels against the division of the logits by the temperature.
-    heat, scale, cap = form[0], form[1], form[3]
-    factor = weight * (1 - nll) / heat
+    inverse, scale, cap = scales[0], scales[1], scales[3]
+    factor = weight * (1 - nll) / inverse
     for first in range(0, VOCABULARY, BLOCK):
         place, inside, x, t = _block(
-            student, teacher, first, form, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
+            student, teacher, first, scales, VOCABULARY, CAPPED, TEACHER_CAPPED, BLOCK
         )
-        lq = x * heat - soft
+        lq = x * inverse - soft
         _, change = _terms(lq, t - known, measure, FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED)
         change = (change - tl.exp(lq) * slopes) * factor
         if NLL:
@@ -225,7 +225,7 @@ def _gradient_(
 @triton.jit
 def _compare(
     student, teacher, targets, weights, output, stride, teacher_stride, rows,
-    heat, scale, teacher_scale, cap, teacher_cap, nll,
+    inverse, scale, teacher_scale, cap, teacher_cap, nll,
     forward, reverse, forward_skew, reverse_skew,
     log_forward, log_no_forward, log_reverse, log_no_reverse,
     VOCABULARY: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
@@ -233,7 +233,8 @@ def _compare(
     FORWARD_SKEWED: tl.constexpr, REVERSE_SKEWED: tl.constexpr,
     NLL: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    form = heat, scale, teacher_scale, cap, teacher_cap
+    # The inverse of the temperature, and both models' scales and soft caps.
+    scales = inverse, scale, teacher_scale, cap, teacher_cap
     logs = log_forward, log_no_forward, log_reverse, log_no_reverse
     measure = forward, reverse, forward_skew, reverse_skew, logs
     row = tl.program_id(0).to(tl.int64)
@@ -242,11 +243,11 @@ def _compare(
     # Before the gradient overwrites it.
     at = logit_value(tl.load(student + target), scale, cap, CAPPED)
     normaliser, entropy, soft, known, kl, reverse_kl, likely, known_likely = _sums(
-        student, teacher, form, VOCABULARY, CAPPED, TEACHER_CAPPED, SOFT, BLOCK
+        student, teacher, scales, VOCABULARY, CAPPED, TEACHER_CAPPED, SOFT, BLOCK
     )
     if FORWARD_SKEWED or REVERSE_SKEWED:
         value, slopes = _skewed(
-            student, teacher, soft, known, measure, form, VOCABULARY, CAPPED, TEACHER_CAPPED,
+            student, teacher, soft, known, measure, scales, VOCABULARY, CAPPED, TEACHER_CAPPED,
             FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED, BLOCK,
         )  # fmt: skip
     else:
@@ -267,6 +268,6 @@ def _compare(
     if GRADIENT:
         _gradient_(
             student, teacher, target, tl.load(weights + row), normaliser, soft, known, slopes, nll,
-            measure, form, VOCABULARY, CAPPED, TEACHER_CAPPED,
+            measure, scales, VOCABULARY, CAPPED, TEACHER_CAPPED,
             FORWARD, REVERSE, FORWARD_SKEWED, REVERSE_SKEWED, NLL, BLOCK,
         )  # fmt: skip

@@ -43,6 +43,10 @@ def declared(project: Path, *, extras: bool) -> set[str]:
     return names.union(*(declared(OURS[name], extras=extras) for name in names & OURS.keys()))
 
 
+OPTIONAL = {"flash_attn": {"flash-attn-4"}}
+"""Names that the tests do not install and that differ from their distribution's."""
+
+
 def providers() -> dict[str, set[str]]:
     """The distributions that install each top-level name."""
     installed = {
@@ -50,7 +54,7 @@ def providers() -> dict[str, set[str]]:
         for name, owners in packages_distributions().items()
     }
     ours = {path.name: {name} for name, path in SOURCES.items()}
-    return installed | ours
+    return OPTIONAL | installed | ours
 
 
 def imported(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -68,6 +68,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.heads % options.key_heads:
         parser.error("--heads must be a multiple of --key-heads")
+    rows = {name: spans for name, spans in ROWS.items() if options.rows in name}
+    if not rows:
+        parser.error(f"--rows {options.rows}: in no name; the rows are {', '.join(ROWS)}")
     if not torch.cuda.is_available():
         parser.error("the kernels need a CUDA device, and there is none")
     own = "ours | flex | ours / flex |"
@@ -75,9 +78,7 @@ def main() -> None:
         own += " FlashAttention | FlashAttention / ours |"
     print(f"| row | forward: {own} with backward: {own} errors |")
     print("|---" * (3 + 2 * own.count("|")) + "|")
-    for name, spans in ROWS.items():
-        if options.rows not in name:
-            continue
+    for name, spans in rows.items():
         torch._dynamo.reset()
         print(f"| {name} | {line(spans, options)} |", flush=True)
 

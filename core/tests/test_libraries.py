@@ -317,7 +317,6 @@ def test_a_library_that_fails_is_not_used(
 
 def test_layers_with_windows_soft_caps_or_sinks_keep_our_kernel(on_cpu: list[str]) -> None:
     tree = Tree(row(300))
-    libraries.KINDS.add(KIND)
     query, key = (torch.randn(1, heads, 384, 8) for heads in (4, 2))
     plain = Scoring(0.0, 0.3, None, None)
 
@@ -325,12 +324,15 @@ def test_layers_with_windows_soft_caps_or_sinks_keep_our_kernel(on_cpu: list[str
         attention.kernel_tree(query, key, key, mask, scoring)
         return on_cpu[-1]
 
+    window = TreeMask(tree, torch.zeros(384, dtype=torch.int32))
+    assert kernel_of(window, plain) == "ours"
+    assert not libraries.KINDS, "no library could compute it"
+    libraries.KINDS.add(KIND)
     mask = TreeMask(tree, None, choose_libraries(tree))
     assert kernel_of(mask, plain) == "flash"
     assert kernel_of(mask, plain._replace(softcap=30.0)) == "ours"
     assert kernel_of(mask, plain._replace(sinks=torch.zeros(4))) == "ours"
     assert kernel_of(mask, plain._replace(dropout=0.1)) == "ours"
-    assert kernel_of(TreeMask(tree, torch.zeros(384, dtype=torch.int32)), plain) == "ours"
 
 
 @pytest.mark.parametrize("spans", [((0, (90,)),), ((40, (30, 20)), (5, (6,)))])

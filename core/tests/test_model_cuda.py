@@ -15,11 +15,12 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
 from rlhf.model import attention, masks
-from rlhf.model.kernels import libraries
+from rlhf.model.kernels import flash, libraries
 from rlhf.model.kernels.ahead import compile_ahead
+from rlhf.model.kernels.cudnn import KERNELS
 from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.layers import compile_layers
-from rlhf.model.kernels.libraries import LIBRARIES, values_and_gradients
+from rlhf.model.kernels.libraries import values_and_gradients
 from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.model.masks import BLOCK, LONG, LONG_SHARED, Tree, has_flash, layout
 from rlhf.model.packed import PackedModel
@@ -141,11 +142,13 @@ def test_long_examples_run_by_a_library_as_by_our_kernel_in_plain_and_compiled_l
         batches.append(row(*range(1900, 2400, 50)).to(CUDA))
         batches.append(tree((LONG_SHARED, (300, 200)), (LONG_SHARED, (100, 500, 400))).to(CUDA))
     calls: list[int] = []
-    library = LIBRARIES[name]
-    counted = library._replace(
-        attend=lambda *given, **options: calls.append(1) or library.attend(*given, **options)
-    )
-    monkeypatch.setitem(LIBRARIES, name, counted)
+
+    def counted(kernel: Any) -> Any:
+        return lambda *given: calls.append(1) or kernel(*given)
+
+    cudnn = KERNELS["cuda"]
+    monkeypatch.setitem(KERNELS, "cuda", cudnn._replace(forward=counted(cudnn.forward)))
+    monkeypatch.setattr(flash, "attend", counted(flash.attend))
     monkeypatch.setattr(masks, "LONG", {name: LONG[name]})
     libraries.KINDS.clear()
     libraries.AGREES.clear()
@@ -153,16 +156,17 @@ def test_long_examples_run_by_a_library_as_by_our_kernel_in_plain_and_compiled_l
     with monkeypatch.context() as by_kernel:
         by_kernel.setattr(attention, "choose_libraries", lambda tree: {})
         expected = states_and_gradients(module, batches)
-    for batch in batches:
-        assert set(libraries.choose_libraries(Tree(batch)).values()) == {name}
+    num_calls = 0
+    for tree_of_row in map(Tree, batches):
+        assert set(libraries.choose_libraries(tree_of_row).values()) == {name}
+        num_calls += 1 + tree_of_row.shared if name == "flash" else len(tree_of_row.sizes)
+    num_calls *= len(layers_of(decoder(module.causal)))
     for how in ("plain", "compiled"):
         if how == "compiled":
             compile_layers(decoder(module.causal), None)
         calls.clear()
         found = states_and_gradients(module, batches)
-        # What is compiled calls it only while it is compiled, at least once for each form.
-        num_calls = len(layers_of(decoder(module.causal))) * len(batches)
-        assert len(calls) == num_calls if how == "plain" else calls, how
+        assert len(calls) == num_calls, how
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).norm() / theirs.norm() < 4e-2, how
 

@@ -84,7 +84,8 @@ def row_attention(
     """Compute attention of a whole row by what is fastest on its device."""
     if query.device.type == "meta":
         REHEARSED.add(heads_of(query, key, value, scoring))
-        return MetaAttention.apply(query, key, value, "flash" in mask.tree.libraries)
+        flash = "flash" in mask.tree.libraries and is_plain(mask, scoring)
+        return MetaAttention.apply(query, key, value, flash)
     attend = kernel_tree if mask.fused else split_tree
     return attend(query, key, value, mask, scoring)
 
@@ -172,10 +173,16 @@ def kernel_tree(
     """Compute the row on CUDA, by a library if `choose_libraries` has chosen one."""
     kind = heads_of(query, key, value, scoring)
     name = None
-    if scoring.softcap is None and scoring.sinks is None and not scoring.dropout:
+    if is_plain(mask, scoring):
         if not torch.compiler.is_compiling():
             KINDS.add(kind)
         name = mask.libraries.get(kind)
     if name is None:
         return fused_tree(query, key, value, mask, scoring)
     return LIBRARIES[name].attend(query, key, value, mask.tree, kind.scale)
+
+
+def is_plain(mask: TreeMask, scoring: Scoring) -> bool:
+    """Return whether a library could compute a layer: it has no window, soft cap, sinks or
+    dropout."""
+    return not (mask.windowed or scoring.softcap or scoring.dropout) and scoring.sinks is None

@@ -47,7 +47,7 @@ LIBRARIES = {
 KINDS: set[Heads] = set()
 """The kinds of attention that have run on CUDA and that libraries may compute."""
 
-AGREES: dict[tuple[str, Heads, bool], bool] = {}
+AGREES: dict[tuple[str, Heads, bool, torch.device], bool] = {}
 """What `agrees` has returned."""
 
 
@@ -70,7 +70,7 @@ def choose_libraries(tree: Tree) -> dict[Heads, str]:
 def agrees(name: str, kind: Heads, *, shared: bool, device: torch.device) -> bool:
     """Return whether a library runs here and gives the values and gradients of our kernel on random
     examples, with a `shared` prompt or without."""
-    key = name, kind, shared
+    key = name, kind, shared, device
     if key not in AGREES:
         problem = disagreement(name, kind, PROBED[shared], device)
         AGREES[key] = problem is None
@@ -96,16 +96,15 @@ def disagreement(name: str, kind: Heads, spans: Spans, device: torch.device) -> 
     )
     batch = blank_batch(torch.zeros(num_tokens, dtype=torch.long, device=device), spans)
     mask = TreeMask(Tree(batch, libraries=(name,)), None)
-    ways = (
-        partial(LIBRARIES[name].attend, tree=mask.tree, scale=kind.scale),
-        partial(fused_tree, mask=mask, scoring=Scoring(0.0, kind.scale, None, None)),
-    )
+    library = partial(LIBRARIES[name].attend, tree=mask.tree, scale=kind.scale)
+    kernel = partial(fused_tree, mask=mask, scoring=Scoring(0.0, kind.scale, None, None))
     try:
-        theirs, ours = (values_and_gradients(way, query, key, value, weights) for way in ways)
+        theirs = values_and_gradients(library, query, key, value, weights)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # No such kernel for this device or version: each raises its own.
         return f"does not run here: {first_line(error)}"
+    ours = values_and_gradients(kernel, query, key, value, weights)
     errors = [(a - b).norm() / b.norm() for a, b in zip(theirs, ours, strict=True)]
     largest = float(torch.stack(errors).max())
     if largest < AGREEMENT:

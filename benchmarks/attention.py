@@ -73,11 +73,11 @@ def main() -> None:
         parser.error(f"--rows {options.rows}: in no name; the rows are {', '.join(ROWS)}")
     if not torch.cuda.is_available():
         parser.error("the kernels need a CUDA device, and there is none")
-    own = "ours | flex | ours / flex |"
+    columns = "ours | flex | ours / flex |"
     if has_flash():
-        own += " FlashAttention | FlashAttention / ours |"
-    print(f"| row | forward: {own} with backward: {own} errors |")
-    print("|---" * (3 + 2 * own.count("|")) + "|")
+        columns += " FlashAttention | FlashAttention / ours |"
+    print(f"| row | forward: {columns} with backward: {columns} errors |")
+    print("|---" * (3 + 2 * columns.count("|")) + "|")
     for name, spans in rows.items():
         torch._dynamo.reset()
         print(f"| {name} | {line(spans, options)} |", flush=True)

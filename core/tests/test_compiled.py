@@ -10,6 +10,7 @@ import torch
 import transformers
 from families import FAMILIES, llama, row
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.backends.debugging import aot_eager
 
 from rlhf.config.sections import ModelConfig
 from rlhf.engine import Axis, Mesh
@@ -50,10 +51,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """How many graphs were compiled so far, with attention that can be compiled here."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiler = torch.compile(layers._run, backend="aot_eager")
-    monkeypatch.setattr(layers, "_compiler", lambda: compiler)
+    monkeypatch.setattr(layers, "_inductor", "aot_eager")
+    layers._compiler.cache_clear()
     monkeypatch.setattr(attention, "split_tree", dense)
     yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    layers._compiler.cache_clear()
     torch._dynamo.reset()
 
 
@@ -78,6 +80,23 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
     for found, wanted in zip(gradients(module, *batches), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     assert graphs() == 1, "for all rows and all layers"
+
+
+def test_a_second_model_of_another_width_is_compiled_for_its_own_sizes(
+    monkeypatch: pytest.MonkeyPatch, graphs: Any
+) -> None:
+    widths: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        widths.append(next(item.shape[3] for item in inputs if getattr(item, "ndim", 0) == 4))
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(layers, "_inductor", backend)
+    for width in (32, 48):
+        module = llama(hidden_size=width)
+        compile_layers(decoder(module.causal), None)
+        gradients(module, row(200, 100), row(300))
+    assert widths == [32, 48], "one graph each"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles C++ on a CPU")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rlhf.data.packing import blank_batch, pack
 from rlhf.model import attention, masks
 from rlhf.model.kernels import flash, layers, libraries
 from rlhf.model.kernels.cudnn import KERNELS, SIZES, Kernel, long_examples
-from rlhf.model.kernels.flash import Pass, flash_row
+from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.layers import compile_layers
 from rlhf.model.kernels.libraries import choose_libraries
 from rlhf.model.kernels.tree import Heads, Scoring
@@ -41,34 +42,53 @@ def backward(
     return attend(gradient, query, key, value, output, lse, 0.0, True, scale=scale)
 
 
-def scores(query: Tensor, key: Tensor, seen: Pass, scale: float) -> Tensor:
+def scores(
+    query: Tensor, key: Tensor, softmax_scale: float, causal: bool, **lengths: Any
+) -> Tensor:
     """Scores [heads, Q, K] of one pass, -inf for what is not seen."""
     visible = torch.zeros(len(query), len(key), dtype=torch.bool)
-    ends = zip(pairwise(seen.query_ends.tolist()), pairwise(seen.key_ends.tolist()), strict=True)
+    query_ends = lengths.get("cu_seqlens_q", torch.tensor([0, len(query)]))
+    key_ends = lengths.get("cu_seqlens_k", torch.tensor([0, len(key)]))
+    ends = zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True)
     for (start, stop), (first, last) in ends:
-        assert stop - start <= seen.most_queries
-        assert last - first <= seen.most_keys
+        assert stop - start <= lengths.get("max_seqlen_q", stop)
+        assert last - first <= lengths.get("max_seqlen_k", last)
         block = torch.ones(stop - start, last - first, dtype=torch.bool)
-        visible[start:stop, first:last] = block.tril() if seen.causal else block
+        visible[start:stop, first:last] = block.tril() if causal else block
     products = torch.einsum("qhc,khc->hqk", query, repeated(key, query))
-    return (products * scale).masked_fill(~visible, float("-inf"))
+    return (products * softmax_scale).masked_fill(~visible, float("-inf"))
 
 
 def repeated(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, seen: Pass, scale: float) -> Any:
-    found = scores(query, key, seen, scale)
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Any
+) -> Any:
+    """FlashAttention's forward, with tensors [T, heads, D] and lengths, or [1, T, heads, D]."""
+    assert return_lse
+    if query.dim() == 4:
+        tensors = (tensor.squeeze(0) for tensor in (query, key, value))
+        output, lse, _ = flash_forward(*tensors, return_lse=True, **options)
+        return output.unsqueeze(0), lse.unsqueeze(0), None
+    found = scores(query, key, **options)
     output = torch.einsum("hqk,khd->qhd", found.softmax(-1), repeated(value, query))
-    return output.contiguous(), found.logsumexp(-1)
+    return output.contiguous(), found.logsumexp(-1), None
 
 
-def flash_backward(given: Any, lse: Tensor, seen: Pass, scale: float) -> Any:
-    gradient, query, key, value, output = given
-    shares = (scores(query, key, seen, scale) - lse.unsqueeze(-1)).exp()
+def flash_backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, gradient: Tensor, lse: Tensor,
+    *, deterministic: bool, **options: Any,
+) -> Any:  # fmt: skip
+    if query.dim() == 4:
+        tensors = (tensor.squeeze(0) for tensor in (query, key, value, output, gradient, lse))
+        found = flash_backward(*tensors, deterministic=deterministic, **options)
+        return [tensor.unsqueeze(0) for tensor in found]
+    shares = (scores(query, key, **options) - lse.unsqueeze(-1)).exp()
     by_share = torch.einsum("qhd,khd->hqk", gradient, repeated(value, query))
-    by_score = shares * (by_share - (gradient * output).sum(-1).T.unsqueeze(-1)) * scale
+    by_score = shares * (by_share - (gradient * output).sum(-1).T.unsqueeze(-1))
+    by_score = by_score * options["softmax_scale"]
     of_value = torch.einsum("hqk,qhd->khd", shares, gradient)
     of_key = torch.einsum("hqk,qhc->khc", by_score, query)
     of_value, of_key = (
@@ -76,6 +96,11 @@ def flash_backward(given: Any, lse: Tensor, seen: Pass, scale: float) -> Any:
     )
     of_query = torch.einsum("hqk,khc->qhc", by_score, repeated(key, query)).contiguous()
     return of_query, of_key, of_value
+
+
+def use_flash(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -> None:
+    library = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=flash_backward)
+    monkeypatch.setattr(flash, "_library", lambda: library)
 
 
 def tree_of(spans: Any) -> Tree:
@@ -131,14 +156,20 @@ def test_each_example_has_the_values_and_gradients_of_a_product_of_its_own(
         ((40, (30, 20)), (0, (60,)), (25, (9, 1, 14)), (30, (11,))),
         ((0, (40, 30)), (50, ())),
         ((70, (30, 21)),),
+        ((70, (90,)),),
     ],
-    ids=["chains", "trees and chains", "no prompt, no answer", "one tree"],
+    ids=["chains", "trees and chains", "no prompt, no answer", "one tree", "one chain"],
 )
 def test_two_passes_have_the_values_and_gradients_of_one_product(
     monkeypatch: pytest.MonkeyPatch, spans: Any
 ) -> None:
-    monkeypatch.setattr(flash, "attend", flash_forward)
-    monkeypatch.setattr(flash, "differentiate", flash_backward)
+    lengths: list[bool] = []
+
+    def forward(*given: Tensor, **options: Any) -> Any:
+        lengths.append("cu_seqlens_q" in options)
+        return flash_forward(*given, **options)
+
+    use_flash(monkeypatch, forward)
     mask = TreeMask(tree_of(spans), None)
     num_tokens = sum(mask.tree.lengths[:-1])
     parts = masks.layout(spans, len(mask.tree.owner), torch.device("cpu"))
@@ -147,6 +178,8 @@ def test_two_passes_have_the_values_and_gradients_of_one_product(
         return flash_row(query, key, value, parts, 0.3)
 
     assert_equal_to_split_tree(attend, mask, num_tokens, heads=4)
+    passes = 1 + any(prompt and len(answers) > 1 for prompt, answers in spans)
+    assert lengths == [mask.tree.form != "one"] * passes
 
 
 @pytest.fixture
@@ -163,17 +196,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(attention, "fused_tree", ours)
     monkeypatch.setattr(libraries, "fused_tree", ours)
     monkeypatch.setitem(KERNELS, "cpu", Kernel(counted("cudnn", forward), backward))
-    monkeypatch.setattr(flash, "attend", counted("flash", flash_forward))
-    monkeypatch.setattr(flash, "differentiate", flash_backward)
+    use_flash(monkeypatch, counted("flash", flash_forward))
     monkeypatch.setattr(masks, "has_flash", lambda: True)
     monkeypatch.setattr(masks, "LONG", {"flash": 100, "cudnn": 150})
     monkeypatch.setattr(masks, "LONG_SHARED", 50)
     monkeypatch.setattr(libraries, "KINDS", set())
     monkeypatch.setattr(libraries, "AGREES", {})
     monkeypatch.setattr(attention, "KINDS", libraries.KINDS)
+    layers._compiler.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield calls
+    layers._compiler.cache_clear()
     torch._dynamo.reset()
 
 
@@ -187,8 +221,7 @@ TREES = [tree(60, 40, 30), tree(130, 10, 70, 50)]
 def test_compiled_layers_use_a_library(
     monkeypatch: pytest.MonkeyPatch, on_cpu: list[str], name: str, rows: list[PackedBatch]
 ) -> None:
-    compiler = torch.compile(layers._run, backend="aot_eager")
-    monkeypatch.setattr(layers, "_compiler", lambda: compiler)
+    monkeypatch.setattr(layers, "_inductor", "aot_eager")
     if name == "cudnn":
         monkeypatch.setattr(masks, "has_flash", lambda: False)
     module = llama().train()
@@ -211,7 +244,7 @@ def test_compiled_layers_use_a_library(
             on_cpu.clear()
             for mine, other in zip(gradients(module, [each]), known, strict=True):
                 assert (mine - other).norm() / other.norm() < 1e-5, how
-            calls = len(each.spans) if name == "cudnn" else 1 + Tree(each).shared
+            calls = len(each.spans) if name == "cudnn" else 1 + (Tree(each).form == "shared")
             assert on_cpu == [name] * calls * num_layers, how
     # A row of one example has a form of its own in the one case, since a size of 1 has, and rows
     # with trees in the other.
@@ -237,7 +270,7 @@ def test_a_recomputed_layer_uses_a_library(on_cpu: list[str]) -> None:
 def gradients(module: PackedModel, batches: list[PackedBatch]) -> list[Tensor]:
     module.zero_grad()
     for batch in batches:
-        hidden = module.packed_row(batch)
+        hidden = module.packed_row(batch)[batch.example >= 0]
         (hidden * torch.linspace(-1, 1, hidden.shape[-1])).sum().backward()
     return [item.grad.clone() for item in module.parameters() if item.grad is not None]
 
@@ -266,6 +299,27 @@ def test_libraries_compute_rows_of_long_examples(
     assert tree_of(spans).libraries == tuple(name for name in found if name != "flash")
 
 
+@pytest.mark.parametrize(
+    ("found", "used"), [(masks.FLASH, True), ("4.0.0b35", False), ("5.1", True)]
+)
+def test_an_older_flash_attention_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, found: str, used: bool
+) -> None:
+    def version(name: str) -> str:
+        assert name == "flash-attn-4"
+        return found
+
+    monkeypatch.setattr(masks, "version", version)
+    assert masks.has_flash.__wrapped__() == used
+
+
+@pytest.mark.parametrize("form", libraries.PROBED)
+def test_libraries_are_compared_on_whole_blocks_of_each_form(form: masks.Form) -> None:
+    spans = libraries.PROBED[form]
+    assert sum(prompt + sum(answers) for prompt, answers in spans) % masks.BLOCK == 0
+    assert tree_of(spans).form == form
+
+
 KIND = Heads(4, 2, 8, 8, torch.float32, 0.3, None)
 
 
@@ -281,7 +335,12 @@ def test_the_first_library_that_agrees_and_may_be_used_is_chosen(
     try:
         assert choose_libraries(tree) == {KIND: "flash"}
         libraries.AGREES.clear()
-        monkeypatch.setattr(flash, "attend", lambda *given: (given[0] * 2, given[0].sum(-1).T))
+
+        def wrong(*given: Tensor, **options: Any) -> Any:
+            output, *others = flash_forward(*given, **options)
+            return 2 * output, *others
+
+        use_flash(monkeypatch, wrong)
         with pytest.warns(match="FlashAttention 4 is not used, since it differs from our kernel"):
             assert choose_libraries(tree) == {}, "gradients of cuDNN's differ between runs"
     finally:
@@ -294,11 +353,11 @@ def test_the_first_library_that_agrees_and_may_be_used_is_chosen(
 def test_a_library_that_fails_is_not_used(
     monkeypatch: pytest.MonkeyPatch, on_cpu: list[str]
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("no kernel for this device\nat line 7")
 
     libraries.KINDS.add(KIND)
-    monkeypatch.setattr(flash, "attend", fail)
+    use_flash(monkeypatch, fail)
     monkeypatch.setitem(KERNELS, "cpu", Kernel(fail, fail))
     with pytest.warns() as seen:
         assert choose_libraries(Tree(row(300))) == {}
@@ -306,11 +365,11 @@ def test_a_library_that_fails_is_not_used(
         "FlashAttention 4 is not used, since it does not run here: no kernel for this device"
     ]
 
-    def exhaust(*_: Any) -> Any:
+    def exhaust(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError
 
     libraries.AGREES.clear()
-    monkeypatch.setattr(flash, "attend", exhaust)
+    use_flash(monkeypatch, exhaust)
     with pytest.raises(torch.OutOfMemoryError):
         choose_libraries(Tree(row(300)))
 

@@ -12,7 +12,7 @@ from families import FAMILIES, TREES, gradients, llama, row, tree_batch
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
-from rlhf.data.packing import pack
+from rlhf.data.packing import Spans, pack
 from rlhf.engine import Mesh
 from rlhf.model import attention, masks
 from rlhf.model.kernels import flash, libraries
@@ -22,7 +22,7 @@ from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.layers import compile_layers
 from rlhf.model.kernels.libraries import values_and_gradients
 from rlhf.model.kernels.tree import REHEARSED, Heads
-from rlhf.model.masks import BLOCK, LONG, LONG_SHARED, Tree, has_flash, layout
+from rlhf.model.masks import BLOCK, LONG, LONG_SHARED, Form, Tree, has_flash, layout
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.model.probe import choose_path
@@ -159,7 +159,8 @@ def test_long_examples_run_by_a_library_as_by_our_kernel_in_plain_and_compiled_l
     num_calls = 0
     for tree_of_row in map(Tree, batches):
         assert set(libraries.choose_libraries(tree_of_row).values()) == {name}
-        num_calls += 1 + tree_of_row.shared if name == "flash" else len(tree_of_row.sizes)
+        passes = 1 + (tree_of_row.form == "shared")
+        num_calls += passes if name == "flash" else len(tree_of_row.sizes)
     num_calls *= len(layers_of(decoder(module.causal)))
     for how in ("plain", "compiled"):
         if how == "compiled":
@@ -183,10 +184,12 @@ KIND = Heads(8, 2, 64, 64, torch.bfloat16, 0.125, None)
 
 
 @pytest.mark.skipif(not has_flash(), reason="needs flash-attn-4")
-@pytest.mark.parametrize("shared", [False, True])
-def test_flash_attention_has_the_same_gradients_in_each_deterministic_run(shared: bool) -> None:
-    assert libraries.disagreement("flash", KIND, libraries.PROBED[shared], CUDA) is None
-    spans = ((3000, (900, 800)),) * 2 if shared else ((0, (2500,)),) * 2
+@pytest.mark.parametrize("form", ["one", "several", "shared"])
+def test_flash_attention_has_the_same_gradients_in_each_deterministic_run(form: Form) -> None:
+    assert libraries.disagreement("flash", KIND, libraries.PROBED[form], CUDA) is None
+    spans: Spans = ((0, (2500,)),) * (1 if form == "one" else 2)
+    if form == "shared":
+        spans = ((3000, (900, 800)),) * 2
     num_tokens = sum(prompt + sum(answers) for prompt, answers in spans)
     parts = layout(spans, num_tokens, CUDA)
     given = [
@@ -204,7 +207,7 @@ def test_flash_attention_has_the_same_gradients_in_each_deterministic_run(shared
 
 
 def states_and_gradients(module: PackedModel, batches: list[PackedBatch]) -> list[torch.Tensor]:
-    states = [module.packed_row(batch) for batch in batches]
+    states = [module.packed_row(batch)[batch.example >= 0] for batch in batches]
     generator = torch.Generator("cuda").manual_seed(0)
     for state in states:
         weights = torch.randn(state.shape, generator=generator, device="cuda")

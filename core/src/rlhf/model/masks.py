@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from packaging.version import Version
@@ -32,7 +32,11 @@ FLASH = "4.0.0b36"
 """The first version of flash-attn-4 that is used."""
 
 FEWEST = 256
-"""FlashAttention compiles further kernels for fewer tokens between two ends."""
+"""Fewest tokens between two ends that FlashAttention is told of. It would compile further kernels
+for fewer."""
+
+Form = Literal["one", "several", "shared"]
+"""What a row holds: one or several plainly causal examples, or prompts with several answers."""
 
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
@@ -47,7 +51,7 @@ class Tree:
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
     - `sizes` [n]: the same, on the host, without the rest.
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
-    - `shared`: whether an example has more answers.
+    - `form`: the row's Form.
     - `longest`: tokens of the longest path.
     - `libraries`: those that may compute layers without a window, the fastest first.
     - `parts`: the `layout` for FlashAttention, if it is among them.
@@ -70,7 +74,8 @@ class Tree:
         self.lengths = (*sizes, num_tokens - sum(sizes))
         self.sizes = torch.tensor(sizes, dtype=torch.long)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
-        self.shared = not all(self.chains)
+        several: Form = "several" if len(sizes) > 1 else "one"
+        self.form: Form = several if all(self.chains) else "shared"
         paths = [prompt + max(answers, default=0) for prompt, answers in batch.spans]
         self.longest = max(paths, default=1)
         self.libraries = self._fitting(paths) if libraries is None else libraries
@@ -81,7 +86,7 @@ class Tree:
     def _fitting(self, paths: Sequence[int]) -> tuple[str, ...]:
         """Return the libraries for paths of these lengths."""
         mean = sum(paths) / max(len(paths), 1)
-        longest = {"flash": LONG_SHARED} if self.shared else LONG
+        longest = {"flash": LONG_SHARED} if self.form == "shared" else LONG
         return tuple(
             name
             for name, least in longest.items()
@@ -104,7 +109,8 @@ def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
     The last tensor has the largest numbers of tokens between two ends, at least FEWEST, and stays
     on the host.
 
-    A prompt and its only answer are one segment, and so are the tokens that round the row up.
+    A prompt and its only answer are one segment. The tokens that round the row up are in the last
+    one.
     """
     segments: list[int] = []
     answers, prompts = [], []
@@ -116,7 +122,8 @@ def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
             prompts.append(torch.arange(start, middle))
             answers.append(torch.arange(middle, end))
         start = end
-    segments.append(num_tokens - start)
+    # No example sees what follows it.
+    segments[-1:] = [sum(segments[-1:]) + num_tokens - start]
     lengths = [[length for length in segments if length]]
     indices = []
     if prompts:

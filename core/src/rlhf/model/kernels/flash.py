@@ -13,7 +13,7 @@ returns each pass's part of the gradients.
 import os
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from rlhf.model.kernels.tree import empty_row
 
 
 class Pass(NamedTuple):
-    """Which queries see which keys: those between the same two of `query_ends` and `key_ends`."""
+    """Which queries see which keys: those between the same two of `query_ends` and `key_ends`. A
+    causal pass has the same ends of both."""
 
     query_ends: Tensor
     """[n + 1] in int32, from 0 on."""
@@ -32,6 +33,11 @@ class Pass(NamedTuple):
     """Most queries between two ends."""
     most_keys: int
     causal: bool
+
+    @property
+    def is_one_example(self) -> bool:
+        """Whether the whole row is one plainly causal example."""
+        return self.causal and len(self.query_ends) == 2
 
 
 class Shared(NamedTuple):
@@ -139,9 +145,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp [heads, Q] of one pass: query [Q, heads, C], key
     [K, KV heads, C], value [K, KV heads, D]."""
-    output, lse, *_ = _library()._flash_attn_fwd(
-        query, key, value, **_options(seen), softmax_scale=scale, return_lse=True
-    )
+    forward = partial(_library()._flash_attn_fwd, return_lse=True)
+    output, lse, *_ = _call(forward, (query, key, value), seen, scale)
     return output, lse
 
 
@@ -151,21 +156,24 @@ def differentiate(
     """Return the gradients of query, key and value through one pass. `row` is the gradient of the
     output, query, key, value and output; the output and its log-sum-exp are those of all passes."""
     gradient, query, key, value, output = row
-    of_query, of_key, of_value, *_ = _library()._flash_attn_bwd(
-        query, key, value, output, gradient, lse, **_options(seen), softmax_scale=scale,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    backward = partial(_library()._flash_attn_bwd, deterministic=deterministic)
+    tensors = query, key, value, output, gradient, lse
+    of_query, of_key, of_value, *_ = _call(backward, tensors, seen, scale)
     return of_query, of_key, of_value
 
 
-def _options(seen: Pass) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": seen.query_ends,
-        "cu_seqlens_k": seen.key_ends,
-        "max_seqlen_q": seen.most_queries,
-        "max_seqlen_k": seen.most_keys,
-        "causal": seen.causal,
-    }
+def _call(function: Any, tensors: Sequence[Tensor], seen: Pass, scale: float) -> Sequence[Any]:
+    """Call a function of FlashAttention on tensors without a batch dimension."""
+    options = {"softmax_scale": scale, "causal": seen.causal}
+    if seen.is_one_example:  # The form without lengths is faster.
+        found = function(*(tensor.unsqueeze(0) for tensor in tensors), **options)
+        return [tensor if tensor is None else tensor.squeeze(0) for tensor in found]
+    return function(
+        *tensors, **options,
+        cu_seqlens_q=seen.query_ends, max_seqlen_q=seen.most_queries,
+        cu_seqlens_k=seen.key_ends, max_seqlen_k=seen.most_keys,
+    )  # fmt: skip
 
 
 def _passes(parts: list[Tensor]) -> tuple[Pass, Shared | None]:

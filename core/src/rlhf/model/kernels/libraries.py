@@ -14,14 +14,17 @@ from rlhf.errors import first_line
 from rlhf.model.kernels.cudnn import long_examples
 from rlhf.model.kernels.flash import flash_row
 from rlhf.model.kernels.tree import Heads, Scoring, fused_tree
-from rlhf.model.masks import Tree, TreeMask
+from rlhf.model.masks import Form, Tree, TreeMask
 
 AGREEMENT = 2e-2
 """Largest accepted error, as a share of the norm: rounding to bf16 gives 4e-3."""
 
-PROBED = {False: ((0, (700,)), (80, (500,))), True: ((300, (500,)), (200, (150, 130)))}
-"""Prompts and answers on which a library is compared with our kernel, without and with a shared
-prompt."""
+PROBED: dict[Form, Spans] = {
+    "one": ((80, (944,)),),
+    "several": ((0, (700,)), (80, (500,))),
+    "shared": ((300, (500,)), (200, (150, 130))),
+}
+"""Prompts and answers on which a library is compared with our kernel."""
 
 
 class Library(NamedTuple):
@@ -47,7 +50,7 @@ LIBRARIES = {
 KINDS: set[Heads] = set()
 """The kinds of attention that have run on CUDA and that libraries may compute."""
 
-AGREES: dict[tuple[str, Heads, bool, torch.device], bool] = {}
+AGREES: dict[tuple[str, Heads, Form, torch.device], bool] = {}
 """What `agrees` has returned."""
 
 
@@ -61,18 +64,18 @@ def choose_libraries(tree: Tree) -> dict[Heads, str]:
     chosen = {}
     for kind in KINDS:
         for name in names:
-            if agrees(name, kind, shared=tree.shared, device=tree.owner.device):
+            if agrees(name, kind, tree.form, tree.owner.device):
                 chosen[kind] = name
                 break
     return chosen
 
 
-def agrees(name: str, kind: Heads, *, shared: bool, device: torch.device) -> bool:
-    """Return whether a library runs here and gives the values and gradients of our kernel on random
-    examples, with a `shared` prompt or without."""
-    key = name, kind, shared, device
+def agrees(name: str, kind: Heads, form: Form, device: torch.device) -> bool:
+    """Return whether a library runs here and gives the values and gradients of our kernel on a row
+    of random examples."""
+    key = name, kind, form, device
     if key not in AGREES:
-        problem = disagreement(name, kind, PROBED[shared], device)
+        problem = disagreement(name, kind, PROBED[form], device)
         AGREES[key] = problem is None
         if problem is not None and name == "flash":  # It was installed to be used.
             warnings.warn(f"FlashAttention 4 is not used, since it {problem}", stacklevel=2)

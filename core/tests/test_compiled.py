@@ -10,6 +10,7 @@ import torch
 import transformers
 from families import FAMILIES, llama, row
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from rlhf.config.sections import ModelConfig
@@ -19,6 +20,7 @@ from rlhf.forwards import replace_forward
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model import attention
 from rlhf.model.kernels import fused, layers
+from rlhf.model.kernels.compiler import mark_any_size
 from rlhf.model.kernels.fp8 import fits_fp8, to_fp8
 from rlhf.model.kernels.layers import (
     check_compilable,
@@ -38,7 +40,7 @@ from rlhf.testing.plain import PlainBackend
 LAYERS = 3
 
 
-def dense(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> torch.Tensor:
+def dense(query: Any, key: Any, value: Any, mask: Any, scoring: Any) -> Tensor:
     """In the place of the kernel; like it, it knows a tree by only its tensors."""
     place = torch.arange(query.shape[2])
     seen = mask.visible(place[:, None], place[None, :])
@@ -59,7 +61,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-def gradients(module: PackedModel, *batches: Any) -> list[torch.Tensor]:
+def gradients(module: PackedModel, *batches: Any) -> list[Tensor]:
     module.zero_grad()
     for batch in batches:
         hidden = module.packed_row(batch)
@@ -85,23 +87,42 @@ def test_compiled_layers_equal_the_models_layers(graphs: Any, recompute: bool) -
 def test_a_second_model_of_another_width_is_compiled_for_its_own_sizes(
     monkeypatch: pytest.MonkeyPatch, graphs: Any
 ) -> None:
-    widths: list[Any] = []
+    widths: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         widths.append(next(item.shape[3] for item in inputs if getattr(item, "ndim", 0) == 4))
         return aot_eager(graph, inputs)
 
     monkeypatch.setattr(layers, "_inductor", backend)
-    for width in (32, 48):
-        module = llama(hidden_size=width)
+    for width, head_dim in ((32, 8), (48, 16)):
+        module = llama(hidden_size=width, head_dim=head_dim)
         compile_layers(decoder(module.causal), None)
         gradients(module, row(200, 100), row(300))
     assert widths == [32, 48], "one graph each"
 
 
+def test_only_marked_sizes_are_left_open() -> None:
+    widths: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        # A size that is left open has the name of a symbol.
+        widths.append(next(str(each.shape[1]) for each in values if isinstance(each, Tensor)))
+        return graph
+
+    torch._dynamo.reset()
+    double = torch.compile(lambda tensor: 2 * tensor, backend=backend)
+    for shape in ((4, 3), (7, 3), (4, 5), (9, 5)):
+        tensor = torch.zeros(shape)
+        mark_any_size(tensor, 0)
+        double(tensor)
+    torch._dynamo.reset()
+    assert widths == ["3", "5"]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles C++ on a CPU")
 def test_compiled_code_rounds_where_the_models_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def own(gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up + gate
 
     # They would be kept beside the session's temporary files.
@@ -124,6 +145,20 @@ def test_a_family_that_passes_its_mask_by_position_is_compiled_too(graphs: Any) 
     compile_layers(decoder(causal), None)
     torch.testing.assert_close(module.packed_row(row(20, 30)), expected, rtol=1e-4, atol=1e-5)
     assert graphs() == 1
+
+
+def test_layers_with_graph_breaks_are_compiled_for_rows_of_all_lengths(graphs: Any) -> None:
+    config, sizes = FAMILIES["Mixtral"]
+    causal = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
+    causal.set_experts_implementation("eager")
+    module = PackedModel(causal)
+    compile_layers(decoder(causal), None)
+    numbers = []
+    for batch in (row(200, 100), row(300), row(90, 40, 30), row(500), row(700), row(850)):
+        gradients(module, batch)
+        numbers.append(graphs())
+    assert numbers[0] > 1
+    assert numbers[-1] == numbers[-3]
 
 
 def test_other_rows_run_the_models_layers(graphs: Any) -> None:
@@ -191,7 +226,7 @@ def factors(module: PackedModel) -> list[torch.nn.Module]:
     return [item for name, item in module.named_modules() if ".lora_" in name and item._parameters]
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().float().norm() / expected.detach().float().norm())
 
 

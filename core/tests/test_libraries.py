@@ -350,6 +350,21 @@ def test_the_first_library_that_agrees_and_may_be_used_is_chosen(
     assert choose_libraries(tree) == {}, "nothing runs in a rehearsal"
 
 
+@pytest.mark.parametrize("rows", [[(300,), (150, 150)], [(150, 150), (300,)]])
+def test_rows_of_one_example_and_of_several_are_compared_separately(
+    on_cpu: list[str], monkeypatch: pytest.MonkeyPatch, rows: list[tuple[int, ...]]
+) -> None:
+    def wrong_for_one(*given: Tensor, **options: Any) -> Any:
+        output, *others = flash_forward(*given, **options)
+        return output if "cu_seqlens_q" in options else 2 * output, *others
+
+    use_flash(monkeypatch, wrong_for_one)
+    libraries.KINDS.add(KIND)
+    with pytest.warns(match="differs from our kernel"):
+        chosen = {len(lengths): choose_libraries(Tree(row(*lengths))) for lengths in rows}
+    assert chosen == {1: {KIND: "cudnn"}, 2: {KIND: "flash"}}
+
+
 def test_a_library_that_fails_is_not_used(
     monkeypatch: pytest.MonkeyPatch, on_cpu: list[str]
 ) -> None:

@@ -32,8 +32,8 @@ FLASH = "4.0.0b36"
 """The first version of flash-attn-4 that is used."""
 
 FEWEST = 256
-"""Fewest tokens between two ends that FlashAttention is told of. It would compile further kernels
-for fewer."""
+"""Lower bound of the largest lengths that FlashAttention gets. It would compile further kernels for
+shorter ones."""
 
 Form = Literal["one", "several", "shared"]
 """What a row holds: one or several plainly causal examples, or prompts with several answers."""
@@ -46,7 +46,7 @@ class Tree:
     """The trees of one packed row of T tokens, as tensors on its device.
 
     - `owner` [T]: the example of a token. A token that only rounds T up is its own example, so
-      that it sees only itself.
+      that in our kernel it sees only itself.
     - `branch`, `position` [T]: those of the batch.
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
     - `sizes` [n]: the same, on the host, without the rest.
@@ -74,8 +74,9 @@ class Tree:
         self.lengths = (*sizes, num_tokens - sum(sizes))
         self.sizes = torch.tensor(sizes, dtype=torch.long)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
-        several: Form = "several" if len(sizes) > 1 else "one"
-        self.form: Form = several if all(self.chains) else "shared"
+        self.form: Form = "one" if len(sizes) == 1 else "several"
+        if not all(self.chains):
+            self.form = "shared"
         paths = [prompt + max(answers, default=0) for prompt, answers in batch.spans]
         self.longest = max(paths, default=1)
         self.libraries = self._fitting(paths) if libraries is None else libraries

@@ -42,8 +42,8 @@ def unshared(batch: PackedBatch) -> tuple[PackedBatch, Tensor]:
 
 
 def rounded_up(batch: PackedBatch, size: int) -> PackedBatch:
-    """Return the batch with T rounded up to a multiple of `size`. The new tokens see only
-    themselves."""
+    """Return the batch with T rounded up to a multiple of `size`. The new tokens belong to no
+    example, and no other token sees them."""
     missing = -len(batch.tokens) % size
     if not missing:
         return batch

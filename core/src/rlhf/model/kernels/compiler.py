@@ -8,13 +8,19 @@ COMPILED_KINDS = 64
 
 
 def mark_any_size(tensor: Tensor, *dims: int) -> None:
-    """Have torch.compile treat `dims` as unknown from the first row on. It would compile for the
-    sizes of that row, and once more for the next row."""
-    for dim in dims:
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    """Have torch.compile treat `dims` as unknown from the first row on, and the other dimensions as
+    constant. It would compile for the sizes of the first row, and once more for the next one; and
+    it would treat as unknown whatever differs in a second model."""
+    for dim in range(tensor.dim()):
+        if dim in dims:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        else:
+            torch._dynamo.mark_static(tensor, dim)
 
 
 def let_recompile() -> None:
-    """Allow as many compiled forms of one function as models have kinds of layers."""
+    """Allow as many compiled forms of one function as models have kinds of layers, each with the
+    numbers of its layers, such as the scale of attention."""
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_KINDS)
+    dynamo.specialize_float = True

@@ -1,7 +1,7 @@
 """Attention over rows of few long examples, one product per example by cuDNN.
 
-It takes 0.78 of our kernel's time for examples of 8,000 tokens, 0.65 for 32,768, and more for short
-ones (benchmarks/NOTES.md).
+For examples of 8,000 tokens it takes 0.78 of our kernel's time, for those of 4,000 1.07
+(benchmarks/NOTES.md).
 """
 
 from itertools import accumulate, pairwise

@@ -23,8 +23,8 @@ from rlhf.model.kernels.tree import empty_row
 
 
 class Pass(NamedTuple):
-    """Which queries see which keys: those between the same two of `query_ends` and `key_ends`. A
-    causal pass has the same ends of both."""
+    """Which queries see which keys: those between the same two of `query_ends` and `key_ends`. In a
+    causal pass both are the same."""
 
     query_ends: Tensor
     """[n + 1] in int32, from 0 on."""
@@ -53,7 +53,8 @@ def flash_row(
     query: Tensor, key: Tensor, value: Tensor, parts: list[Tensor], scale: float
 ) -> Tensor:
     """Compute attention of a row with the `layout` in `parts`: query [1, heads, T, C], key
-    [1, KV heads, T, C] and value [1, KV heads, T, D] -> [1, heads, T, D]."""
+    [1, KV heads, T, C] and value [1, KV heads, T, D] -> [1, heads, T, D]. Tokens behind the last
+    example, which only round the row up, may see it: nothing reads their outputs."""
     output: Tensor = _attend(query, key, value, parts, scale)[0]
     return output
 

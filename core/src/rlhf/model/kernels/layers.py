@@ -149,8 +149,7 @@ def _run(own: Forward, blocks: Tensor, rest: Any, options: Any) -> Any:
 @lru_cache
 def _compiler() -> Forward:
     let_recompile()
-    # All sizes that are not marked are a model's own: those of another model are not variables.
-    return torch.compile(_run, backend=_inductor, dynamic=False)
+    return torch.compile(_run, backend=_inductor)
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:

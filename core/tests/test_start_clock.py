@@ -1,5 +1,6 @@
 """The clock of a run's start, and what is collected there."""
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -51,13 +52,16 @@ def test_the_device_is_opened_beside_the_imports_and_its_errors_appear_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began, imported = threading.Event(), threading.Event()
+    driver: list[int] = []
 
     def device(index: int) -> None:
+        assert driver == [0]
         began.set()
         assert imported.wait(10)
         raise RuntimeError(f"no device {index}")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    library = SimpleNamespace(cuInit=driver.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(torch.cuda, "device", device)
     threads = threading.active_count()
     with opening_device():

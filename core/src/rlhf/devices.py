@@ -43,6 +43,23 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+PIECE = 2**24
+"""Bytes that pass through pinned memory at once; torch uses the same memory for later pieces."""
+
+
+def through_pinned_memory(
+    values: Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a copy on an accelerator, perhaps in another dtype, of a tensor in pageable memory.
+    Only the present stream of this thread waits for it."""
+    copy = torch.empty(values.shape, dtype=dtype or values.dtype, device=device)
+    length = PIECE // values.element_size()
+    pieces = zip(copy.view(-1).split(length), values.reshape(-1).split(length), strict=True)
+    for target, piece in pieces:
+        target.copy_(piece.to(copy.dtype).pin_memory(), non_blocking=True)
+    return copy
+
+
 _rehearsed = ContextVar("rehearsed", default="")
 """The kind of device that the meta device represents; empty for this machine's."""
 

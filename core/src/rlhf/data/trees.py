@@ -35,6 +35,9 @@ LISTS = {
     "trained": pa.uint8(),
     "values": pa.float32(),
 }
+NUMPY = {
+    pa.int64(): np.int64, pa.int32(): np.int32, pa.uint8(): np.uint8, pa.float32(): np.float32,
+}  # fmt: skip
 TOKENS = ("prompt", "tokens", "ends", "trained")
 """The lists that decide what a model sees and predicts."""
 SCHEMA = pa.schema(
@@ -237,6 +240,6 @@ def _numpy(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 def numbers(array: pa.Array) -> NDArray[Any]:
     """Return an Arrow array of numbers, none of them missing, without a copy. Arrow's `to_numpy`
-    would import pandas where it is installed."""
-    dtype = np.dtype(array.type.to_pandas_dtype())
+    and its names of NumPy's types would import pandas where it is installed."""
+    dtype = np.dtype(NUMPY[array.type])
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)

@@ -1,6 +1,7 @@
 """Where the time goes from the start of a run to the end of its first step, on each rank."""
 
 import atexit
+import ctypes
 import gc
 import os
 import sys
@@ -109,24 +110,22 @@ def _read_models_once() -> None:
 def opening_device() -> Iterator[None]:
     """Open this rank's CUDA device in a thread while the body imports modules. The libraries of
     CUDA do this without Python's interpreter lock, so the imports continue."""
-    import torch  # late: start-up time
-
     thread = Thread(target=_open_device)
-    if torch.cuda.is_available():
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
-        if thread.ident is not None:
-            thread.join()
+        thread.join()
 
 
 def _open_device() -> None:
     """Create the device's context, and have Triton compute the digest of itself, which is part of
     every kernel's key."""
-    import torch
-
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuInit(0)  # torch would keep the lock in this call.
     with suppress(Exception):  # Whatever fails here is reported where it is needed.
+        import torch  # late: start-up time
+
         with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
             torch.cuda.synchronize()
         # It imports nothing of torch, whose modules the other thread may be importing.

@@ -1,6 +1,5 @@
 """The clock of a run's start, and what is collected there."""
 
-import ctypes
 import gc
 import os
 import subprocess
@@ -17,7 +16,13 @@ import torch
 import transformers  # noqa: F401
 
 from rlhf.engine import Mesh
-from rlhf.launch.startup import Startup, importing, opening_device
+from rlhf.launch.startup import (
+    Distributions,
+    Startup,
+    importing,
+    opening_device,
+    without_collections,
+)
 from rlhf.rank.run import process_group
 
 
@@ -52,16 +57,13 @@ def test_the_device_is_opened_beside_the_imports_and_its_errors_appear_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     began, imported = threading.Event(), threading.Event()
-    driver: list[int] = []
 
     def device(index: int) -> None:
-        assert driver == [0]
         began.set()
         assert imported.wait(10)
         raise RuntimeError(f"no device {index}")
 
-    library = SimpleNamespace(cuInit=driver.append)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", device)
     threads = threading.active_count()
     with opening_device():
@@ -74,9 +76,12 @@ IMPORTS = """
 import sys
 opened = []
 sys.addaudithook(lambda event, given: event == "open" and opened.append(str(given[0])))
+from importlib import metadata
+own = metadata.packages_distributions
 from rlhf.launch.startup import importing_rank
 with importing_rank():
     import rlhf.rank.run
+assert metadata.packages_distributions is own
 assert not {"scipy", "sklearn", "torchao", "peft"} & {*sys.modules}, "imported"
 assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
 from transformers import utils
@@ -96,6 +101,44 @@ def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+def test_the_files_of_all_distributions_are_read_only_for_a_package_of_another_name() -> None:
+    reads = []
+
+    def read() -> dict[str, list[str]]:
+        reads.append(1)
+        return {"attr": ["attrs"], "torch": ["torch"]}
+
+    found = Distributions(read)
+    assert found["torch"] == found.get("torch") == ["torch"]
+    assert not reads
+    assert found["attr"] == ["attrs"]
+    assert found.get("no_package", []) == []
+    assert {*found} == {"attr", "torch"}
+    assert len(found) == 2
+    assert len(reads) == 1
+
+
+def test_collections_continue_after_a_failure() -> None:
+    enabled: list[bool] = []
+
+    @without_collections()
+    def fail() -> None:
+        enabled.append(gc.isenabled())
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert enabled == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 class Model:

@@ -1,13 +1,14 @@
 """Where the time goes from the start of a run to the end of its first step, on each rank."""
 
 import atexit
-import ctypes
 import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -47,16 +48,27 @@ def importing() -> Iterator[None]:
     """Import libraries without collections, which would take a third of the time and find nothing.
     If transformers is among them, what exists afterwards is excluded from later collections."""
     # After a failed run, what it has left in cycles must still be found.
-    first, enabled = "transformers" not in sys.modules, gc.isenabled()
+    first = "transformers" not in sys.modules
     keep_compiled()
+    with without_collections():
+        try:
+            yield
+        finally:
+            if first:
+                gc.freeze()
+                # Some bindings report what is not collected at the end as leaks.
+                atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Run the body without collections, which would go through the many objects that it makes and
+    find next to nothing."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if first:
-            gc.freeze()
-            # Some bindings report what is not collected at the end as leaks.
-            atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
 
@@ -68,7 +80,7 @@ def importing_rank() -> Iterator[None]:
     first = "transformers" not in sys.modules
     with hiding(*UNUSED if first else ()) as hidden, importing(), opening_device():
         if first:
-            _read_models_once()
+            _import_transformers()
         yield
     for name in hidden:
         # transformers remembers which packages it has found; another version may not.
@@ -90,11 +102,16 @@ def hiding(*packages: str) -> Iterator[set[str]]:
             del modules[name]
 
 
-def _read_models_once() -> None:
+def _import_transformers() -> None:
     """Import transformers so that it reads the sources of its models once and not twice, which it
-    does since it looks for their names by two paths of one folder. Another version may not."""
-    from transformers.utils import import_utils  # This reads them.
-
+    does since it looks for their names by two paths of one folder, and the files of all installed
+    distributions only when it needs them. Another version may do neither."""
+    own = metadata.packages_distributions
+    metadata.packages_distributions = lambda: Distributions(own)
+    try:
+        from transformers.utils import import_utils  # This reads them.
+    finally:
+        metadata.packages_distributions = own
     name = "create_import_structure_from_path"
     read: Any = getattr(import_utils, name, None)
 
@@ -106,26 +123,48 @@ def _read_models_once() -> None:
         setattr(import_utils, name, read_folder)
 
 
+class Distributions(Mapping[str, list[str]]):
+    """The distributions that install each package. Which they are is read from the files of all of
+    them, unless one has the package's name."""
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read = cache(read)
+
+    def __getitem__(self, package: str) -> list[str]:
+        try:
+            return [metadata.distribution(package).name]
+        except metadata.PackageNotFoundError:
+            return self._read()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
 @contextmanager
 def opening_device() -> Iterator[None]:
     """Open this rank's CUDA device in a thread while the body imports modules. The libraries of
     CUDA do this without Python's interpreter lock, so the imports continue."""
+    import torch  # late: start-up time
+
     thread = Thread(target=_open_device)
-    thread.start()
+    if torch.cuda.is_available():
+        thread.start()
     try:
         yield
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _open_device() -> None:
     """Create the device's context, and have Triton compute the digest of itself, which is part of
     every kernel's key."""
-    with suppress(OSError):
-        ctypes.CDLL("libcuda.so.1").cuInit(0)  # torch would keep the lock in this call.
-    with suppress(Exception):  # Whatever fails here is reported where it is needed.
-        import torch  # late: start-up time
+    import torch
 
+    with suppress(Exception):  # Whatever fails here is reported where it is needed.
         with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
             torch.cuda.synchronize()
         # It imports nothing of torch, whose modules the other thread may be importing.

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
-from rlhf.launch.startup import Startup
+from rlhf.launch.startup import Startup, without_collections
 from rlhf.loop.checkpointing import check_frozen
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
@@ -63,6 +63,7 @@ class RunContext(RunModels):
         sources = [files for role, files in self._frozen.items() if role not in moving]
         return {path: digest for files in sources for path, digest in files.items()}
 
+    @without_collections()
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
         self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")

@@ -11,6 +11,7 @@ from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
+from rlhf.launch.startup import without_collections
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
 from rlhf.loop.contract import check_setup
@@ -45,7 +46,7 @@ def set_up(
     resumed: Path | None = None,
 ) -> Session:
     """Choose what is auto, load the models, and lay out the rows. Collective."""
-    with place.startup.part("rehearsal"):
+    with place.startup.part("rehearsal"), without_collections():
         fit, choice = choose_fit(request.config, data, mesh, hooks)
     config, trainer = fit.config, data.trainer
     run = RunContext(

@@ -1,6 +1,7 @@
 """The clock of a run's start, and what is collected there."""
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rlhf.engine import Mesh
 from rlhf.launch.startup import (
     Distributions,
     Startup,
+    bare,
     importing,
     opening_device,
     without_collections,
@@ -118,6 +120,26 @@ def test_the_files_of_all_distributions_are_read_only_for_a_package_of_another_n
     assert {*found} == {"attr", "torch"}
     assert len(found) == 2
     assert len(reads) == 1
+
+
+def test_modules_of_a_bare_package_are_those_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "many_kernels" / "ops"
+    package.mkdir(parents=True)
+    (tmp_path / "many_kernels" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("from many_kernels.ops.one import kernel\nwhole = 1\n")
+    (package / "one.py").write_text("kernel = object()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with bare("many_kernels.ops"):
+        one = importlib.import_module("many_kernels.ops.one")
+    assert "many_kernels.ops" not in sys.modules
+    whole = importlib.import_module("many_kernels.ops")
+    assert whole.whole == 1
+    assert whole.kernel is one.kernel
+    with bare("many_kernels.ops"):
+        assert sys.modules["many_kernels.ops"] is whole
+    assert sys.modules["many_kernels.ops"] is whole
 
 
 def test_collections_continue_after_a_failure() -> None:

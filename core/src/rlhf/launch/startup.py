@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -100,6 +101,22 @@ def hiding(*packages: str) -> Iterator[set[str]]:
     finally:
         for name in hidden:
             del modules[name]
+
+
+@contextmanager
+def bare(package: str) -> Iterator[None]:
+    """Let imports in the body find modules of a package without running the package's own code. It
+    runs when somebody imports the package."""
+    if package in sys.modules:
+        yield
+        return
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is not installed"
+    sys.modules[package] = module_from_spec(spec)
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _import_transformers() -> None:

@@ -5,9 +5,10 @@ Liger's own functions patch a family's Python module, so that every model in the
 Here only one model changes, except for the rotary embedding, which is a function of that module.
 """
 
-import logging
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
-from rlhf.launch.startup import hiding
+from rlhf.launch.startup import bare, hiding
 from rlhf.model.kernels.gates import Product, factors, gates_of
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
@@ -68,9 +69,9 @@ def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
         advice = f"rotary embedding and gates not: {problem}" if INSTALL in problem else ""
         parts = "; ".join(part for part in (norms, advice) if part)
         return f"layers     {parts}" if parts else ""
-    gated, _ = _fused_gate(decoder, device)
+    product = _product(decoder, device)
     for layer in gates_of(decoder):
-        replace_forward(layer, gated.__get__(layer))
+        replace_forward(layer, partial(_gated, layer, product=product))
     if device.type != "meta":
         _fuse_rotary(decoder)
     parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
@@ -103,43 +104,44 @@ def lacks(package: str, minimum: str, *, extra: str) -> str:
     return ""
 
 
-def _fused_gate(decoder: Any, device: torch.device) -> tuple[Callable[..., Tensor], Product]:
-    """Return the forward of a fused gated layer of the decoder's family, and the product that it
-    computes. On the meta device both are stand-ins, which need no values."""
+def _gated(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
+    return layer.down_proj(product(*factors(layer, hidden)))
+
+
+def _product(decoder: Any, device: torch.device) -> Product:
+    """Return the product of the decoder's fused gated layers. On the meta device it is a stand-in,
+    which needs no values."""
     if device.type == "meta":
-        return _meta_gate, MetaGate.apply
-    # Liger would warn about every backend for other hardware.
-    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
+        return MetaGate.apply
+    if decoder.config.model_type.startswith("gemma"):
+        return _kernels("geglu").LigerGELUMulFunction.apply
+    return _kernels("swiglu").LigerSiLUMulFunction.apply
+
+
+def _kernels(name: str) -> Any:
+    """Return one of Liger's modules of Triton kernels. The package that has them would import all
+    of its kernels, and choose others where CuTe DSL is installed."""
     with hiding("peft"):  # Liger's kernels do not need it.
         import liger_kernel.utils
     liger_kernel.utils.PEFT_AVAILABLE = True  # Its models read this, which a plugin may use.
-    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
-    from liger_kernel.transformers.geglu import LigerGEGLUMLP
-    from liger_kernel.transformers.swiglu import LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
-
-    family = decoder.config.model_type
-    if family.startswith("gemma"):
-        return LigerGEGLUMLP.forward, LigerGELUMulFunction.apply
-    gated = LigerPhi3SwiGLUMLP if family == "phi3" else LigerSwiGLUMLP
-    return gated.forward, LigerSiLUMulFunction.apply
+    with bare("liger_kernel.ops"):
+        return import_module(f"liger_kernel.ops.{name}")
 
 
 def _fuse_rotary(decoder: Any) -> None:
     """Replace the rotary embedding in the family's module."""
     family = vars(sys.modules[type(decoder).__module__])
-    family[ROTARY] = Rotary(_fused_rotary, family[ROTARY])
+    fused = partial(_rotate, _kernels("rope").LigerRopeFunction.apply)
+    family[ROTARY] = Rotary(fused, family[ROTARY])
 
 
-def _fused_rotary(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries [1, heads, T, C] and keys by Liger's Triton kernel. Liger itself would take
-    its kernel in CuTe DSL where that is installed, which it compiles for each length of a row."""
-    from liger_kernel.ops.rope import LigerRopeFunction
-
-    rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(
-        query, key, cos, sin, None, unsqueeze_dim
-    )
+def _rotate(
+    fused: Callable[..., Any],
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate queries [1, heads, T, C] and keys by Liger's `fused` kernel. Liger's own choice may be
+    one in CuTe DSL, which is compiled for each length of a row."""
+    rotated: tuple[Tensor, Tensor] = fused(query, key, cos, sin, None, unsqueeze_dim)
     return rotated
 
 
@@ -162,8 +164,4 @@ class Rotary:
 def products_of(decoder: nn.Module, device: torch.device) -> dict[int, Product]:
     """Return the products of the decoder's fused gated layers, by the layers' ids."""
     fused = [layer for layer in gates_of(decoder) if replaced_forward(layer) is not None]
-    return dict.fromkeys(map(id, fused), _fused_gate(decoder, device)[1]) if fused else {}
-
-
-def _meta_gate(layer: Any, hidden: Tensor) -> Tensor:
-    return layer.down_proj(MetaGate.apply(*factors(layer, hidden)))
+    return dict.fromkeys(map(id, fused), _product(decoder, device)) if fused else {}

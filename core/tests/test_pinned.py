@@ -1,14 +1,16 @@
 """Weights that pass through pinned memory on their way to an accelerator."""
 
-import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from small_models import SIZES, config_of, write_model
+from small_models import SIZES, config_of, load, write_model
 from transformers import AutoModelForCausalLM, LlamaConfig, core_model_loading
 
 from rlhf import devices
@@ -23,26 +25,45 @@ CPU = torch.device("cpu")
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-def test_a_copy_in_pieces_is_whole(
-    shape: tuple[int, ...], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces: list[int] = []
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The pieces that are pinned, on a machine that need not have pinned memory."""
+    pinned: list[torch.Tensor] = []
 
     def pin(piece: torch.Tensor) -> torch.Tensor:
-        pieces.append(piece.numel())
+        pinned.append(piece)
         return piece
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(devices, "PIECE", 44)
-    values = torch.randn(shape)
-    copy = through_pinned_memory(values, CPU, dtype)
-    expected = values.to(dtype or values.dtype)
-    assert (copy.dtype, copy.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(copy, expected)
-    assert max(pieces) <= 11
-    assert sum(pieces) == values.numel()
+    return pinned
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7, 5), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float64])
+def test_a_copy_in_pieces_is_whole(
+    shape: tuple[int, ...], dtype: torch.dtype | None, pieces: list[torch.Tensor]
+) -> None:
+    turned = torch.randn(shape).permute([*range(len(shape))][::-1])
+    for values in (torch.randn(shape), turned.requires_grad_()):
+        pieces.clear()
+        with torch.enable_grad():
+            copy = through_pinned_memory(values, CPU, dtype)
+        expected = values.detach().to(dtype or values.dtype)
+        assert (copy.dtype, copy.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(copy, expected)
+        assert {piece.dtype for piece in pieces} == {copy.dtype}
+        assert max(piece.nbytes for piece in pieces) <= 44
+        assert sum(piece.numel() for piece in pieces) == values.numel()
+
+
+def test_no_more_than_some_pieces_are_on_their_way(
+    pieces: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda device: waited.append(len(pieces)))
+    through_pinned_memory(torch.randn(11 * 10), CPU)
+    assert waited == [4, 8, 10]
 
 
 def test_only_copies_to_an_accelerator_are_pinned_and_only_while_a_model_is_loaded(
@@ -56,9 +77,7 @@ def test_only_copies_to_an_accelerator_are_pinned_and_only_while_a_model_is_load
 
     monkeypatch.setattr(weights, "through_pinned_memory", through)
     save_file({"a": torch.tensor([1.0, 2.0])}, tmp_path / "rows.safetensors")
-    # Fails if transformers loads weights in another way, so that they are copied slowly again.
     own = core_model_loading._materialize_copy
-    assert list(inspect.signature(own).parameters) == ["tensor", "device", "dtype"]
     with safe_open(tmp_path / "rows.safetensors", "pt") as file, pinned_copies():
         copy = core_model_loading._materialize_copy
         for device in (None, "cpu", CPU, torch.device("meta")):
@@ -69,12 +88,37 @@ def test_only_copies_to_an_accelerator_are_pinned_and_only_while_a_model_is_load
     assert core_model_loading._materialize_copy is own
 
 
-def test_another_version_without_this_function_loads_as_it_does(
-    monkeypatch: pytest.MonkeyPatch,
+def test_each_weight_of_a_model_is_copied_by_the_function_that_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "core_model_loading", object())
+    copied: list[Any] = []
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        with pinned_copies():
+            copy = core_model_loading._materialize_copy
+            assert copy.__module__ == weights.__name__, "this version copies in another way"
+
+            def count(tensor: Any, device: Any = None, dtype: Any = None) -> torch.Tensor:
+                copied.append(tensor)
+                return copy(tensor, device, dtype)
+
+            monkeypatch.setattr(core_model_loading, "_materialize_copy", count)
+            yield
+
+    monkeypatch.setattr(weights, "pinned_copies", counted)
+    module = load(config_of(write_model(tmp_path, LlamaConfig(**SIZES))))
+    assert len(copied) == len({*module.causal.parameters()})
+
+
+@pytest.mark.parametrize("functions", [{}, {"_materialize_copy": lambda tensor, place: tensor}])
+def test_another_version_of_transformers_copies_as_it_does(
+    functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = SimpleNamespace(**functions)
+    monkeypatch.setattr(weights, "core_model_loading", loading)
     with pinned_copies():
-        pass
+        assert vars(loading) == functions
 
 
 @NEEDS_CUDA
@@ -82,6 +126,13 @@ def test_another_version_without_this_function_loads_as_it_does(
 def test_weights_on_a_device_are_those_of_the_folder(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    passed: list[torch.Tensor] = []
+
+    def through(values: torch.Tensor, *where: Any) -> torch.Tensor:
+        passed.append(values)
+        return through_pinned_memory(values, *where)
+
+    monkeypatch.setattr(weights, "through_pinned_memory", through)
     monkeypatch.setattr(devices, "PIECE", 1000)
     path = write_model(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=True))
     mesh = Mesh(device=torch.device("cuda", 0))
@@ -89,6 +140,7 @@ def test_weights_on_a_device_are_those_of_the_folder(
     module = load_model(ModelSpec(config=config_of(path)), plan=plan, mesh=mesh, hooks=hooks)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     own = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()
+    assert len(passed) == len({*module.causal.parameters()})
     found = module.causal.state_dict()
     assert found.keys() == own.keys()
     for name, value in found.items():

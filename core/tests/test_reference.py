@@ -1,5 +1,6 @@
 """The reference: log-probabilities of the initial policy in each mode, and references that move."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rlhf.config.sections import (
 from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
 from rlhf.loop.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
+from rlhf.model.load import load_model
+from rlhf.rank import context
 from rlhf.rank.context import RunContext
 from rlhf.rank.introduction import curve_line
 from rlhf.readouts import Head, Mixture, answer_logprobs, distil, hidden_at
@@ -59,6 +62,22 @@ def test_the_reference_does_not_change_the_policys_mode_or_its_trained_parameter
     reference.token_logprobs(packed(run))
     assert module.training
     assert {name: value.requires_grad for name, value in module.named_parameters()} == trained
+
+
+def test_no_garbage_is_collected_while_a_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled: list[bool] = []
+
+    def load(*rest: Any, **options: Any) -> Any:
+        enabled.append(gc.isenabled())
+        return load_model(*rest, **options)
+
+    monkeypatch.setattr(context, "load_model", load)
+    run = make_run(folder)
+    run.reference("engine")
+    assert enabled == [False, False]
+    assert gc.isenabled()
 
 
 def test_any_readout_runs_on_an_engine(folder: Path) -> None:

@@ -17,10 +17,11 @@ import torch
 import transformers  # noqa: F401
 
 from rlhf.engine import Mesh
+from rlhf.launch import startup
 from rlhf.launch.startup import (
     Distributions,
     Startup,
-    bare,
+    import_alone,
     importing,
     opening_device,
     without_collections,
@@ -84,6 +85,9 @@ from rlhf.launch.startup import importing_rank
 with importing_rank():
     import rlhf.rank.run
 assert metadata.packages_distributions is own
+from transformers.utils import import_utils
+found = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", None)  # Not every version has it.
+assert found is None or type(found).__name__ == "Distributions", "read at once"
 assert not {"scipy", "sklearn", "torchao", "peft"} & {*sys.modules}, "imported"
 assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
 from transformers import utils
@@ -105,41 +109,50 @@ def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> 
     assert run.returncode == 0, run.stderr
 
 
-def test_the_files_of_all_distributions_are_read_only_for_a_package_of_another_name() -> None:
+def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_for() -> None:
     reads = []
 
     def read() -> dict[str, list[str]]:
         reads.append(1)
-        return {"attr": ["attrs"], "torch": ["torch"]}
+        return {"attr": ["attrs"], "pytest": ["pytest", "another"], "torch": ["torch"]}
 
     found = Distributions(read)
     assert found["torch"] == found.get("torch") == ["torch"]
     assert not reads
-    assert found["attr"] == ["attrs"]
+    assert {**found} == read()
     assert found.get("no_package", []) == []
-    assert {*found} == {"attr", "torch"}
-    assert len(found) == 2
-    assert len(reads) == 1
+    assert len(found) == 3
+    assert len(reads) == 2
 
 
-def test_modules_of_a_bare_package_are_those_of_the_package(
+def test_a_package_without_a_distribution_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "ALONE", ("no_package",))
+    assert Distributions(dict).get("no_package", []) == []
+
+
+def test_a_module_that_is_imported_alone_is_a_copy_that_nobody_else_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "many_kernels" / "ops"
     package.mkdir(parents=True)
     (tmp_path / "many_kernels" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("from many_kernels.ops.one import kernel\nwhole = 1\n")
-    (package / "one.py").write_text("kernel = object()\n")
+    (package / "__init__.py").write_text("import many_kernels.ops.one\n")
+    (package / "one.py").write_text("from many_kernels.ops.two import kernel\n")
+    (package / "two.py").write_text("kernel = object()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with bare("many_kernels.ops"):
-        one = importlib.import_module("many_kernels.ops.one")
-    assert "many_kernels.ops" not in sys.modules
+    alone = import_alone("many_kernels.ops.one")
+    assert not {name for name in sys.modules if name.startswith("many_kernels.")}
     whole = importlib.import_module("many_kernels.ops")
-    assert whole.whole == 1
-    assert whole.kernel is one.kernel
-    with bare("many_kernels.ops"):
-        assert sys.modules["many_kernels.ops"] is whole
-    assert sys.modules["many_kernels.ops"] is whole
+    assert {*vars(whole)} >= {"one", "two"}
+    assert whole.one.kernel is not alone.kernel
+    assert import_alone("many_kernels.ops.one") is whole.one
+    (package / "one.py").write_text("1 / 0\n")
+    for name in ("many_kernels.ops", "many_kernels.ops.one", "many_kernels.ops.two"):
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    with pytest.raises(ZeroDivisionError):
+        import_alone("many_kernels.ops.one")
+    assert "many_kernels.ops" not in sys.modules
 
 
 def test_collections_continue_after_a_failure() -> None:

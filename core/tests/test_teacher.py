@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
+from attrs import frozen
 from transformers import LlamaConfig
 
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference import teacher as teachers
-from rlhf.reference.teacher import check_teacher, check_tokens, naming_teacher
+from rlhf.reference.teacher import check_teacher, naming_teacher
 
 
 @frozen
@@ -91,41 +91,3 @@ def test_a_teacher_is_compared_once_for_each_tokenizer(monkeypatch: pytest.Monke
     check_teacher(settings, other, tokenizer, top=None)
     check_teacher(settings, TEACHER, read_tokenizer(TEACHER), top=None)
     assert reads == [TEACHER, other, TEACHER]
-
-
-def test_the_same_files_need_no_reading_and_others_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, other = ModelConfig(path=str(tmp_path / "own")), ModelConfig(path=str(tmp_path / "other"))
-    tokenizer = read_tokenizer(TEACHER)
-    for model in (own, other):
-        tokenizer.save_pretrained(model.path)
-    reads: list[ModelConfig] = []
-
-    def read(model: ModelConfig) -> Any:
-        reads.append(model)
-        return tokenizer
-
-    monkeypatch.setattr(teachers, "read_tokenizer", read)
-
-    def is_read(one: ModelConfig, two: ModelConfig) -> bool:
-        reads.clear()
-        settings: Any = Settings(one)
-        check_tokens(settings, tokenizer, two, 295)
-        return reads == [two]
-
-    assert not is_read(own, other)
-    assert not is_read(own, own)
-    assert is_read(own, evolve(other, trust_remote_code=True))
-    elsewhere = evolve(own, tokenizer=own.path, path="demo:base")
-    assert not is_read(elsewhere, other)
-    assert is_read(ModelConfig(path="demo:base"), TEACHER)
-    (tmp_path / "other" / "added_tokens.json").write_text("{}")
-    assert is_read(own, other)
-    (tmp_path / "other" / "added_tokens.json").unlink()
-    text = (tmp_path / "other" / "tokenizer.json").read_text()
-    (tmp_path / "other" / "tokenizer.json").write_text(text.replace('"a"', '"\u00e4"'))
-    assert is_read(own, other)
-    for model in (own, other):
-        Path(model.path, "tokenizer.json").unlink()
-    assert is_read(own, other)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,19 +44,25 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 PIECE = 2**24
-"""Bytes that pass through pinned memory at once; torch uses the same memory for later pieces."""
+"""Bytes of a copy through pinned memory, which torch uses again once the copy has ended."""
+IN_FLIGHT = 4
+"""Copies after which a thread waits for the device, so that pinned memory stays small."""
 
 
 def through_pinned_memory(
     values: Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a copy on an accelerator, perhaps in another dtype, of a tensor in pageable memory.
-    Only the present stream of this thread waits for it."""
+    """Return a copy on an accelerator, perhaps in another dtype, of a tensor in pageable memory."""
     copy = torch.empty(values.shape, dtype=dtype or values.dtype, device=device)
-    length = PIECE // values.element_size()
-    pieces = zip(copy.view(-1).split(length), values.reshape(-1).split(length), strict=True)
-    for target, piece in pieces:
+    wait = partial(torch.get_device_module(device).synchronize, device)
+    length = PIECE // max(values.element_size(), copy.element_size())
+    parts = copy.view(-1).split(length), values.detach().reshape(-1).split(length)
+    for number, (target, piece) in enumerate(zip(*parts, strict=True), 1):
+        # The host converts, as by `Tensor.to`; a conversion on the way would not be pinned.
         target.copy_(piece.to(copy.dtype).pin_memory(), non_blocking=True)
+        if number % IN_FLIGHT == 0:
+            wait()
+    wait()
     return copy
 
 

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 from typing import Any
 
 from rlhf.launch.caches import keep_compiled
@@ -19,6 +20,11 @@ from rlhf.launch.caches import keep_compiled
 UNUSED = ("scipy", "sklearn", "torchao")
 """What transformers imports where it is installed, for object detection, for a way of assisted
 generation and for models in quantized formats that are refused."""
+
+
+ALONE = ("accelerate", "torch")
+"""Packages about which transformers asks while it is imported, and which only the distribution of
+the same name installs."""
 
 
 class Startup:
@@ -103,20 +109,22 @@ def hiding(*packages: str) -> Iterator[set[str]]:
             del modules[name]
 
 
-@contextmanager
-def bare(package: str) -> Iterator[None]:
-    """Let imports in the body find modules of a package without running the package's own code. It
-    runs when somebody imports the package."""
+def import_alone(module: str) -> ModuleType:
+    """Return a module of a package without running the package's own code, which may import much
+    more. If the package has not been imported, the module and those that it imports from there are
+    copies, which nobody else sees."""
+    package = module.rpartition(".")[0]
     if package in sys.modules:
-        yield
-        return
+        return import_module(module)
     spec = find_spec(package)
     assert spec is not None, f"{package} is not installed"
     sys.modules[package] = module_from_spec(spec)
     try:
-        yield
+        return import_module(module)
     finally:
-        del sys.modules[package]
+        for name in [*sys.modules]:
+            if name == package or name.startswith(f"{package}."):
+                del sys.modules[name]
 
 
 def _import_transformers() -> None:
@@ -141,17 +149,17 @@ def _import_transformers() -> None:
 
 
 class Distributions(Mapping[str, list[str]]):
-    """The distributions that install each package. Which they are is read from the files of all of
-    them, unless one has the package's name."""
+    """The distributions that install each package. Which they are is read from the files of all
+    distributions, except for `ALONE`."""
 
     def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
         self._read = cache(read)
 
     def __getitem__(self, package: str) -> list[str]:
-        try:
-            return [metadata.distribution(package).name]
-        except metadata.PackageNotFoundError:
-            return self._read()[package]
+        if package in ALONE:
+            with suppress(metadata.PackageNotFoundError):
+                return [metadata.distribution(package).name]
+        return self._read()[package]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read())

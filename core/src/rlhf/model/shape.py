@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
 
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
@@ -33,7 +32,7 @@ def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
     config, task, meta = spec.config, spec.head_task, torch.device("meta")
     architecture = read_architecture(config, task, spec.labels)
     dtype = DTYPES[config.model.dtype]
-    with meta, no_init_weights():
+    with meta:
         causal = from_config(architecture, config, task, dtype=dtype)
     check_heads(architecture, mesh)
     check_gates_known(architecture, config.model.recompute)

@@ -1,7 +1,6 @@
 """The tokenizer of a configuration: its chat template, the tokens that end answers, padding."""
 
 import copy
-import filecmp
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
-from rlhf.config.source_names import check_model_folder, local_path
+from rlhf.config.source_names import check_model_folder
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import resolved
 
@@ -23,11 +22,6 @@ PADDING = "<|pad|>"
 
 BYTE_ZERO = ("<0x00>", "\u0100")
 """The byte 0 in vocabularies of SentencePiece and of byte-level BPE; no text ends with it."""
-
-TOKEN_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
-"""The files of a tokenizer that decide its tokens, if it has the first of them."""
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -59,23 +53,6 @@ def read_tokenizer(model: ModelConfig) -> Any:
         # transformers 5.0 makes an empty one for a folder without a tokenizer.
         raise RLHFError(f"no tokenizer in {path} (its vocabulary is empty); set model.tokenizer")
     return tokenizer
-
-
-def same_files(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two models in folders have the same files of tokens, so that their tokenizers
-    need not be read. Code of a folder may decide otherwise."""
-    if one.trust_remote_code or other.trust_remote_code:
-        return False
-    folders = [local_path(model.tokenizer or model.path) for model in (one, other)]
-
-    def same(name: str) -> bool:
-        first, second = (folder / name for folder in folders)
-        if first.is_file() and second.is_file():
-            return filecmp.cmp(first, second, shallow=False)
-        return first.exists() == second.exists()
-
-    whole = all((folder / TOKEN_FILES[0]).is_file() for folder in folders)
-    return whole and all(map(same, TOKEN_FILES))
 
 
 def with_defaults(template: Any, values: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,10 +74,10 @@ def pretrained_model(
 @contextmanager
 def pinned_copies() -> Iterator[None]:
     """Have transformers copy weights to an accelerator through pinned memory, which takes half the
-    time. Another version may not have the function; its own copies are as right."""
+    time. A version without the function, or with other arguments, is left unchanged."""
     name = "_materialize_copy"
     own: Any = getattr(core_model_loading, name, None)
-    if own is None:
+    if own is None or [*signature(own).parameters] != ["tensor", "device", "dtype"]:
         yield
         return
 

@@ -17,7 +17,7 @@ from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
-from rlhf.model.tokenizer import read_tokenizer, same_files
+from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
 
 TEACHER = "teacher"
@@ -56,8 +56,6 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
 def check_tokens(config: Config, tokenizer: Any, model: ModelConfig, size: int) -> None:
     """Raise RLHFError unless the tokenizer of `model` has the tokens of the policy's, both for
     `size` logits."""
-    if same_files(config.model, model):
-        return
     ours, other = tokenizer.get_vocab(), read_tokenizer(model).get_vocab()
     if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
         token, number = differ[0]

@@ -7,8 +7,7 @@ Here only one model changes, except for the rotary embedding, which is a functio
 
 import sys
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
-from rlhf.launch.startup import bare, hiding
+from rlhf.launch.startup import hiding, import_alone
 from rlhf.model.kernels.gates import Product, factors, gates_of
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms
@@ -118,14 +117,14 @@ def _product(decoder: Any, device: torch.device) -> Product:
     return _kernels("swiglu").LigerSiLUMulFunction.apply
 
 
+@cache
 def _kernels(name: str) -> Any:
     """Return one of Liger's modules of Triton kernels. The package that has them would import all
     of its kernels, and choose others where CuTe DSL is installed."""
     with hiding("peft"):  # Liger's kernels do not need it.
         import liger_kernel.utils
     liger_kernel.utils.PEFT_AVAILABLE = True  # Its models read this, which a plugin may use.
-    with bare("liger_kernel.ops"):
-        return import_module(f"liger_kernel.ops.{name}")
+    return import_alone(f"liger_kernel.ops.{name}")
 
 
 def _fuse_rotary(decoder: Any) -> None:

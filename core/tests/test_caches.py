@@ -17,7 +17,7 @@ from rlhf.launch.bytecode import sources
 from rlhf.launch.caches import cache_root
 
 IMPORTS = """
-from rlhf.launch.startup import importing
+from rlhf.launch.importing import importing
 with importing():
     import torch
 """

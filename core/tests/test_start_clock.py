@@ -1,4 +1,4 @@
-"""The clock of a run's start, and what is collected there."""
+"""The start of a run: its clock, its imports, and what is collected."""
 
 import gc
 import importlib
@@ -17,15 +17,10 @@ import torch
 import transformers  # noqa: F401
 
 from rlhf.engine import Mesh
-from rlhf.launch import startup
-from rlhf.launch.startup import (
-    Distributions,
-    Startup,
-    import_alone,
-    importing,
-    opening_device,
-    without_collections,
-)
+from rlhf.launch import importing as imports
+from rlhf.launch.garbage import without_collections
+from rlhf.launch.importing import Distributions, import_alone, importing, opening_device
+from rlhf.launch.startup import Startup
 from rlhf.rank.run import process_group
 
 
@@ -81,7 +76,7 @@ opened = []
 sys.addaudithook(lambda event, given: event == "open" and opened.append(str(given[0])))
 from importlib import metadata
 own = metadata.packages_distributions
-from rlhf.launch.startup import importing_rank
+from rlhf.launch.importing import importing_rank
 with importing_rank():
     import rlhf.rank.run
 assert metadata.packages_distributions is own
@@ -126,7 +121,7 @@ def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_f
 
 
 def test_a_package_without_a_distribution_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "ALONE", ("no_package",))
+    monkeypatch.setattr(imports, "ALONE", ("no_package",))
     assert Distributions(dict).get("no_package", []) == []
 
 

@@ -8,7 +8,7 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.loader import batches_from
 from rlhf.data.order import StepPlan
 from rlhf.errors import SameOnAllRanks
-from rlhf.launch.startup import collect
+from rlhf.launch.garbage import collect
 from rlhf.loop.checkpointing import complete_if_written, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
 from rlhf.loop.session import Session

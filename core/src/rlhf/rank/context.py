@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
-from rlhf.launch.startup import Startup, without_collections
+from rlhf.launch.garbage import without_collections
+from rlhf.launch.startup import Startup
 from rlhf.loop.checkpointing import check_frozen
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit

@@ -20,7 +20,9 @@ from rlhf.errors import RLHFError, SameOnAllRanks, counted, first_line
 from rlhf.folder import checkpoints, retention, run_folder
 from rlhf.folder.disk import writing
 from rlhf.launch import places
-from rlhf.launch.startup import Startup, collect, importing
+from rlhf.launch.garbage import collect
+from rlhf.launch.importing import importing
+from rlhf.launch.startup import Startup
 from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.exporting import export_checkpoint, export_model
 from rlhf.loop.session import Session

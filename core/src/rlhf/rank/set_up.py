@@ -10,8 +10,8 @@ from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
+from rlhf.launch.garbage import without_collections
 from rlhf.launch.places import Marker
-from rlhf.launch.startup import without_collections
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
 from rlhf.loop.contract import check_setup

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rlhf.devices import fused_on
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
-from rlhf.launch.startup import hiding, import_alone
+from rlhf.launch.importing import hiding, import_alone
 from rlhf.model.kernels.gates import Product, factors, gates_of
 from rlhf.model.kernels.meta import MetaGate
 from rlhf.model.kernels.norms import fuse_norms

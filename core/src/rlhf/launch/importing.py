@@ -1,0 +1,160 @@
+"""How a rank imports its libraries: without what no run uses, and while its device opens."""
+
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+from rlhf.launch.caches import keep_compiled
+from rlhf.launch.garbage import without_collections
+
+UNUSED = ("scipy", "sklearn", "torchao")
+"""What transformers imports where it is installed, for object detection, for a way of assisted
+generation and for models in quantized formats that are refused."""
+ALONE = ("accelerate", "torch")
+"""Packages about which transformers asks while it is imported, and which only the distribution of
+the same name installs."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import libraries without collections, which would take a third of the time and find nothing.
+    If transformers is among them, what exists afterwards is excluded from later collections."""
+    # After a failed run, what it has left in cycles must still be found.
+    first = "transformers" not in sys.modules
+    keep_compiled()
+    with without_collections():
+        try:
+            yield
+        finally:
+            if first:
+                gc.freeze()
+                # Some bindings report what is not collected at the end as leaks.
+                atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def importing_rank() -> Iterator[None]:
+    """Open the device and import, as `importing` does, what a rank needs; transformers without what
+    no run uses."""
+    first = "transformers" not in sys.modules
+    with hiding(*UNUSED if first else ()) as hidden, importing(), opening_device():
+        if first:
+            _import_transformers()
+        yield
+    for name in hidden:
+        # transformers remembers which packages it has found; another version may not.
+        with suppress(AttributeError):
+            getattr(sys.modules["transformers.utils"], f"is_{name}_available").cache_clear()
+
+
+@contextmanager
+def hiding(*packages: str) -> Iterator[set[str]]:
+    """Let imports in the body find none of these packages, except those that are imported already.
+    Yields the others."""
+    modules: dict[str, Any] = sys.modules
+    hidden = {*packages} - {*modules}
+    modules |= dict.fromkeys(hidden)
+    try:
+        yield hidden
+    finally:
+        for name in hidden:
+            del modules[name]
+
+
+def import_alone(module: str) -> ModuleType:
+    """Return a module of a package without running the package's own code, which may import much
+    more. If the package has not been imported, the module and those that it imports from there are
+    copies, which nobody else sees."""
+    package = module.rpartition(".")[0]
+    if package in sys.modules:
+        return import_module(module)
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is not installed"
+    sys.modules[package] = module_from_spec(spec)
+    try:
+        return import_module(module)
+    finally:
+        for name in [*sys.modules]:
+            if name == package or name.startswith(f"{package}."):
+                del sys.modules[name]
+
+
+def _import_transformers() -> None:
+    """Import transformers so that it reads the sources of its models once, and the files of all
+    installed distributions only when it needs them. It would read the sources twice, since it looks
+    for the names of its models by two paths of one folder. Another version may do neither."""
+    own = metadata.packages_distributions
+    metadata.packages_distributions = lambda: Distributions(own)
+    try:
+        from transformers.utils import import_utils  # This reads them.
+    finally:
+        metadata.packages_distributions = own
+    name = "create_import_structure_from_path"
+    read: Any = getattr(import_utils, name, None)
+
+    def read_folder(module_path: str | Path) -> Any:
+        path = Path(module_path)
+        return read(path if path.is_dir() else path.parent)
+
+    if read is not None:
+        setattr(import_utils, name, read_folder)
+
+
+class Distributions(Mapping[str, list[str]]):
+    """The distributions that install each package. Which they are is read from the files of all
+    distributions, except for `ALONE`."""
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read = cache(read)
+
+    def __getitem__(self, package: str) -> list[str]:
+        if package in ALONE:
+            with suppress(metadata.PackageNotFoundError):
+                return [metadata.distribution(package).name]
+        return self._read()[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+@contextmanager
+def opening_device() -> Iterator[None]:
+    """Open this rank's CUDA device in a thread while the body imports modules. The libraries of
+    CUDA do this without Python's interpreter lock, so the imports continue."""
+    import torch  # late: start-up time
+
+    thread = Thread(target=_open_device)
+    if torch.cuda.is_available():
+        thread.start()
+    try:
+        yield
+    finally:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _open_device() -> None:
+    """Create the device's context, and have Triton compute the digest of itself, which is part of
+    every kernel's key."""
+    import torch
+
+    with suppress(Exception):  # Whatever fails here is reported where it is needed.
+        with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
+            torch.cuda.synchronize()
+        # It imports nothing of torch, whose modules the other thread may be importing.
+        from triton.runtime.cache import triton_key
+
+        triton_key()

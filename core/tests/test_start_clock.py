@@ -121,7 +121,7 @@ def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_f
 
 
 def test_a_package_without_a_distribution_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "ALONE", ("no_package",))
+    monkeypatch.setattr(imports, "SAME_NAME", ("no_package",))
     assert Distributions(dict).get("no_package", []) == []
 
 

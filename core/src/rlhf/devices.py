@@ -44,21 +44,22 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
 
 
 PIECE = 2**24
-"""Bytes of a copy through pinned memory, which torch uses again once the copy has ended."""
+"""Bytes per copy through pinned memory. torch reuses a buffer once its copy has finished."""
 IN_FLIGHT = 4
-"""Copies after which a thread waits for the device, so that pinned memory stays small."""
+"""Copies that a thread starts before it waits for the device, which limits its pinned memory to 64
+MiB."""
 
 
 def through_pinned_memory(
     values: Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a copy on an accelerator, perhaps in another dtype, of a tensor in pageable memory."""
+    """Copy a tensor from pageable memory to an accelerator, optionally converting it to `dtype`."""
     copy = torch.empty(values.shape, dtype=dtype or values.dtype, device=device)
     wait = partial(torch.get_device_module(device).synchronize, device)
     length = PIECE // max(values.element_size(), copy.element_size())
     parts = copy.view(-1).split(length), values.detach().reshape(-1).split(length)
     for number, (target, piece) in enumerate(zip(*parts, strict=True), 1):
-        # The host converts, as by `Tensor.to`; a conversion on the way would not be pinned.
+        # As `Tensor.to` does, the host converts. A copy that also converts would not be pinned.
         target.copy_(piece.to(copy.dtype).pin_memory(), non_blocking=True)
         if number % IN_FLIGHT == 0:
             wait()

@@ -240,6 +240,6 @@ def _numpy(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 def numbers(array: pa.Array) -> NDArray[Any]:
     """Return an Arrow array of numbers, none of them missing, without a copy. Arrow's `to_numpy`,
-    and in some versions `to_pandas_dtype`, would import pandas where it is installed."""
+    and in some versions `to_pandas_dtype`, imports pandas where it is installed."""
     dtype = np.dtype(NUMPY[array.type])
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)

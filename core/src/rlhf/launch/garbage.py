@@ -1,4 +1,4 @@
-"""When Python collects garbage."""
+"""Control of Python's garbage collection."""
 
 import gc
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Run the body without collections, which would go through the many objects that it makes and
-    find next to nothing."""
+    """Disable garbage collection in the body, which creates many objects but little garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -19,6 +18,7 @@ def without_collections() -> Iterator[None]:
 
 
 def collect(device: str) -> None:
-    """Free what dead cycles keep on an accelerator; on the CPU, collections come by themselves."""
+    """Collect garbage if `device` is an accelerator, whose memory unreachable cycles may hold. On
+    the CPU, automatic collections suffice."""
     if device != "cpu":
         gc.collect()

@@ -1,4 +1,4 @@
-"""How a rank imports its libraries: without what no run uses, and while its device opens."""
+"""Faster imports: without what no run uses, without collections, and while the device opens."""
 
 import atexit
 import gc
@@ -20,9 +20,9 @@ from rlhf.launch.garbage import without_collections
 UNUSED = ("scipy", "sklearn", "torchao")
 """What transformers imports where it is installed, for object detection, for a way of assisted
 generation and for models in quantized formats that are refused."""
-ALONE = ("accelerate", "torch")
-"""Packages about which transformers asks while it is imported, and which only the distribution of
-the same name installs."""
+SAME_NAME = ("accelerate", "torch")
+"""Packages that transformers looks up while it is imported, and that only the distribution of the
+same name provides."""
 
 
 @contextmanager
@@ -72,9 +72,9 @@ def hiding(*packages: str) -> Iterator[set[str]]:
 
 
 def import_alone(module: str) -> ModuleType:
-    """Return a module of a package without running the package's own code, which may import much
-    more. If the package has not been imported, the module and those that it imports from there are
-    copies, which nobody else sees."""
+    """Import a module without running its package's `__init__`, which may import much more. Unless
+    the package is already imported, the module and what it imports from the package are private
+    copies, absent from `sys.modules`."""
     package = module.rpartition(".")[0]
     if package in sys.modules:
         return import_module(module)
@@ -91,8 +91,8 @@ def import_alone(module: str) -> ModuleType:
 
 def _import_transformers() -> None:
     """Import transformers so that it reads the sources of its models once, and the files of all
-    installed distributions only when it needs them. It would read the sources twice, since it looks
-    for the names of its models by two paths of one folder. Another version may do neither."""
+    installed distributions only when it needs them. It would read the sources twice, because it
+    scans the same folder under two paths. Other versions may do neither."""
     own = metadata.packages_distributions
     metadata.packages_distributions = lambda: Distributions(own)
     try:
@@ -111,14 +111,14 @@ def _import_transformers() -> None:
 
 
 class Distributions(Mapping[str, list[str]]):
-    """The distributions that install each package. Which they are is read from the files of all
-    distributions, except for `ALONE`."""
+    """A lazy `metadata.packages_distributions()`: the files of all distributions are read at the
+    first lookup of a package that is not in `SAME_NAME`."""
 
     def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
         self._read = cache(read)
 
     def __getitem__(self, package: str) -> list[str]:
-        if package in ALONE:
+        if package in SAME_NAME:
             with suppress(metadata.PackageNotFoundError):
                 return [metadata.distribution(package).name]
         return self._read()[package]

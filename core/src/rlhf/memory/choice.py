@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rlhf.config.sections import Recompute
 from rlhf.engine import gib
+from rlhf.launch.garbage import without_collections
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
 from rlhf.model.kernels.layers import compiles
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     layout: str = ""
 
 
+@without_collections()
 def choose(fit: StepFit, *, any_tokens: bool) -> tuple[Choice, str]:
     """Return the fastest choice with which a step fits, else the one that takes least, and the line
     that explains it; the configured values, without a line, if they fit or nothing is known.

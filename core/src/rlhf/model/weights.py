@@ -73,8 +73,8 @@ def pretrained_model(
 
 @contextmanager
 def pinned_copies() -> Iterator[None]:
-    """Have transformers copy weights to an accelerator through pinned memory, which takes half the
-    time. A version without the function, or with other arguments, is left unchanged."""
+    """Have transformers copy weights to an accelerator through pinned memory, which is faster. A
+    version without this function, or whose function takes other arguments, is left unchanged."""
     name = "_materialize_copy"
     own: Any = getattr(core_model_loading, name, None)
     if own is None or [*signature(own).parameters] != ["tensor", "device", "dtype"]:
@@ -83,7 +83,7 @@ def pinned_copies() -> Iterator[None]:
 
     def copy(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         place = torch.device("cpu" if device is None else device)
-        if place.type in ("cpu", "meta"):
+        if place.type in ("cpu", "meta", "mps"):  # Apple's devices share the host's memory.
             return own(tensor, device, dtype)
         # Indexing reads a tensor from its file.
         return through_pinned_memory(tensor[...], place, dtype)

@@ -10,7 +10,6 @@ from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.journal.journal import Journal
 from rlhf.journal.speed import Speed, peak_of
-from rlhf.launch.garbage import without_collections
 from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
@@ -46,7 +45,7 @@ def set_up(
     resumed: Path | None = None,
 ) -> Session:
     """Choose what is auto, load the models, and lay out the rows. Collective."""
-    with place.startup.part("rehearsal"), without_collections():
+    with place.startup.part("rehearsal"):
         fit, choice = choose_fit(request.config, data, mesh, hooks)
     config, trainer = fit.config, data.trainer
     run = RunContext(

@@ -119,8 +119,8 @@ def _product(decoder: Any, device: torch.device) -> Product:
 
 @cache
 def _kernels(name: str) -> Any:
-    """Return one of Liger's modules of Triton kernels. The package that has them would import all
-    of its kernels, and choose others where CuTe DSL is installed."""
+    """Return one of Liger's modules of Triton kernels. Importing their package would import all of
+    its kernels, and let LIGER_KERNEL_IMPL replace these."""
     with hiding("peft"):  # Liger's kernels do not need it.
         import liger_kernel.utils
     liger_kernel.utils.PEFT_AVAILABLE = True  # Its models read this, which a plugin may use.
@@ -138,8 +138,8 @@ def _rotate(
     fused: Callable[..., Any],
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate queries [1, heads, T, C] and keys by Liger's `fused` kernel. Liger's own choice may be
-    one in CuTe DSL, which is compiled for each length of a row."""
+    """Rotate queries [1, heads, T, C] and keys with `fused`, Liger's Triton kernel. Liger's own
+    dispatcher may select a CuTe DSL kernel instead, which is compiled for each row length."""
     rotated: tuple[Tensor, Tensor] = fused(query, key, cos, sin, None, unsqueeze_dim)
     return rotated
 

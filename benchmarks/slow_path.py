@@ -16,7 +16,7 @@ from rlhf.model.probe import AttentionPath  # noqa: E402
 from rlhf.rank import context as run  # noqa: E402
 
 
-def padded(engine: Any, mesh: Any, *, longest: int = 0) -> AttentionPath:
+def padded(engine: Any, *arguments: Any, **options: Any) -> AttentionPath:
     """In the place of the probe."""
     engine.module.path = "padded"
     return AttentionPath(path="padded", reason="as benchmarks/slow_path.py wants it")

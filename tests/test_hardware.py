@@ -10,7 +10,7 @@ CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
 CUDA_ONLY = {
     f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
     f"{CORE}/devices.py": "where kernels in Triton run",
-    f"{CORE}/launch/importing.py": "a context that is opened early, and Triton's digest",
+    f"{CORE}/launch/importing.py": "the driver and a context, opened early, and Triton's digest",
     f"{CORE}/model/kernels/cudnn.py": "attention by cuDNN",
     f"{CORE}/model/trainable.py": "bitsandbytes",
     f"{CORE}/model/kernels/attention_triton.py": "kernels in Triton",

@@ -1,11 +1,13 @@
 """The probe's ladder: what it finds out, and what it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from engines import BareEngine
-from small_models import SIZES
+from small_models import SIZES, write_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -14,10 +16,15 @@ from transformers import (
     Phi3Config,
 )
 
+from rlhf.config.sections import Config, LoraConfig, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
+from rlhf.model import probe
 from rlhf.model.packed import PackedModel
-from rlhf.model.probe import choose_path, probe_batch
+from rlhf.model.probe import AttentionPath, choose_path, probe_batch
+from rlhf.rank.context import RunContext
+from rlhf.registry.gateway import build_gateways
+from rlhf.testing.plain import PlainBackend
 
 
 def engine_of(causal: Any, precision: str = "fp32") -> Any:
@@ -166,3 +173,60 @@ def test_the_probe_reaches_beyond_the_window_but_not_beyond_the_longest_path() -
     assert probe_batch(engine, 8192).spans[0] == (700, (24, 17))
     assert probe_batch(engine, 100).spans[0] == (76, (24, 17))
     assert len(probe_batch(engine, 100).tokens) % 128 == 0
+
+
+def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+
+    def first_correct(engine: Any, *arguments: Any) -> AttentionPath:
+        probed.append(engine.role)
+        return AttentionPath(path="packed", reason="tree was off by 0.3")
+
+    monkeypatch.setattr(probe, "first_correct", first_correct)
+    for name, options in {"first": {}, "second": {}, "third": {"rms_norm_eps": 1e-3}}.items():
+        write_model(tmp_path / name, LlamaConfig(**SIZES, **options))
+    own = ModelConfig(path=str(tmp_path / "first"), dtype="fp32")
+    hooks, _ = build_gateways(PlainBackend())
+    run = RunContext(
+        config=Config(model=own), tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8
+    )
+    run.load("policy")
+    alike = run.load("alike", model=evolve(own, path=str(tmp_path / "second")), trained=False)
+    run.load("other", model=evolve(own, path=str(tmp_path / "third")), trained=False)
+    run.load("scores", model=own, trained=False, task="sequence")
+    run.load("judge", model=own, trained=False, task="sequence")
+    run.load("bf16", model=evolve(own, dtype="bf16"), trained=False)
+    assert probed == ["policy", "other", "scores", "bf16"]
+    assert {role.attention for role in run.roles.values()} == {run.roles["policy"].attention}
+    assert alike.module.path == "packed"
+
+
+def test_an_engine_evaluates_after_the_choice_of_its_path() -> None:
+    causal = seeded(LlamaForCausalLM, LlamaConfig(**SIZES))
+    for known in (None, AttentionPath(path="packed", reason="")):
+        engine = engine_of(causal.train())
+        choose_path(engine, Mesh(), known=known)
+        assert not causal.training
+
+
+def test_a_policy_with_an_adapter_does_not_vouch_for_a_model_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+
+    def first_correct(engine: Any, *arguments: Any) -> AttentionPath:
+        probed.append(engine.role)
+        return AttentionPath(path="tree", reason="")
+
+    monkeypatch.setattr(probe, "first_correct", first_correct)
+    own = ModelConfig(path=write_model(tmp_path, LlamaConfig(**SIZES)), dtype="fp32")
+    hooks, _ = build_gateways(PlainBackend())
+    run = RunContext(
+        config=Config(model=own, lora=LoraConfig()), tokenizer=None, mesh=Mesh(), hooks=hooks,
+        steps=1, longest=8,
+    )  # fmt: skip
+    run.load("policy")
+    run.load("teacher", model=own, trained=False)
+    assert probed == ["policy", "teacher"]

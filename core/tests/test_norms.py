@@ -112,6 +112,37 @@ def test_a_norm_on_the_meta_device_keeps_its_input_and_a_number_for_each_row() -
     output.sum().backward()
 
 
+class Counted(torch.nn.Module):
+    """A norm that adds `offset` to its weight, and counts the rows that it is sent."""
+
+    rows = 0
+
+    def __init__(self, size: int, offset: Any = 0.0, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        Counted.rows += len(hidden)
+        return Formula(self.eps, float(self.offset), True)(hidden, self.weight)
+
+
+def test_norms_that_compute_alike_are_sent_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "rows", 0)
+    each = [Counted(8), Counted(8, 1.0), Counted(8), Counted(8, eps=1e-5), Counted(16), Counted(8)]
+    assert fuse_norms(torch.nn.ModuleList(each)) == 6
+    assert [norm.formula for norm in each] == [
+        Formula(norm.eps, norm.offset, True) for norm in each
+    ]
+    assert Counted.rows == 4 * 3
+    # What a tensor holds is not compared.
+    with_tensors = [Counted(8, torch.tensor(value)) for value in (0.0, 1.0)]
+    assert fuse_norms(torch.nn.ModuleList(with_tensors)) == 2
+    assert [norm.formula for norm in with_tensors] == [
+        Formula(1e-6, 0.0, True), Formula(1e-6, 1.0, True)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "said"),
     [

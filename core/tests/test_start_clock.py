@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -54,35 +56,65 @@ def test_only_the_first_import_of_transformers_excludes_objects_from_collections
 def test_the_device_is_opened_beside_the_imports_and_its_errors_appear_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    began, imported = threading.Event(), threading.Event()
+    began, imported, calls = threading.Event(), threading.Event(), []
 
-    def device(index: int) -> None:
+    def initialise(flags: int) -> None:
+        calls.append("driver")
+
+    def library(name: str) -> Any:
         began.set()
         assert imported.wait(10)
+        return SimpleNamespace(cuInit=initialise)
+
+    def device(index: int) -> None:
+        calls.append("device")
         raise RuntimeError(f"no device {index}")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(imports, "CDLL", library)
     monkeypatch.setattr(torch.cuda, "device", device)
     threads = threading.active_count()
     with opening_device():
         assert began.wait(10)
         imported.set()
     assert threading.active_count() == threads
+    assert calls == ["driver", "device"]
+
+
+def test_a_machine_without_a_driver_opens_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    calls: list[int] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(imports, "CDLL", library)
+    monkeypatch.setattr(torch.cuda, "device", calls.append)
+    with opening_device():
+        pass
+    assert not calls
+
+
+def start(folder: Path, script: str) -> str:
+    """Return what a script prints that finds packages in `folder` first."""
+    found = os.pathsep.join([str(folder), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": found, "RLHF_CACHE": str(folder / "cache")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 IMPORTS = """
 import sys
 opened = []
 sys.addaudithook(lambda event, given: event == "open" and opened.append(str(given[0])))
-from importlib import metadata
-own = metadata.packages_distributions
 from rlhf.launch.importing import importing_rank
 with importing_rank():
     import rlhf.rank.run
-assert metadata.packages_distributions is own
-from transformers.utils import import_utils
-found = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", None)  # Not every version has it.
-assert found is None or type(found).__name__ == "Distributions", "read at once"
 assert not {"scipy", "sklearn", "torchao", "peft"} & {*sys.modules}, "imported"
 assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
 from transformers import utils
@@ -96,12 +128,106 @@ def test_a_rank_imports_no_library_that_its_run_does_not_use(tmp_path: Path) -> 
     for name in ("scipy", "sklearn", "torchao"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("__version__ = '99'\n")
-    found = os.pathsep.join([str(tmp_path), *sys.path])
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    start(tmp_path, IMPORTS)
+
+
+STAND_IN = {
+    "__init__.py": """
+from pathlib import Path
+from transformers.utils import import_utils
+
+names = import_utils.create_import_structure_from_path(Path(__file__).parent / "models")
+from transformers import models
+""",
+    "utils/__init__.py": "",
+    "utils/import_utils.py": """
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+PACKAGE_DISTRIBUTION_MAPPING = metadata.packages_distributions()
+read = []
+
+@lru_cache
+def create_import_structure_from_path(module_path):
+    folder = Path(module_path)
+    read.append(folder.name)
+    files = {file.stem: {file.read_text()} for file in folder.glob("[a-z]*.py")}
+    below = {each.name: create_import_structure_from_path(each)
+             for each in folder.iterdir() if each.is_dir() and each.name != "__pycache__"}
+    return {frozenset({"torch"}): files} | below
+""",
+    "models/__init__.py": """
+from transformers.utils import import_utils
+
+names = import_utils.create_import_structure_from_path(__file__)
+""",
+    "models/llama/modeling_llama.py": "LlamaModel",
+}
+"""Files that read as much as those of transformers 5.17."""
+READS_LESS = """
+import json
+import sys
+from importlib import metadata
+
+from rlhf.launch import importing
+
+finders = [*sys.meta_path]
+own, reads = metadata.packages_distributions, []
+counted = metadata.packages_distributions = lambda: reads.append(1) or own()
+importing._import_transformers()
+assert metadata.packages_distributions is counted, "not restored"
+assert sys.meta_path == finders, "not restored"
+import transformers
+from transformers.utils import import_utils
+found = import_utils.PACKAGE_DISTRIBUTION_MAPPING
+assert found["torch"] == ["torch"] and not reads, "read at once"
+assert found["attr"] == ["attrs"] and reads == [1], "not read"
+assert transformers.names == transformers.models.names
+print(json.dumps([import_utils.read, str(transformers.names)]))
+"""
+
+
+READS_NOTHING = """
+from rlhf.launch import importing
+importing._import_transformers()
+from transformers.utils import import_utils
+assert not hasattr(import_utils, "create_import_structure_from_path"), "added"
+"""
+
+
+def test_transformers_reads_the_sources_of_its_models_once_for_all_runs(tmp_path: Path) -> None:
+    for name, text in STAND_IN.items():
+        file = tmp_path / "transformers" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    read, names = json.loads(start(tmp_path, READS_LESS))
+    assert read == ["models", "llama"]
+    of_torch = frozenset({"torch"})
+    assert names == str({of_torch: {}, "llama": {of_torch: {"modeling_llama": {"LlamaModel"}}}})
+    assert json.loads(start(tmp_path, READS_LESS)) == [[], names]
+    source = tmp_path / "transformers" / "models" / "llama" / "modeling_llama.py"
+    source.write_text("AnotherModel")
+    read, changed = json.loads(start(tmp_path, READS_LESS))
+    assert read == ["models", "llama"]
+    assert changed == names.replace("LlamaModel", "AnotherModel") != names
+    (kept,) = (tmp_path / "cache" / "names").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-10])
+    assert json.loads(start(tmp_path, READS_LESS)) == [read, changed]
+    assert json.loads(start(tmp_path, READS_LESS)) == [[], changed]
+    # A cache that cannot be written.
+    shutil.rmtree(kept.parent)
+    kept.parent.touch()
+    assert json.loads(start(tmp_path, READS_LESS)) == [read, changed]
+
+
+def test_another_version_of_transformers_may_read_nothing(tmp_path: Path) -> None:
+    package = tmp_path / "transformers" / "utils"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "import_utils.py"):
+        (package / name).touch()
+    (package.parent / "__init__.py").write_text("import transformers.utils.import_utils")
+    start(tmp_path, READS_NOTHING)
 
 
 def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_for() -> None:

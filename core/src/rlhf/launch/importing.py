@@ -6,16 +6,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from ctypes import CDLL
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec, module_from_spec
-from pathlib import Path
 from threading import Thread
 from types import ModuleType
 from typing import Any
 
 from rlhf.launch.caches import keep_compiled
 from rlhf.launch.garbage import without_collections
+from rlhf.launch.model_names import keeping_model_names
 
 UNUSED = ("scipy", "sklearn", "torchao")
 """What transformers imports where it is installed, for object detection, for a way of assisted
@@ -90,24 +91,15 @@ def import_alone(module: str) -> ModuleType:
 
 
 def _import_transformers() -> None:
-    """Import transformers so that it reads the sources of its models once, and the files of all
-    installed distributions only when it needs them. It would read the sources twice, because it
-    scans the same folder under two paths. Other versions may do neither."""
+    """Import transformers without reading the sources of all models, and the files of all installed
+    distributions only when it needs them. Other versions may not read them."""
     own = metadata.packages_distributions
     metadata.packages_distributions = lambda: Distributions(own)
     try:
-        from transformers.utils import import_utils  # This reads them.
+        with keeping_model_names():
+            import transformers  # noqa: F401
     finally:
         metadata.packages_distributions = own
-    name = "create_import_structure_from_path"
-    read: Any = getattr(import_utils, name, None)
-
-    def read_folder(module_path: str | Path) -> Any:
-        path = Path(module_path)
-        return read(path if path.is_dir() else path.parent)
-
-    if read is not None:
-        setattr(import_utils, name, read_folder)
 
 
 class Distributions(Mapping[str, list[str]]):
@@ -137,7 +129,8 @@ def opening_device() -> Iterator[None]:
     import torch  # late: start-up time
 
     thread = Thread(target=_open_device)
-    if torch.cuda.is_available():
+    # Whether there is a device is found out in the thread: it takes 0.2 s.
+    if torch.backends.cuda.is_built():
         thread.start()
     try:
         yield
@@ -152,6 +145,9 @@ def _open_device() -> None:
     import torch
 
     with suppress(Exception):  # Whatever fails here is reported where it is needed.
+        # torch would open the driver while it holds the interpreter lock.
+        if torch.version.cuda is not None:
+            CDLL("libcuda.so.1").cuInit(0)
         with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
             torch.cuda.synchronize()
         # It imports nothing of torch, whose modules the other thread may be importing.

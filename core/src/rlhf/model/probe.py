@@ -55,18 +55,27 @@ class AttentionPath:
         return what + (f" ({self.reason})" if self.reason else "")
 
 
-def choose_path(engine: Engine, mesh: Mesh, *, longest: int = MOST_TOKENS) -> AttentionPath:
+def choose_path(
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    longest: int = MOST_TOKENS,
+    known: AttentionPath | None = None,
+) -> AttentionPath:
     """Set `engine.module.path` to the best path that gives the model's own hidden states, and
     return it. Collective; all ranks choose the same.
 
-    Compares a small batch of trees with one path at a time, without gradient. The trees are longer
-    than the attention window, if `longest` (the longest path in training) is. Raises RLHFError if
-    the model's logits are not those of `read_head`.
+    Compares a small batch of trees with one path at a time, without gradient, unless the path is
+    `known`. The trees are longer than the attention window, if `longest` (the longest path in
+    training) is. Raises RLHFError if the model's logits are not those of `read_head`.
     """
     module = engine.module
     assert isinstance(module, PackedModel)
-    batch = probe_batch(engine, min(longest, MOST_TOKENS))
     engine.eval()
+    if known is not None:
+        module.path = known.path
+        return known
+    batch = probe_batch(engine, min(longest, MOST_TOKENS))
     module.path = "separate"
     with torch.no_grad(), without_cudnn():
         truth = engine(batch, partial(hidden_and_head_error, module))

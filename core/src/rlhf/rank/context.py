@@ -1,6 +1,6 @@
 """The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
-from rlhf.model.probe import candidates_of, choose_path
+from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
@@ -76,8 +76,9 @@ class RunContext(RunModels):
         if not spec.trained or config.lora is not None or config.model.adapter is not None:
             # Checkpoints have the weights of a trained adapter.
             self._note_frozen(role, config.model, adapter=not spec.trained)
+        known = probed_alike(self.roles[role], self.roles.values())
         with self.startup.part("probe of attention"):
-            attention = choose_path(engine, self.mesh, longest=self.longest)
+            attention = choose_path(engine, self.mesh, longest=self.longest, known=known)
         check_packed(attention.path, attention.reason, config.model, self.mesh.sequence)
         module = engine.module
         if compiles(config.model):
@@ -203,6 +204,23 @@ class RunContext(RunModels):
         if TEACHER in self.roles:
             self.release(TEACHER)
         return done
+
+
+def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
+    """Return the path of a loaded model that differs from `role`'s in nothing but its weights."""
+
+    def kind(role: Role) -> list[Any]:
+        causal: Any = role.engine.module.causal
+        architecture = {**causal.config.to_dict(), "_name_or_path": None}
+        model = attrs.evolve(
+            role.spec.config.model, path="", revision=None, tokenizer=None, freeze=()
+        )
+        plan = [role.plan.stage, role.plan.precision, role.plan.tensor]
+        return [type(causal), architecture, model, role.spec.config.lora, *plan]
+
+    own = kind(role)
+    probed = (other for other in others if other.attention is not None)
+    return next((other.attention for other in probed if kind(other) == own), None)
 
 
 def router_note(module: PackedModel, model: ModelConfig) -> str:

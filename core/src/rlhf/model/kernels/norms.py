@@ -7,6 +7,7 @@ the weight, and where they round. A few numbers sent through a module show all t
 
 import copy
 import inspect
+from collections.abc import Hashable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ EPSILONS = ("variance_epsilon", "eps")
 PROBE_SIZES = (1.0, 3.0, 0.5)
 """Root mean squares of the rows that are sent through a module; the last two are multiples of the
 root of its epsilon, where the epsilon's place in the formula shows."""
+EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that torch gives every module."""
 NORM_TOLERANCE = 3e-4
 """Largest relative error of a row in bf16; one rounding more or less gives 1e-3."""
 
@@ -71,6 +74,18 @@ def formula_of(module: nn.Module) -> Formula | None:
     return None
 
 
+def _kind(module: nn.Module) -> Hashable | None:
+    """Return what modules that compute alike have in common: their class, the shape of their weight
+    and their own attributes. None if an attribute is more than a number or a name."""
+    own = {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
+    weight = module._parameters.get("weight")
+    if weight is None or module._buffers or module._modules:
+        return None
+    if not all(isinstance(value, bool | int | float | str | None) for value in own.values()):
+        return None
+    return type(module), whole_shape(weight), module.training, tuple(own.items())
+
+
 def _probe(shape: torch.Size, eps: float) -> tuple[Tensor, Tensor]:
     """Return rows [3, H] and a weight [H] in bf16 on the CPU: at ZeRO-3 and on the meta device the
     module's own weight has no values."""
@@ -94,8 +109,12 @@ def fuse_norms(model: nn.Module) -> int:
     """Have every RMS norm of `model` run our kernels, on the meta device stand-ins that keep what
     the kernels keep. Return how many there are."""
     fused = 0
+    known: dict[Hashable, Formula | None] = {}
     for module in model.modules():
-        formula = formula_of(module)
+        kind = _kind(module)
+        if kind is None or kind not in known:
+            known[kind] = formula_of(module)
+        formula = known[kind]
         if formula is not None:
             weight: Any = module.weight
             module.__dict__["formula"] = formula

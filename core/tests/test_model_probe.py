@@ -193,7 +193,8 @@ def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
         config=Config(model=own), tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8
     )
     run.load("policy")
-    alike = run.load("alike", model=evolve(own, path=str(tmp_path / "second")), trained=False)
+    second = evolve(own, path=str(tmp_path / "second"), init="random")
+    alike = run.load("alike", model=second, trained=False)
     run.load("other", model=evolve(own, path=str(tmp_path / "third")), trained=False)
     run.load("scores", model=own, trained=False, task="sequence")
     run.load("judge", model=own, trained=False, task="sequence")

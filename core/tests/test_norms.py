@@ -135,6 +135,12 @@ def test_norms_that_compute_alike_are_sent_one_probe(monkeypatch: pytest.MonkeyP
         Formula(norm.eps, norm.offset, True) for norm in each
     ]
     assert Counted.rows == 4 * 3
+    # One of two has a bias.
+    for place in (0, 1):
+        pair = [Counted(8), Counted(8)]
+        pair[place].bias = torch.nn.Parameter(torch.ones(8))
+        assert fuse_norms(torch.nn.ModuleList(pair)) == 1
+        assert not hasattr(pair[place], "formula")
     # What a tensor holds is not compared.
     with_tensors = [Counted(8, torch.tensor(value)) for value in (0.0, 1.0)]
     assert fuse_norms(torch.nn.ModuleList(with_tensors)) == 2

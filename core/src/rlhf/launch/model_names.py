@@ -28,11 +28,12 @@ def keeping_model_names() -> Iterator[None]:
     """Have transformers, if the body imports it, read the sources of its models only if one has
     changed since the last time, and not once more for another path of the same folder."""
     finder = _Finder()
-    sys.meta_path.insert(0, finder)
+    # A new list each time, since another thread may import while this one does.
+    sys.meta_path = [finder, *sys.meta_path]
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path = [each for each in sys.meta_path if each is not finder]
 
 
 class _Finder(MetaPathFinder):
@@ -74,8 +75,11 @@ def kept(read: Callable[[Any], Any], reader: Path) -> Callable[[Any], Any]:
         with suppress(OSError, ValueError):  # The cache may not be writable.
             place.parent.mkdir(parents=True, exist_ok=True)
             part = place.with_suffix(f".{os.getpid()}")
-            part.write_bytes(marshal.dumps((state, names)))
-            part.replace(place)
+            try:
+                part.write_bytes(marshal.dumps((state, names)))
+                part.replace(place)
+            finally:
+                part.unlink(missing_ok=True)
         return names
 
     def read_folder(module_path: str | Path) -> Any:

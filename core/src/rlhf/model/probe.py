@@ -65,9 +65,10 @@ def choose_path(
     """Set `engine.module.path` to the best path that gives the model's own hidden states, and
     return it. Collective; all ranks choose the same.
 
-    Compares a small batch of trees with one path at a time, without gradient, unless the path is
-    `known`. The trees are longer than the attention window, if `longest` (the longest path in
-    training) is. Raises RLHFError if the model's logits are not those of `read_head`.
+    Compares a small batch of trees with one path at a time, without gradient. The trees are longer
+    than the attention window, if `longest` (the longest path in training) is. Raises RLHFError if
+    the model's logits are not those of `read_head`. Nothing is compared if the path is `known`,
+    from a model that differs only in its weights.
     """
     module = engine.module
     assert isinstance(module, PackedModel)

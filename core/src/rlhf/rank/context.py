@@ -213,14 +213,13 @@ def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
         causal: Any = role.engine.module.causal
         architecture = {**causal.config.to_dict(), "_name_or_path": None}
         model = attrs.evolve(
-            role.spec.config.model, path="", revision=None, tokenizer=None, freeze=()
+            role.spec.config.model, path="", revision=None, tokenizer=None, init="random", freeze=()
         )
         plan = [role.plan.stage, role.plan.precision, role.plan.tensor]
         return [type(causal), architecture, model, role.spec.config.lora, *plan]
 
-    own = kind(role)
-    probed = (other for other in others if other.attention is not None)
-    return next((other.attention for other in probed if kind(other) == own), None)
+    probed = [other for other in others if other.attention is not None]
+    return next((other.attention for other in probed if kind(other) == kind(role)), None)
 
 
 def router_note(module: PackedModel, model: ModelConfig) -> str:

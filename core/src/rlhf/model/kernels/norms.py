@@ -75,15 +75,17 @@ def formula_of(module: nn.Module) -> Formula | None:
 
 
 def _kind(module: nn.Module) -> Hashable | None:
-    """Return what modules that compute alike have in common: their class, the shape of their weight
-    and their own attributes. None if an attribute is more than a number or a name."""
+    """Return what modules that compute alike have in common: their class, the names of their
+    parameters, the shape of their weight and their own attributes. None if an attribute is more
+    than a number or a name, and for modules without an epsilon."""
     own = {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
     weight = module._parameters.get("weight")
-    if weight is None or module._buffers or module._modules:
+    if weight is None or module._buffers or module._modules or not own.keys() & {*EPSILONS}:
         return None
     if not all(isinstance(value, bool | int | float | str | None) for value in own.values()):
         return None
-    return type(module), whole_shape(weight), module.training, tuple(own.items())
+    names = tuple(module._parameters)
+    return type(module), names, whole_shape(weight), module.training, tuple(own.items())
 
 
 def _probe(shape: torch.Size, eps: float) -> tuple[Tensor, Tensor]:

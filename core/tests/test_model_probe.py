@@ -22,7 +22,7 @@ from rlhf.errors import RLHFError
 from rlhf.model import probe
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path, probe_batch
-from rlhf.rank.context import RunContext
+from rlhf.rank.context import RunContext, probed_alike
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
 
@@ -175,24 +175,34 @@ def test_the_probe_reaches_beyond_the_window_but_not_beyond_the_longest_path() -
     assert len(probe_batch(engine, 100).tokens) % 128 == 0
 
 
-def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probed = []
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The roles whose models were probed; each one's path is `packed`."""
+    roles = []
 
     def first_correct(engine: Any, *arguments: Any) -> AttentionPath:
-        probed.append(engine.role)
+        roles.append(engine.role)
         return AttentionPath(path="packed", reason="tree was off by 0.3")
 
     monkeypatch.setattr(probe, "first_correct", first_correct)
+    return roles
+
+
+def run_with_policy(model: ModelConfig, **sections: Any) -> RunContext:
+    config = Config(model=model, **sections)
+    hooks, _ = build_gateways(PlainBackend())
+    run = RunContext(config=config, tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8)
+    run.load("policy")
+    return run
+
+
+def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
+    tmp_path: Path, probed: list[str]
+) -> None:
     for name, options in {"first": {}, "second": {}, "third": {"rms_norm_eps": 1e-3}}.items():
         write_model(tmp_path / name, LlamaConfig(**SIZES, **options))
     own = ModelConfig(path=str(tmp_path / "first"), dtype="fp32")
-    hooks, _ = build_gateways(PlainBackend())
-    run = RunContext(
-        config=Config(model=own), tokenizer=None, mesh=Mesh(), hooks=hooks, steps=1, longest=8
-    )
-    run.load("policy")
+    run = run_with_policy(own)
     second = evolve(own, path=str(tmp_path / "second"), init="random")
     alike = run.load("alike", model=second, trained=False)
     run.load("other", model=evolve(own, path=str(tmp_path / "third")), trained=False)
@@ -204,6 +214,29 @@ def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
     assert alike.module.path == "packed"
 
 
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ({"kernels": "none"}, {}),
+        ({"quantize": "nf4"}, {}),
+        ({"fp8": "tensorwise"}, {}),
+        ({}, {"stage": 3}),
+        ({}, {"precision": "bf16"}),
+        ({}, {"tensor": 2}),
+    ],
+)
+def test_a_model_that_is_computed_in_another_way_is_probed(
+    model: dict[str, Any], plan: dict[str, Any], tmp_path: Path, probed: list[str]
+) -> None:
+    own = ModelConfig(path=write_model(tmp_path, LlamaConfig(**SIZES)), dtype="fp32")
+    policy = run_with_policy(own).roles["policy"]
+    config = evolve(policy.spec.config, model=evolve(own, **model))
+    spec = evolve(policy.spec, config=config)
+    other = evolve(policy, spec=spec, plan=evolve(policy.plan, **plan), attention=None)
+    assert probed_alike(evolve(policy, attention=None), [policy]) is policy.attention
+    assert probed_alike(other, [policy]) is None
+
+
 def test_an_engine_evaluates_after_the_choice_of_its_path() -> None:
     causal = seeded(LlamaForCausalLM, LlamaConfig(**SIZES))
     for known in (None, AttentionPath(path="packed", reason="")):
@@ -213,21 +246,8 @@ def test_an_engine_evaluates_after_the_choice_of_its_path() -> None:
 
 
 def test_a_policy_with_an_adapter_does_not_vouch_for_a_model_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, probed: list[str]
 ) -> None:
-    probed = []
-
-    def first_correct(engine: Any, *arguments: Any) -> AttentionPath:
-        probed.append(engine.role)
-        return AttentionPath(path="tree", reason="")
-
-    monkeypatch.setattr(probe, "first_correct", first_correct)
     own = ModelConfig(path=write_model(tmp_path, LlamaConfig(**SIZES)), dtype="fp32")
-    hooks, _ = build_gateways(PlainBackend())
-    run = RunContext(
-        config=Config(model=own, lora=LoraConfig()), tokenizer=None, mesh=Mesh(), hooks=hooks,
-        steps=1, longest=8,
-    )  # fmt: skip
-    run.load("policy")
-    run.load("teacher", model=own, trained=False)
+    run_with_policy(own, lora=LoraConfig()).load("teacher", model=own, trained=False)
     assert probed == ["policy", "teacher"]

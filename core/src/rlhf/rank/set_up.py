@@ -20,11 +20,13 @@ from rlhf.loop.samples import scores_answers
 from rlhf.loop.session import Session
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
+from rlhf.memory.rehearsal import Rehearsed
 from rlhf.model.kernels.ahead import compile_ahead
 from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
+from rlhf.rank.fp8_reference import fp8_line, reference_in_fp8
 from rlhf.rank.introduction import introduce_models, introduce_run, plans_of
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
@@ -57,6 +59,9 @@ def set_up(
     trainer.setup(run)
     check_setup(trainer, run.roles)
     check_samples(request.name, trainer, config, run.roles["policy"])
+    if config.model.fp8 == "reference":
+        with place.startup.part("reference in FP8"):
+            run.notes.append(fp8_line(run, trainer))
     random_state.seed_generators(config.train.seed, mesh.shards.rank)
     settings = {name: it for name, it in leaves(to_tree(config)).items() if it is not None}
     record = RunRecord(
@@ -118,6 +123,8 @@ def choose_fit(
     any_tokens = config.batch.tokens == "auto"
 
     def chosen() -> tuple[Config, str, str, frozenset[Heads]]:
+        if config.model.fp8 == "reference" and isinstance(fit.rehearsed, Rehearsed):
+            reference_in_fp8(fit.rehearsed.run.roles)
         REHEARSED.clear()
         choice, line = choose(fit, any_tokens=any_tokens)
         under = fit.under(*choice)

@@ -16,6 +16,7 @@ from rlhf.data.order import RunOrder, rounding_on, survey_draw
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.extra import first_values
+from rlhf.model.kernels.layers import for_reference
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.shape import empty_model
@@ -125,7 +126,7 @@ class RunModels(ABC):
             extra = {name: value.to(policy.device) for name, value in spec.extra.items()}
             return EngineReference(engine=policy, mode="adapter", extra=extra)
         engine = self.load(
-            "reference", model=self.config.model, trained=False, task=spec.task,
+            "reference", model=for_reference(self.config.model), trained=False, task=spec.task,
             labels=spec.labels, extra=spec.extra, dropout=False,
         )  # fmt: skip
         if every is not None:

@@ -17,8 +17,9 @@ def contradictions(config: Config) -> list[str]:
     unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
-    compiled, not_compiled = model.kernels == "compile" or model.fp8, ("liger", "none")
-    compiler = "model.fp8" if model.fp8 else "model.kernels compile"
+    fp8 = model.fp8 in ("tensorwise", "rowwise")
+    compiled, not_compiled = model.kernels == "compile" or fp8, ("liger", "none")
+    compiler = "model.fp8" if fp8 else "model.kernels compile"
     past = f"is more than train.steps {steps}; lower it"
     exclusive, remedy = "cannot be combined with", "remove one of the two"
     return broken_rules(
@@ -30,7 +31,7 @@ def contradictions(config: Config) -> list[str]:
             f"lora.parameters {exclusive} lora.dora; {remedy}",
             lora and lora.parameters and lora.dora,
         ),
-        (f"lora.dora {exclusive} model.fp8; {remedy}", lora and lora.dora and model.fp8),
+        (f"lora.dora {exclusive} model.fp8; {remedy}", lora and lora.dora and fp8),
         (
             f"lora.parameters {exclusive} lora.dropout; {remedy}",
             lora and lora.parameters and lora.dropout,
@@ -44,9 +45,13 @@ def contradictions(config: Config) -> list[str]:
         ("optim.warmup must be below 1 or a whole number of steps", max(optim.warmup, 1) % 1),
         (
             "model.fp8 needs compiled layers; set model.kernels to auto",
-            model.fp8 and model.kernels in not_compiled,
+            fp8 and model.kernels in not_compiled,
         ),
         (f"model.quantize {exclusive} {compiler}; {remedy}", quantized and compiled),
+        (
+            f"model.quantize {exclusive} model.fp8 reference; {remedy}",
+            quantized and model.fp8 == "reference",
+        ),
         (
             f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
             compiled and model.recompute == "selective",

@@ -110,7 +110,12 @@ CAPABILITIES = (
     Capability(
         feature="tokens of a row divided over ranks",
         setting="deepspeed.sequence_parallel",
-        excludes=("deepspeed.tensor_parallel", "model.kernels compile", "model.fp8"),
+        excludes=(
+            "deepspeed.tensor_parallel",
+            "model.kernels compile",
+            "model.fp8",
+            "model.fp8 reference",
+        ),
     ),
     Capability(
         feature="4-bit base under LoRA",
@@ -157,12 +162,25 @@ CAPABILITIES = (
         alternative="use the preset zero2",
     ),
     Capability(
+        feature="products in FP8 of a reference only",
+        setting="model.fp8 reference",
+        stages=(0, 1, 2),
+        precisions=("bf16",),
+        alternative="use the preset zero2",
+    ),
+    Capability(
         feature="layers divided over ranks (tensor parallelism)",
         setting="deepspeed.tensor_parallel",
         least="0.19.8",
         stages=(0, 1, 2),
         precisions=("fp32", "bf16"),
-        excludes=("model.quantize", "lora.dora", "model.kernels compile", "model.fp8"),
+        excludes=(
+            "model.quantize",
+            "lora.dora",
+            "model.kernels compile",
+            "model.fp8",
+            "model.fp8 reference",
+        ),
         alternative="use the preset zero2, or remove it: stage 3 divides all weights itself",
     ),
     Capability(feature="fp16 with a dynamic loss scale", setting="", precisions=("fp16",)),

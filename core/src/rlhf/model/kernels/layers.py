@@ -9,6 +9,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch
@@ -41,7 +42,7 @@ def check_layers(architecture: Any, model: ModelConfig, device: torch.device) ->
 
 def check_compilable(model: ModelConfig, device: torch.device) -> None:
     """Raise RLHFError if `device` cannot run what `model.kernels` or `model.fp8` asks for."""
-    if not compiles(model):
+    if not compiles(model) and model.fp8 is None:
         return
     if not fused_on(device.type):
         raise RLHFError(
@@ -66,12 +67,25 @@ def check_packed(path: str, reason: str, model: ModelConfig, sequence: Axis) -> 
 
 def compiles(model: ModelConfig) -> bool:
     """Return whether layers are compiled; products in FP8 are slow otherwise."""
-    return model.kernels == "compile" or model.fp8 is not None
+    return model.kernels == "compile" or fp8_recipe(model) is not None
+
+
+def fp8_recipe(model: ModelConfig) -> str | None:
+    """Return torchao's recipe for the products of a model, None if they are not in FP8."""
+    return None if model.fp8 == "reference" else model.fp8
+
+
+def for_reference(model: ModelConfig) -> ModelConfig:
+    """Return how a reference that is a second model computes."""
+    if model.fp8 != "reference":
+        return model
+    return attrs.evolve(model, fp8="tensorwise", kernels="auto", recompute="none")
 
 
 def setting(model: ModelConfig) -> str:
     """Return the setting that asks for compiled layers."""
-    return "model.kernels compile" if model.fp8 is None else f"model.fp8 {model.fp8}"
+    compiled = model.kernels == "compile" and fp8_recipe(model) is None
+    return "model.kernels compile" if compiled else "model.fp8"
 
 
 def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str:
@@ -98,7 +112,7 @@ def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
     if model.recompute != "full":
         recompute_products(decoder, {id(layer): MetaGate.apply for layer in gates_of(decoder)})
     fuse_norms(decoder)
-    if model.fp8 is not None:
+    if fp8_recipe(model) is not None:
         rehearse_fp8(layers_of(decoder))
 
 

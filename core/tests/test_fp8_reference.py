@@ -9,6 +9,7 @@ import torch
 from pair_runs import Pairs, make_run, packed, take_a_step, write_inputs
 from torch import Tensor, nn
 
+from rlhf.commands.plan import plan_command
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
@@ -152,8 +153,14 @@ def test_a_trainer_without_a_reference_is_refused_before_weights_are_read(
     trainer: str, words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "load_model", None)
-    with pytest.raises(RLHFError, match=r"model\.fp8 reference has no effect: this run has no"):
+    problem = r"model\.fp8 reference has no effect: this run has no reference"
+    with pytest.raises(RLHFError, match=problem):
         run_whole(trainer, *words, place=folder)
+    own = tiny.short_run(folder, FORMATS[trainer])
+    words = ("--model.dtype", "bf16", "--model.fp8", "reference", *words)
+    request = read_config(trainer, overrides=[*own, *words])
+    with pytest.raises(RLHFError, match=problem):
+        plan_command(request, gpus=1, gpu_memory=80, as_json=False)
 
 
 @pytest.mark.parametrize(

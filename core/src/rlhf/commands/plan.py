@@ -16,6 +16,7 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.role import Role
 from rlhf.rank.dataset import prepare_data
+from rlhf.rank.fp8_reference import reference_in_fp8
 from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
@@ -39,6 +40,8 @@ def plan_command(
     fit = step_fit(request.config, data, mesh, hooks)
     if isinstance(fit.rehearsed, NotRehearsed):
         raise RLHFError(f"no plan: {fit.rehearsed.reason}")
+    if request.config.model.fp8 == "reference":
+        reference_in_fp8(fit.rehearsed.run.roles)
     choice, reason = choose(fit, any_tokens=request.config.batch.tokens == "auto")
     chosen = fit.under(*choice)
     rows = [_row(chosen, layout.name) for layout in fit.layouts]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rlhf.errors import RLHFError
+from rlhf.errors import SameOnAllRanks
 from rlhf.model.role import Role
 from rlhf.rank.context import RunContext
 from rlhf.readouts import answer_logprobs
@@ -39,10 +39,10 @@ def fp8_line(run: RunContext, trainer: Trainer) -> str:
 
 def reference_in_fp8(roles: Mapping[str, Role]) -> Role:
     """Return the reference whose products `model.fp8 reference` computes in FP8. Raises RLHFError
-    if there is none."""
+    on every rank if there is none."""
     role = roles.get("reference")
     if role is None or role.spec.config.model.fp8 != "tensorwise" or role.spec.task != "causal":
-        raise RLHFError(
+        raise SameOnAllRanks(
             "model.fp8 reference has no effect: this run has no reference that is a second "
             "language model; remove model.fp8"
         )

@@ -123,10 +123,10 @@ def choose_fit(
     any_tokens = config.batch.tokens == "auto"
 
     def chosen() -> tuple[Config, str, str, frozenset[Heads]]:
-        if config.model.fp8 == "reference" and isinstance(fit.rehearsed, Rehearsed):
-            reference_in_fp8(fit.rehearsed.run.roles)
         REHEARSED.clear()
         choice, line = choose(fit, any_tokens=any_tokens)
+        if config.model.fp8 == "reference" and isinstance(fit.rehearsed, Rehearsed):
+            reference_in_fp8(fit.rehearsed.run.roles)
         under = fit.under(*choice)
         return under.resolved, under.layout, line, frozenset(REHEARSED)
 

@@ -84,8 +84,7 @@ def for_reference(model: ModelConfig) -> ModelConfig:
 
 def setting(model: ModelConfig) -> str:
     """Return the setting that asks for compiled layers."""
-    compiled = model.kernels == "compile" and fp8_recipe(model) is None
-    return "model.kernels compile" if compiled else "model.fp8"
+    return "model.kernels compile" if model.fp8 is None else "model.fp8"
 
 
 def change_layers(decoder: Any, model: ModelConfig, device: torch.device) -> str:

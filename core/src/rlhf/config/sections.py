@@ -77,13 +77,13 @@ class ModelConfig:
     """Kernels of the layers on CUDA. none: the model's own. liger: fused norms, and Liger's rotary
     embedding and gates (arXiv 2410.10989), for the families in docs/models.md; an error if they
     cannot be used. compile: torch.compile of the layers, for any family; at ZeRO stages 0 to 2,
-    without quantize, with recompute none or full. auto: compile with fp8 tensorwise or
-    rowwise, else those of liger that can be used."""
+    without quantize, with recompute none or full. auto: compile with fp8 tensorwise or rowwise,
+    else those of liger that can be used."""
     fp8: Literal["tensorwise", "rowwise", "reference"] | None = None
     """Compute the layers' matrix products in FP8 by this recipe of torchao, except those of
     adapters. Faster for large models; the curve differs slightly. tensorwise: one scale per tensor;
-    rowwise: one per row, which is slower; reference: tensorwise, only in the frozen second model of
-    a reference. Needs GPUs of compute capability 8.9, for rowwise 9.0.
+    rowwise: one per row, with which training is slower; reference: rowwise, only in the frozen
+    second model of a reference. Needs GPUs of compute capability 9.0, for tensorwise 8.9.
     """
     router_loss: float | None = field(default=None, validator=optional(not_negative))
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each
@@ -96,6 +96,11 @@ class ModelConfig:
     for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more
     time. auto: the first of none, selective and full with which a step fits in the accelerator's
     memory."""
+
+    @property
+    def fp8_recipe(self) -> str | None:
+        """torchao's recipe for the products of this model, None if they are not in FP8."""
+        return None if self.fp8 == "reference" else self.fp8
 
 
 @documented

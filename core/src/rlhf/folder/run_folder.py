@@ -137,7 +137,7 @@ def _check_settings(request: Request, folder: Path) -> None:
     before = _settings_before(type(request.config), folder)
     free = [*MAY_CHANGE, request.config.backend_name]
     if request.config.model.fp8 is not None:
-        free.remove("batch.tokens")  # FP8 scales depend on what else is in a micro-batch.
+        free.remove("batch.tokens")  # FP8 rounds differently in other micro-batches.
     changes = {
         key: values
         for key, values in changed_keys(before, to_tree(request.config)).items()

@@ -20,7 +20,7 @@ from rlhf.launch.startup import Startup
 from rlhf.loop.checkpointing import check_frozen
 from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
-from rlhf.model.kernels.layers import check_packed, compile_layers, compiles, fp8_recipe
+from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -83,7 +83,7 @@ class RunContext(RunModels):
         module = engine.module
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            module.layers = compile_layers(decoder(module.causal), fp8_recipe(config.model))
+            module.layers = compile_layers(decoder(module.causal), config.model.fp8_recipe)
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine

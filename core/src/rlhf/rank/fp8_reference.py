@@ -41,7 +41,7 @@ def reference_in_fp8(roles: Mapping[str, Role]) -> Role:
     """Return the reference whose products `model.fp8 reference` computes in FP8. Raises RLHFError
     on every rank if there is none."""
     role = roles.get("reference")
-    if role is None or role.spec.config.model.fp8 != "tensorwise" or role.spec.task != "causal":
+    if role is None or role.spec.config.model.fp8_recipe is None or role.spec.task != "causal":
         raise SameOnAllRanks(
             "model.fp8 reference has no effect: this run has no reference that is a second "
             "language model; remove model.fp8"

@@ -110,7 +110,7 @@ def curve_line(run: RunContext) -> list[str]:
     if dropout := max(largest_dropout(role.engine.module) for role in run.trained.values()):
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
-        reasons.append("products in FP8 are scaled per micro-batch")
+        reasons.append("products in FP8 are rounded differently in other micro-batches")
     return [f"curve      depends on ranks and batch.tokens: {', and '.join(reasons)}"] * bool(
         reasons
     )

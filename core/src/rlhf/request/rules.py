@@ -17,7 +17,7 @@ def contradictions(config: Config) -> list[str]:
     unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
-    fp8 = model.fp8 in ("tensorwise", "rowwise")
+    fp8 = model.fp8_recipe is not None
     compiled, not_compiled = model.kernels == "compile" or fp8, ("liger", "none")
     compiler = "model.fp8" if fp8 else "model.kernels compile"
     past = f"is more than train.steps {steps}; lower it"

@@ -198,7 +198,9 @@ def test_the_policy_may_have_what_compiled_layers_may_not(words: str) -> None:
     given = f"--model any --data any.jsonl --model.fp8 reference {words}"
     config = read_config("dpo", overrides=given.split()).config
     assert not layers.compiles(config.model)
-    assert layers.compiles(layers.for_reference(config.model))
+    reference = layers.for_reference(config.model)
+    assert layers.compiles(reference)
+    assert reference.fp8_recipe == "rowwise"
 
 
 def test_the_device_is_checked_with_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:

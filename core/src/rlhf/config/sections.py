@@ -82,8 +82,8 @@ class ModelConfig:
     fp8: Literal["tensorwise", "rowwise", "reference"] | None = None
     """Compute the layers' matrix products in FP8 by this recipe of torchao, except those of
     adapters. Faster for large models; the curve differs slightly. tensorwise: one scale per tensor;
-    rowwise: one per row, with which training is slower; reference: rowwise, only in the frozen
-    second model of a reference. Needs GPUs of compute capability 9.0, for tensorwise 8.9.
+    rowwise: one per row, slower in training; reference: rowwise, only in the frozen second model of
+    a reference. Needs GPUs of compute capability 9.0, for tensorwise 8.9.
     """
     router_loss: float | None = field(default=None, validator=optional(not_negative))
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each

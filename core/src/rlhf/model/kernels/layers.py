@@ -71,8 +71,8 @@ def compiles(model: ModelConfig) -> bool:
 
 
 def for_reference(model: ModelConfig) -> ModelConfig:
-    """Return how a reference that is a second model computes. Without gradients, scales per row are
-    faster than those per tensor, which read each factor once more."""
+    """Return how a reference that is a second model computes. Without gradients, one scale per row
+    is faster than one per tensor, for which each factor is read once more."""
     if model.fp8 != "reference":
         return model
     return attrs.evolve(model, fp8="rowwise", kernels="auto", recompute="none")

@@ -81,7 +81,8 @@ def test_a_layers_weight_leaves_no_memory_behind():
 def test_a_frozen_layer_keeps_no_input():
     module = layer(trained=False)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    assert linear(hidden, module.weight, module.bias).grad_fn.saved_tensors[0] is None
+    output = linear(hidden, module.weight, module.bias)
+    assert output.grad_fn.saved_tensors[0] is None
 
 
 def test_without_a_gradient_and_with_autocast_it_is_not_ours():

@@ -35,9 +35,10 @@ def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
         positive(instance, attribute, value)
 
 
-def _identifier(instance: object, attribute: Any, value: str) -> None:
-    if not value.isidentifier():
-        raise ValueError(f"{value!r} is not the name of an argument")
+def _arguments(instance: object, attribute: Any, value: Mapping[str, Any]) -> None:
+    for name in value:
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is not the name of an argument")
 
 
 def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
@@ -139,9 +140,7 @@ class DataConfig:
     such rows is printed."""
     chat_template: str | None = None
     """File with a Jinja chat template, or `chatml`, instead of the tokenizer's own."""
-    chat_template_kwargs: dict[str, Any] = field(
-        factory=dict, validator=validators.deep_mapping(key_validator=_identifier)
-    )
+    chat_template_kwargs: dict[str, Any] = field(factory=dict, validator=_arguments)
     """Arguments of the chat template, such as {enable_thinking: false}, for rows that do not set
     them; the exported template has them as defaults."""
     workers: int = field(default=1, validator=not_negative)

@@ -32,7 +32,7 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
     with writing(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if not _is_intact(folder):
-            with FileLock(folder.with_suffix(".lock"), poll_interval=POLL_SECONDS):
+            with FileLock(folder.with_suffix(".lock")).acquire(poll_interval=POLL_SECONDS):
                 if not _is_intact(folder):
                     _remove(folder)
                     _remove_leftovers(folder)

@@ -26,6 +26,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.loader import batches_from
 from rlhf.data.order import RunOrder
 from rlhf.data.tokenise import Examples, prepare
+from rlhf.memory.rehearsal import largest
 from rlhf.trainer import Trainer
 
 NUM_ROWS = 53
@@ -111,6 +112,12 @@ class Surveying(Numbers):
     def survey(self, batch: Any) -> Any: ...
 
 
+class Averaging(Numbers):
+    """A survey of the loss's own examples."""
+
+    def survey(self, batch: Any) -> Any: ...
+
+
 def order(
     examples: Examples, config: Config, rank: int = 0, ranks: int = 1, **keywords: Any
 ) -> RunOrder:
@@ -157,6 +164,7 @@ def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
     courses = [order(examples, config, rank, 2, trainer=trainer) for rank in range(2)]
     sources = [batches_from(course, workers=workers) for course in courses]
     paired: list[dict[int, int]] = [{}, {}]
+    most = 0
     for number in range(12):
         plans = [course.step(number) for course in courses]
         assert len(plans[0].survey) == len(plans[1].survey)
@@ -165,15 +173,53 @@ def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
             for part in plan.survey:
                 batch = next(source)
                 assert batch.rows == tuple(part.rows)
-                assert len(batch.tokens) <= config.batch.tokens
+                assert len(batch.tokens) <= 4 * config.batch.tokens
                 prompts = batch.tokens[batch.branch == 0].tolist()[::2] if batch.rows else []
                 answers = batch.tokens[batch.answer_end].tolist()
                 paired[plan.epoch] |= dict(zip(prompts, answers, strict=True))
             assert [next(source).rows for _ in plan.micro] == [tuple(rows) for rows in plan.micro]
+        assert len(plans[0].survey) == 1
+        most = max(most, len(plans[0].micro))
+    assert most > 1
     for pairs in paired:
         assert sorted(pairs) == sorted(pairs.values()) == list(range(NUM_ROWS))
         assert all(prompt != answer for prompt, answer in pairs.items())
     assert paired[0] != paired[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_survey_of_the_loss_s_examples_has_fewer_micro_batches(
+    examples: Examples, config: Config, ranks: int
+) -> None:
+    trainer = Averaging(Section(), None)
+    plans = [order(examples, config, rank, ranks, trainer=trainer).step(0) for rank in range(ranks)]
+    seen = [row for plan in plans for part in plan.survey for row in part.rows]
+    assert sorted(seen) == sorted(plans[0].rows)
+    for plan in plans:
+        assert (len(plan.survey), len(plan.micro)) == ((1, 3) if ranks == 1 else (1, 2))
+    for part in plans[0].survey:
+        assert order(examples, config, 0, ranks, trainer=trainer)[part].rows == tuple(part.rows)
+
+
+def test_a_survey_sees_the_micro_batch_of_a_loss_that_has_one(
+    examples: Examples, config: Config
+) -> None:
+    config = attrs.evolve(config, batch=BatchConfig(size=10, tokens=200))
+    plan = order(examples, config, trainer=Averaging(Section(), None)).step(0)
+    assert (len(plan.survey), len(plan.micro)) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", [Surveying, Averaging])
+def test_the_memory_of_a_step_is_counted_for_the_survey_s_largest_micro_batch(
+    examples: Examples, config: Config, kind: type[Numbers]
+) -> None:
+    course = order(examples, config, trainer=kind(Section(), None))
+    parts = [part for number in range(12) for part in course.step(number).survey]
+    most = max(len(course[part].tokens) for part in parts)
+    found = largest(course, 12)
+    assert found.survey is not None
+    assert len(found.survey.tokens) == most > config.batch.tokens >= len(found.loss.tokens)
+    assert largest(order(examples, config), 12).survey is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhf.config.sections import Config
+from rlhf.data.example import Answer, Example
+from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
@@ -146,6 +148,26 @@ def test_growing_gradients_are_counted_like_those_of_a_step(
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
     assert measured.growing(size) == counter.take_peak()
+
+
+class Surveying(Chain):
+    """A chain whose survey takes 4 KB for each token."""
+
+    def needs_survey(self) -> bool:
+        return True
+
+    def survey(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"sum": torch.ones(len(batch.tokens), 1024).sum(1)}
+
+
+def test_a_survey_s_own_micro_batch_is_in_the_peak() -> None:
+    chain: Any = Surveying(8, 64, 2, again=False)
+    modules = [chain.embedding, chain.layers]
+    few, many = (pack([Example([], [Answer([0] * n)])], [0]) for n in (10, 1000))
+    alone = count_step(chain, few, modules)
+    counted = count_step(chain, few, modules, surveyed=many)
+    assert alone.peak() < 4096 * 1000 <= counted.peak()
+    assert alone.activations == pytest.approx(counted.activations, abs=4 * 1000)
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 10_000_000])

@@ -143,9 +143,10 @@ class Trainer(abc.ABC):
         """Return values per example [E, ...] or per answer [A, ...] of a micro-batch.
 
         Core calls it without gradient over the whole step, before the first `loss` of the step, and
-        in evaluations too. The values of all micro-batches and ranks are in `batch.step`, in the
-        order of examples; `batch.step["examples"]` and `batch.step["answers"]` are the places of
-        this micro-batch's own examples and answers among them.
+        in evaluations too. Its micro-batches have up to four times `batch.tokens`. The values of
+        all micro-batches and ranks are in `batch.step`, in the order of examples;
+        `batch.step["examples"]` and `batch.step["answers"]` are the places of this micro-batch's
+        own examples and answers among them.
         """
         return {}
 
@@ -154,12 +155,12 @@ class Trainer(abc.ABC):
         return type(self).survey is not Trainer.survey
 
     def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Packable:
-        """Return the examples that `survey` sees: by default those of the loss, in its batches.
+        """Return the examples that `survey` sees: by default those of the loss.
 
-        Another sequence of the same length is packed for the survey only, under the same budget;
-        its i-th example counts for the i-th example of the data. `draw` is new in every epoch and
-        the same on every rank; with a cached reference that knows the survey, the examples of the
-        first epoch are those of every epoch. Called in loader processes too.
+        Another sequence of the same length is packed for the survey only; its i-th example counts
+        for the i-th example of the data. `draw` is new in every epoch and the same on every rank;
+        with a cached reference that knows the survey, the examples of the first epoch are those of
+        every epoch. Called in loader processes too.
         """
         return examples
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole tiles of tree attention's kernel."""
+NO_GRADIENT_FACTOR = 4
+"""A pass without gradient, which keeps no activations, takes so many times the tokens of a training
+micro-batch."""
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""
@@ -59,7 +62,8 @@ class StepPlan:
     micro: Sequence[Rows]
     """This rank's share of `layout`; an empty array is a filler."""
     survey: Sequence["SurveyRows"] = ()
-    """This rank's micro-batches for the survey, if it has examples of its own."""
+    """This rank's micro-batches for the survey, which are larger; empty if it sees those of the
+    loss."""
 
     @property
     def num_batches(self) -> int:
@@ -103,8 +107,10 @@ class RunOrder:
         """Return the plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
         rows, counts, surveyed = self.rows(number), self.examples.counts, self.surveyed(epoch)
-        numbers = self._lay_out(self.examples, rows)
-        survey = [] if surveyed is self.examples else self._lay_out(surveyed, rows)
+        numbers = self._lay_out(self.examples, rows, self.config.batch.budget)
+        survey: list[list[Rows]] = []
+        if surveyed is not None and (surveyed is not self.examples or len(numbers) > 1):
+            survey = self._lay_out(surveyed, rows, self._survey_budget)
         return StepPlan(
             step=number,
             epoch=epoch,
@@ -136,7 +142,7 @@ class RunOrder:
         spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
         lengths = np.array([sum(span) for span in spans])
         paths = np.array([span[0] + max(span[1:]) for span in spans])
-        positions = self._positions(lengths, paths)
+        positions = self._positions(lengths, paths, self.config.batch.budget)
         own = [by_rank[self.rank] for by_rank in positions]
         per_epoch = self.steps_per_epoch * passes
         totals = {
@@ -158,7 +164,10 @@ class RunOrder:
             micro=[rows[places] for places in own],
         )
         return plan, [
-            attrs.evolve(self._pack(examples, places), rows=tuple(rows[places].tolist()))
+            attrs.evolve(
+                self._pack(examples, places, self.config.batch.budget),
+                rows=tuple(rows[places].tolist()),
+            )
             for places in own
         ]
 
@@ -172,14 +181,14 @@ class RunOrder:
     def __getitem__(self, rows: Rows | SurveyRows) -> PackedBatch:
         """Return one micro-batch of the plan, packed."""
         if isinstance(rows, SurveyRows):
-            return self._pack(self.surveyed(rows.epoch), rows.rows)
-        return self._pack(self.examples, rows)
+            return self._pack(self.surveyed(rows.epoch), rows.rows, self._survey_budget)
+        return self._pack(self.examples, rows, self.config.batch.budget)
 
-    def surveyed(self, epoch: int) -> Packable:
+    def surveyed(self, epoch: int) -> Packable | None:
         """Return the examples that the survey sees in this epoch: those of the loss unless the
-        trainer has others. With a rollout they are always those of the loss."""
+        trainer has others. None without a survey, and with a rollout, whose examples it sees."""
         if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
-            return self.examples
+            return None
         if self.fixed_survey is not None:
             return self.fixed_survey
         if epoch not in self._surveyed:
@@ -188,15 +197,26 @@ class RunOrder:
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
 
-    def _pack(self, examples: Any, rows: Rows) -> PackedBatch:
-        budget = self.config.batch.budget
-        return pack(examples, rows.tolist(), round_to=self.round_to, at_most=budget)
+    def surveyed_tokens(self, part: SurveyRows) -> int:
+        """Return the number of tokens of a micro-batch that only the survey sees."""
+        examples = self.surveyed(part.epoch)
+        return 0 if examples is None else int(examples.lengths[part.rows].sum())
 
-    def _lay_out(self, examples: Packable, rows: Rows) -> list[list[Rows]]:
+    @property
+    def _survey_budget(self) -> int:
+        """Tokens of a micro-batch that only the survey sees."""
+        return NO_GRADIENT_FACTOR * self.config.batch.budget
+
+    def _pack(self, examples: Any, rows: Rows, tokens: int) -> PackedBatch:
+        return pack(examples, rows.tolist(), round_to=self.round_to, at_most=tokens)
+
+    def _lay_out(self, examples: Packable, rows: Rows, tokens: int) -> list[list[Rows]]:
         """Return numbers of examples as `[micro][rank]`."""
-        positions = self._positions(examples.lengths[rows], examples.longest_path[rows])
+        positions = self._positions(examples.lengths[rows], examples.longest_path[rows], tokens)
         return [[rows[place] for place in micro] for micro in positions]
 
-    def _positions(self, lengths: NDArray[np.int64], paths: NDArray[np.int64]) -> list[list[Rows]]:
+    def _positions(
+        self, lengths: NDArray[np.int64], paths: NDArray[np.int64], tokens: int
+    ) -> list[list[Rows]]:
         """Return positions within a step as `[micro][rank]`."""
-        return layout(lengths, self.ranks, self.config.batch.budget, costs(lengths, paths))
+        return layout(lengths, self.ranks, tokens, costs(lengths, paths))

@@ -39,7 +39,7 @@ class Survey:
         self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
     ) -> tuple[list[PackedBatch], Totals]:
         """Return the loss's micro-batches on `device` and the step's totals. `packed` are the
-        survey's own micro-batches, if any, then the loss's. Collective.
+        survey's micro-batches, if `plan` has any, then the loss's. Collective.
 
         Each micro-batch has every surveyed value of the step in `batch.step`, in the order of
         `plan.rows`, with `examples` [E] and `answers` [A]: the positions of its own in those values

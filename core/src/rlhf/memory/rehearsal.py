@@ -122,30 +122,47 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         # Modules of the trainer's own draw values; only rank 0 rehearses.
         actor.setup(run)
     check_setup(actor, run.roles)
-    batch, accumulates = largest(run.order(actor), run.steps)
+    most = largest(run.order(actor), run.steps)
     modules = [role.engine.module for role in run.roles.values()]
+    seen = None if most.survey is None else run.without_values(most.survey)
     return Rehearsed(
         run=run,
-        step=count_step(actor, run.without_values(batch), modules),
-        tokens=len(batch.tokens),
-        accumulates=accumulates,
+        step=count_step(actor, run.without_values(most.loss), modules, surveyed=seen),
+        tokens=len(most.loss.tokens),
+        accumulates=most.accumulates,
     )
 
 
-def largest(order: RunOrder, steps: int) -> tuple[PackedBatch, bool]:
-    """Return the micro-batch with the most tokens of the first steps, on any rank, and whether a
-    step may have several micro-batches."""
+@frozen
+class Largest:
+    """The micro-batches with the most tokens of a run's first steps."""
+
+    loss: PackedBatch
+    """On any rank."""
+    survey: PackedBatch | None
+    """On this rank; None if the survey sees the micro-batches of the loss."""
+    accumulates: bool
+    """Whether a step may have several micro-batches."""
+
+
+def largest(order: RunOrder, steps: int) -> Largest:
+    """Return the largest micro-batches of the first steps."""
     sizes = order.examples.lengths
-    layouts = [order.step(number).layout for number in range(min(steps, LOOK_AHEAD))]
-    each = [rows for layout in layouts for micro in layout for rows in micro]
-    accumulates = any(len(layout) > 1 for layout in layouts)
+    plans = [order.step(number) for number in range(min(steps, LOOK_AHEAD))]
+    each = [rows for plan in plans for micro in plan.layout for rows in micro]
+    accumulates = any(len(plan.layout) > 1 for plan in plans)
     if order.trainer is not None and order.trainer.needs_rollout():
         made = order.trainer.rollout_tokens(order.examples, order.config.data.max_tokens)
         most = -(-order.config.batch.size // order.ranks) * max(made, int(sizes.max()))
         budget = order.config.batch.budget
         each.append(filling(sizes, min(most, budget)))
         accumulates |= most > budget
-    return order[max(each, key=lambda rows: sizes[rows].sum())], accumulates
+    seen = [part for plan in plans for part in plan.survey]
+    return Largest(
+        loss=order[max(each, key=lambda rows: sizes[rows].sum())],
+        survey=order[max(seen, key=order.surveyed_tokens)] if seen else None,
+        accumulates=accumulates,
+    )
 
 
 def filling(sizes: NDArray[np.int64], tokens: int) -> Rows:

@@ -43,13 +43,15 @@ class CountedStep:
 
 
 def count_step(
-    trainer: Trainer, batch: PackedBatch, modules: Iterable[torch.nn.Module]
+    trainer: Trainer,
+    batch: PackedBatch,
+    modules: Iterable[torch.nn.Module],
+    *,
+    surveyed: PackedBatch | None = None,
 ) -> CountedStep:
-    """Run survey, loss and backward on `batch` and return what they take.
-
-    Gradients of weights are released at once, since they belong to the backend. A survey of other
-    examples runs on those of the loss.
-    """
+    """Run the survey on `surveyed`, by default on `batch`, then loss and backward on `batch`, and
+    return what they take. Gradients of weights are released at once, since they belong to the
+    backend."""
     weights = [weight for module in modules for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
     total = sum(weight.numel() for weight in trained)
@@ -70,7 +72,9 @@ def count_step(
         for weight in trained:
             hooks.callback(weight.register_post_accumulate_grad_hook(release).remove)
         if trainer.needs_survey():
-            batch = attrs.evolve(batch, step=_survey(trainer, batch))
+            with torch.no_grad():
+                values = dict(trainer.survey(surveyed or batch))
+            batch = attrs.evolve(batch, step=values | _places(batch))
         loss = trainer.loss(batch)
         activations = counter.live
         weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
@@ -117,9 +121,8 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def _survey(trainer: Trainer, batch: PackedBatch) -> dict[str, Tensor]:
-    with torch.no_grad():
-        values = dict(trainer.survey(batch))
+def _places(batch: PackedBatch) -> dict[str, Tensor]:
+    """Return places of the batch's examples and answers among surveyed values."""
     sizes = {"examples": batch.num_examples, "answers": batch.num_answers}
     device = batch.tokens.device
-    return values | {n: torch.zeros(k, dtype=torch.long, device=device) for n, k in sizes.items()}
+    return {name: torch.zeros(n, dtype=torch.long, device=device) for name, n in sizes.items()}

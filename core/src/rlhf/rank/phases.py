@@ -6,11 +6,11 @@ from typing import Literal
 
 from attrs import define, field
 
+from rlhf.data.order import NO_GRADIENT_FACTOR
 from rlhf.engine import Engine, Mesh, StateKind, gib
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.model.role import POLICY, Role
-from rlhf.reference.compute import NO_GRADIENT_FACTOR
 from rlhf.registry.gateway import BackendGateway
 
 Phase = Literal["evaluation", "caching", "generation"]

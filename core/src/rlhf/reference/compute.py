@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.data.layout import layout
+from rlhf.data.order import NO_GRADIENT_FACTOR
 from rlhf.data.packing import pack
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import counted
@@ -21,8 +22,6 @@ from rlhf.reference.run_models import RunModels
 from rlhf.reference.stored import LogprobTable, Trees
 from rlhf.reference.surveyed import SurveyedExamples
 
-NO_GRADIENT_FACTOR = 4
-"""A pass without gradient takes so many times the tokens of a training micro-batch."""
 SILENCE = 60
 """Seconds after which a long computation prints its progress."""
 

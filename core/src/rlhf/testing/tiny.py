@@ -186,10 +186,10 @@ def step_memory(
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
     session.train()
-    batch, _ = largest(session.train_order, session.record.steps)
+    most = largest(session.train_order, session.record.steps)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step_peak)
-    measured = count_step(session.trainer, batch, modules)
+    measured = count_step(session.trainer, most.loss, modules, surveyed=most.survey)
     return rehearsed, (measured.activations, measured.peak())
 
 

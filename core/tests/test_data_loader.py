@@ -20,6 +20,7 @@ import torch
 from attrs import frozen
 from torch.utils.data import _utils
 
+import rlhf.data.order
 from rlhf.config.sections import BatchConfig, Config, DataConfig, DataEntry, TrainConfig
 from rlhf.data import loader
 from rlhf.data.example import Answer, Example
@@ -199,6 +200,35 @@ def test_a_survey_of_the_loss_s_examples_has_fewer_micro_batches(
         assert (len(plan.survey), len(plan.micro)) == ((1, 3) if ranks == 1 else (1, 2))
     for part in plans[0].survey:
         assert order(examples, config, 0, ranks, trainer=trainer)[part].rows == tuple(part.rows)
+
+
+def test_a_survey_s_micro_batches_stop_growing_where_it_gains_nothing(
+    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sizes(most: int) -> list[int]:
+        monkeypatch.setattr(rlhf.data.order, "SURVEY_TOKENS", most)
+        course = order(examples, config, trainer=Averaging(Section(), None))
+        return [len(course[part].tokens) for part in course.step(0).survey]
+
+    assert [len(sizes(most)) for most in (200, 60, 10)] == [1, 2, 3]
+    assert 40 < max(sizes(60)) <= 60
+    assert max(sizes(10)) <= 40
+
+
+def test_an_example_of_the_survey_may_be_longer_than_a_micro_batch(
+    examples: Examples, config: Config
+) -> None:
+    class Long(Shifted):
+        def __init__(self, examples: Examples, shift: int) -> None:
+            super().__init__(examples, shift)
+            self.lengths = self.longest_path = np.full(len(examples), 5 * config.batch.budget)
+
+    class Lengthening(Surveying):
+        def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Shifted:
+            return Long(examples, 1)
+
+    plan = order(examples, config, trainer=Lengthening(Section(), None)).step(0)
+    assert [len(part.rows) for part in plan.survey] == [1] * 10
 
 
 def test_a_survey_sees_the_micro_batch_of_a_loss_that_has_one(

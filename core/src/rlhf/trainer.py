@@ -143,7 +143,7 @@ class Trainer(abc.ABC):
         """Return values per example [E, ...] or per answer [A, ...] of a micro-batch.
 
         Core calls it without gradient over the whole step, before the first `loss` of the step, and
-        in evaluations too. Its micro-batches have up to four times `batch.tokens`. The values of
+        in evaluations too. Its micro-batches are larger than those of the loss. The values of
         all micro-batches and ranks are in `batch.step`, in the order of examples;
         `batch.step["examples"]` and `batch.step["answers"]` are the places of this micro-batch's
         own examples and answers among them.

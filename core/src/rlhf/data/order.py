@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole tiles of tree attention's kernel."""
 NO_GRADIENT_FACTOR = 4
-"""A pass without gradient, which keeps no activations, takes so many times the tokens of a training
-micro-batch."""
+"""The survey and the pass that fills a cache keep no activations, so they take so many times the
+tokens of a training micro-batch."""
+SURVEY_TOKENS = 32_768
+"""Tokens of a micro-batch beyond which a survey gains nothing (benchmarks/RESULTS.md)."""
 SURVEY_STREAM = 1
 """Separates the survey's random numbers from the order of rows, which is drawn from seed and
 epoch."""
@@ -62,8 +64,9 @@ class StepPlan:
     micro: Sequence[Rows]
     """This rank's share of `layout`; an empty array is a filler."""
     survey: Sequence["SurveyRows"] = ()
-    """This rank's micro-batches for the survey, which are larger; empty if it sees those of the
-    loss."""
+    """This rank's micro-batches for the survey; empty if it sees those of the loss."""
+    survey_layout: Sequence[Sequence[Rows]] = ()
+    """Those of all ranks, as `[micro][rank]`."""
 
     @property
     def num_batches(self) -> int:
@@ -107,10 +110,11 @@ class RunOrder:
         """Return the plan of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
         rows, counts, surveyed = self.rows(number), self.examples.counts, self.surveyed(epoch)
-        numbers = self._lay_out(self.examples, rows, self.config.batch.budget)
-        survey: list[list[Rows]] = []
+        numbers = self._lay_out(self.examples, rows, self._budget)
+        seen: list[list[Rows]] = []
         if surveyed is not None and (surveyed is not self.examples or len(numbers) > 1):
-            survey = self._lay_out(surveyed, rows, self._survey_budget)
+            most = max(self._survey_budget, int(surveyed.lengths[rows].max()))
+            seen = self._lay_out(surveyed, rows, most)
         return StepPlan(
             step=number,
             epoch=epoch,
@@ -122,7 +126,8 @@ class RunOrder:
             totals={name: float(count[rows].sum()) for name, count in counts.items()},
             layout=numbers,
             micro=[micro[self.rank] for micro in numbers],
-            survey=[SurveyRows(epoch, micro[self.rank]) for micro in survey],
+            survey=[SurveyRows(epoch, micro[self.rank]) for micro in seen],
+            survey_layout=seen,
         )
 
     def rows(self, number: int) -> Rows:
@@ -142,7 +147,7 @@ class RunOrder:
         spans = [[len(e.prompt), *(len(each.tokens) for each in e.answers)] for e in examples]
         lengths = np.array([sum(span) for span in spans])
         paths = np.array([span[0] + max(span[1:]) for span in spans])
-        positions = self._positions(lengths, paths, self.config.batch.budget)
+        positions = self._positions(lengths, paths, self._budget)
         own = [by_rank[self.rank] for by_rank in positions]
         per_epoch = self.steps_per_epoch * passes
         totals = {
@@ -165,8 +170,7 @@ class RunOrder:
         )
         return plan, [
             attrs.evolve(
-                self._pack(examples, places, self.config.batch.budget),
-                rows=tuple(rows[places].tolist()),
+                self._pack(examples, places, self._budget), rows=tuple(rows[places].tolist())
             )
             for places in own
         ]
@@ -182,7 +186,7 @@ class RunOrder:
         """Return one micro-batch of the plan, packed."""
         if isinstance(rows, SurveyRows):
             return self._pack(self.surveyed(rows.epoch), rows.rows, self._survey_budget)
-        return self._pack(self.examples, rows, self.config.batch.budget)
+        return self._pack(self.examples, rows, self._budget)
 
     def surveyed(self, epoch: int) -> Packable | None:
         """Return the examples that the survey sees in this epoch: those of the loss unless the
@@ -197,15 +201,15 @@ class RunOrder:
             self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
         return self._surveyed[epoch]
 
-    def surveyed_tokens(self, part: SurveyRows) -> int:
-        """Return the number of tokens of a micro-batch that only the survey sees."""
-        examples = self.surveyed(part.epoch)
-        return 0 if examples is None else int(examples.lengths[part.rows].sum())
+    @property
+    def _budget(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.config.batch.budget
 
     @property
     def _survey_budget(self) -> int:
-        """Tokens of a micro-batch that only the survey sees."""
-        return NO_GRADIENT_FACTOR * self.config.batch.budget
+        """Tokens of a micro-batch that only the survey sees, unless an example is longer."""
+        return max(self._budget, min(NO_GRADIENT_FACTOR * self._budget, SURVEY_TOKENS))
 
     def _pack(self, examples: Any, rows: Rows, tokens: int) -> PackedBatch:
         return pack(examples, rows.tolist(), round_to=self.round_to, at_most=tokens)

@@ -24,8 +24,8 @@ class Stepper:
         self._pending: StepResult | None = None
 
     def take(self, plan: StepPlan, packed: Sequence[PackedBatch]) -> StepResult:
-        """Take the step of `plan` on `packed`: the survey's batches, if it has its own, then the
-        loss's. Collective."""
+        """Take the step of `plan` on `packed`: the survey's micro-batches, if `plan` has any, then
+        the loss's. Collective."""
         session, trained = self._session, self._session.trained
         session.place.enter("survey", step=plan.step + 1)
         batches, totals = session.survey.batches(plan, packed, session.engine.device)

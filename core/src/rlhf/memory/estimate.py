@@ -1,6 +1,7 @@
 """The memory of a step on one accelerator, estimated before any weight is read."""
 
 from collections.abc import Mapping
+from operator import itemgetter
 
 from attrs import frozen
 
@@ -18,11 +19,11 @@ class Estimate:
     updating: int
     """Transient bytes of the optimizer's step, when no activation is left."""
     step: CountedStep
-    """Survey, loss and backward on the largest micro-batch."""
+    """The survey, and loss and backward, each on its largest micro-batch."""
     reducing: int = 0
     """Bytes of gradients that are whole until they are reduced."""
     tokens: int
-    """Number of tokens of that micro-batch."""
+    """Number of tokens of the loss's micro-batch."""
     accumulates: bool = True
     """Whether a step has several micro-batches: gradients then exist together with activations."""
     host: int = 0
@@ -38,11 +39,11 @@ class Estimate:
     @property
     def peak(self) -> int:
         """Bytes of all tensors at the peak of a step."""
-        return self.resident + max(self._pass, self.updating)
+        return self.resident + max(self._pass, *self._beside.values())
 
     @property
     def step_peak(self) -> int:
-        """Bytes at the peak of survey, loss and backward."""
+        """Bytes at the peak of loss and backward."""
         return self.step.peak(reducing=self.reducing)
 
     @property
@@ -53,6 +54,11 @@ class Estimate:
         return max(self.step_peak, self.step.growing(self.gradients)) - self.gradients
 
     @property
+    def _beside(self) -> dict[str, int]:
+        """Bytes that the parts of a step before the loss and after backward add to `resident`."""
+        return {"survey": self.step.survey - self.gradients, "optimizer's step": self.updating}
+
+    @property
     def gradients(self) -> int:
         """Bytes of the gradients of all roles."""
         return sum(parts.get("gradients", 0) for parts in self.states.values())
@@ -61,14 +67,16 @@ class Estimate:
         """Return the bytes at the peak by part, which add up to `peak`."""
         step, states = self.step, {role: dict(parts) for role, parts in self.states.items()}
         parts = {"activations": step.activations, "head": self.step_peak - step.activations}
-        if self.updating > self._pass:
-            parts = {"optimizer's step": self.updating}
-        elif not self.accumulates:
+        without_gradients, growing = not self.accumulates, step.growing(self.gradients)
+        name, most = max(self._beside.items(), key=itemgetter(1))
+        if most > self._pass:
+            without_gradients = name == "survey"
+            parts = {name: step.survey if without_gradients else self.updating}
+        elif without_gradients and growing > self.step_peak:
+            parts = {"gradients": self.gradients, "activations": growing - self.gradients}
+        if without_gradients:
             for each in states.values():
                 each.pop("gradients", 0)
-            growing = step.growing(self.gradients)
-            if growing > self.step_peak:
-                parts = {"gradients": self.gradients, "activations": growing - self.gradients}
         policy = states.pop("policy")
         others = {role: sum(each.values()) for role, each in states.items()}
         return policy | others | parts
@@ -80,10 +88,11 @@ class Estimate:
 
     def tokens_that_fit(self, total: int) -> int:
         """Return the tokens of the largest micro-batch that fits `total` bytes, or 0."""
-        if self.resident + self.updating > total:
+        if self.resident + max(self._beside.values()) > total:
             return 0
         return int(self.tokens * (total - self.resident) / max(self.step_peak, 1))
 
     def peak_with(self, tokens: int) -> int:
         """Return the peak with micro-batches of so many tokens."""
-        return self.resident + max(self.step_peak * tokens // self.tokens, self.updating)
+        most = self.step_peak * tokens // self.tokens
+        return self.resident + max(most, *self._beside.values())

@@ -7,6 +7,7 @@ for any trainer and any model whose code does not read values.
 import os
 import traceback
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from torch import nn
 from rlhf.config.sections import ModelConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.layout import Rows
-from rlhf.data.order import RunOrder
+from rlhf.data.order import RunOrder, SurveyRows
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -135,12 +136,11 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
 
 @frozen
 class Largest:
-    """The micro-batches with the most tokens of a run's first steps."""
+    """The micro-batches with the most tokens of a run's first steps, on any rank."""
 
     loss: PackedBatch
-    """On any rank."""
     survey: PackedBatch | None
-    """On this rank; None if the survey sees the micro-batches of the loss."""
+    """None if the survey sees the micro-batches of the loss."""
     accumulates: bool
     """Whether a step may have several micro-batches."""
 
@@ -157,10 +157,14 @@ def largest(order: RunOrder, steps: int) -> Largest:
         budget = order.config.batch.budget
         each.append(filling(sizes, min(most, budget)))
         accumulates |= most > budget
-    seen = [part for plan in plans for part in plan.survey]
+    seen = [
+        (int(surveyed.lengths[rows].sum()), SurveyRows(plan.epoch, rows))
+        for plan in plans if (surveyed := order.surveyed(plan.epoch)) is not None
+        for micro in plan.survey_layout for rows in micro
+    ]  # fmt: skip
     return Largest(
         loss=order[max(each, key=lambda rows: sizes[rows].sum())],
-        survey=order[max(seen, key=order.surveyed_tokens)] if seen else None,
+        survey=order[max(seen, key=itemgetter(0))[1]] if seen else None,
         accumulates=accumulates,
     )
 

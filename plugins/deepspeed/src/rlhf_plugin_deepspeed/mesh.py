@@ -54,10 +54,9 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout
         )
+    # `comm.torch` is torch itself.
+    replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     setting = config.backend_section.patches
-    if in_force("no-shm-build", setting=setting):
-        # `comm.torch` is torch itself.
-        replace("no-shm-build", import_module("deepspeed.comm.torch"), build_shm_op=lambda: None)
     if in_force("no-ranges", setting=setting):
         replace("no-ranges", nvtx, enable_nvtx=False)
     if distributed.get_world_size() == 1 and in_force("no-broadcast", setting=setting):

@@ -43,7 +43,7 @@ def browse(page: Path, *options: str) -> tuple[str, str]:
     command = [str(PROGRAM), "--headless=new", "--no-sandbox", "--disable-gpu"]
     command += ["--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}", *options]
     done = subprocess.run(
-        [*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [*command, page.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return done.stdout, "\n".join(console)

@@ -23,7 +23,7 @@ from sft_runs import Inputs
 
 def test_the_demo_trains_and_shows_what_was_learnt(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlhf", "run", "sft"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     assert "demo: the embedded model and rows" in done.stdout.splitlines()[0]
     loss = re.search(r"loss per token +([\d.]+) +([\d.]+)", done.stdout)

@@ -121,7 +121,7 @@ def start(inputs: Inputs, plugins: Path, tmp_path: Path):  # type: ignore[no-unt
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=180)
+    output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors
 
 
@@ -338,6 +338,6 @@ def test_a_thread_that_waits_for_the_interpreters_lock_does_not_abort_a_finished
     command = [sys.executable, "-c", WAITING]
     words = [str(code), str(tmp_path / "store")]
     with subprocess.Popen([*command, "1", *words]) as other:
-        ended = subprocess.run([*command, "0", *words], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([*command, "0", *words], capture_output=True, text=True, timeout=300)
         assert (ended.returncode, ended.stderr) == (code, "")
         assert other.wait() == 0

@@ -37,7 +37,7 @@ def on_host(
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], str]:
-    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     return [process.returncode for process in processes], "\n".join(outputs)
 
 

@@ -66,14 +66,14 @@ def test_modules_without_bytecode_are_compiled_before_their_import(tmp_path: Pat
     paths = {"PYTHONPATH": str(library.parent), "RLHF_CACHE": str(tmp_path / "cache")}
     environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
     command = [sys.executable, "-c", IMPORTS + WAITS, str(tmp_path / "cache")]
-    subprocess.run(command, env=environment, check=True, timeout=60)
+    subprocess.run(command, env=environment, check=True, timeout=300)
     compiled = (tmp_path / "cache" / "bytecode").rglob("later.*.pyc")
     assert [path.parent.name for path in compiled] == ["nn"]
 
 
 def test_compiling_ends_with_the_process_that_imports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlhf.launch.bytecode", str(os.getppid())]
-    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run(command, timeout=300).returncode == -signal.SIGKILL
     words = "import time; from rlhf.launch import caches; caches.compile_beside(); time.sleep(60)"
     environment = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", words], env=environment) as run:

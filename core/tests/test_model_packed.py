@@ -92,7 +92,7 @@ def order_of_layers(path: Any) -> tuple[list[int], list[int]]:
 
 def test_ranks_with_unequal_rows_make_equally_many_passes(pair: Any) -> None:
     for path, passes in (("separate", 4), ("padded", 2)):
-        first, second = pair.run(order_of_layers, path, timeout=60)
+        first, second = pair.run(order_of_layers, path)
         assert first == second == ([0, 1] * passes, [1, 0] * passes)
 
 

@@ -1,7 +1,6 @@
 """The same curve at every stage, on one rank and two, and no step that does harm: real DeepSpeed on
 gloo."""
 
-
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator

@@ -255,6 +255,40 @@ def test_offload_to_nvme_is_read_from_deepspeeds_json(tmp_path: Path) -> None:
     assert "- deepspeed offload_param: nvme_path has all that is offloaded, the optimizer's" in text
 
 
+def test_groups_of_ranks_are_read_from_deepspeeds_json_and_the_rest_is_listed(
+    tmp_path: Path,
+) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}
+    content = {
+        "zero_optimization": zero | {"overlap_comm": True, "zero_quantized_gradients": False},
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 4,
+        "compile": {"deepcompile": True},
+        "optimizer": {"type": "Lion"},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    ours, text = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["deepspeed"] == {
+        "stage": 3, "hpz_partition_size": 8, "tensor_parallel": 2, "sequence_parallel": 4,
+    }  # fmt: skip
+    assert "- deepspeed zero_quantized_weights: what ranks exchange is not rounded here" in text
+    assert "- deepspeed optimizer: set it in optim" in text
+    for key in ("compile", "overlap_comm", "zero_quantized_gradients"):
+        assert f"deepspeed {key}" in text
+    # At other stages, LLaMA-Factory ignores it.
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero | {"stage": 2}}))
+    (tmp_path / "ours.yaml").unlink()
+    ours, _ = migrated(tmp_path / "dpo.yaml", LLAMA_FACTORY)
+    assert ours["deepspeed"] == {"stage": 2}
+
+
+def test_models_that_openrlhf_offloads_are_offloaded(tmp_path: Path) -> None:
+    more = "--ref_offload --zpg 8 --zero_stage 3"
+    ours, _ = migrated(tmp_path / "sft.sh", OPENRLHF.replace("--zero_stage 3", more))
+    assert ours["deepspeed"]["frozen"] == "offload"
+    assert ours["deepspeed"]["hpz_partition_size"] == 8
+
+
 def test_a_script_of_openrlhf_becomes_our_configuration(tmp_path: Path) -> None:
     ours, text = migrated(tmp_path / "sft.sh", OPENRLHF)
     columns = {"prompt": "question", "completion": "answer"}

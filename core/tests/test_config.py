@@ -161,11 +161,14 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
             "adamx",
             'expected one of adamw, lion, muon, sgd, got "adamx"; did you mean adamw?',
         ),
-        (
-            "optim.name",
-            "adamw_8bit",
-            "moments of 8 bits are not offered; set optim.states to bf16, "
-            "which takes no more memory",
+        *(
+            (
+                "optim.name",
+                name,
+                "moments of 8 bits are not offered; set optim.states to bf16, "
+                "which takes no more memory",
+            )
+            for name in ("adamw_8bit", "adamw8bit")
         ),
     ],
 )

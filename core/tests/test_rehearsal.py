@@ -161,7 +161,7 @@ def test_growing_gradients_are_counted_like_those_of_a_step(
         loss = chain.loss(None)
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
-    assert measured.growing(size) == counter.take_peak()
+    assert measured.peak_with_gradients(size) == counter.take_peak()
 
 
 class Surveying(Chain):

@@ -187,11 +187,13 @@ def test_keys_that_other_settings_decide_are_refused_by_name():
         DeepSpeedConfig(config={"zero_optimization": {"sub_group_size": 1.5}})
 
 
+DEEP_COMPILE = (
+    "DeepCompile is not offered: its graphs bypass the patches that make the curve exact; "
+    "set model.kernels to compile, at stages 0 to 2"
+)
 ABSENT = {
-    "compile": (
-        "DeepCompile is not offered: its graphs bypass the patches that make the curve exact; "
-        "set model.kernels to compile, at stages 0 to 2"
-    ),
+    "compile": DEEP_COMPILE,
+    "deepcompile": DEEP_COMPILE,
     "expert_parallel": (
         "AutoEP is not offered: it renames experts and divides them over ranks, so exports and "
         "adapters would be incomplete; remove it, or use stage 3, which shards experts"

@@ -152,6 +152,7 @@ def test_every_setting_that_deepspeed_would_choose_is_set():
     assert settings["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert settings["zero_optimization"] == {
         "stage": 3,
+        "reduce_scatter": True,
         "reduce_bucket_size": 200_000_000,
         "allgather_bucket_size": 200_000_000,
         "stage3_prefetch_bucket_size": 50_000_000,

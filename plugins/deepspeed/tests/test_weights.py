@@ -217,11 +217,11 @@ def test_generation_keeps_whole_weights_where_there_is_room(pair):
     assert [sizes for _, sizes, _ in found] == [[0, 0, 0, 0]] * 2
 
 
-def refused_precision():
+def refused_precision(settings):
     # Some CPUs have it.
     get_accelerator().is_fp16_supported = lambda: False
     try:
-        DeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig(), dtype="fp16"))
+        DeepSpeedBackend().setup_mesh(configure(DeepSpeedConfig(**settings), dtype="fp16"))
     except RLHFError as error:
         return str(error)
     finally:
@@ -230,9 +230,13 @@ def refused_precision():
 
 
 def test_fp16_is_refused_without_an_accelerator_that_supports_it(single):
-    assert single.run(refused_precision) == [
-        "model.dtype is fp16, which the accelerator here (cpu) does not support; set model.dtype "
-        "to bf16 or fp32"
+    problem = "is fp16, which the accelerator here (cpu) does not support"
+    assert single.run(refused_precision, {}) == [
+        f"model.dtype {problem}; set model.dtype to bf16 or fp32"
+    ]
+    assert single.run(refused_precision, {"preset": "zero2-fp16"}) == [
+        f"the precision of the preset zero2-fp16 {problem}; use the preset zero2, and set "
+        "model.dtype to bf16 or fp32"
     ]
 
 

@@ -15,7 +15,6 @@ from rlhf import demo
 from rlhf.errors import RLHFError
 from rlhf.testing import pack, tiny, weighted_loss
 from rlhf.trainer import Answer, Example
-from rlhf_plugin_kto import plugin
 from rlhf_plugin_kto.config import KTOConfig, check
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 from rlhf_plugin_kto.trainer import KTOTrainer
@@ -42,10 +41,6 @@ def test_the_loss_is_one_minus_the_value_of_the_paper() -> None:
     assert logratios.grad.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_rate_and_beta_are_those_of_the_paper() -> None:
-    assert (plugin.defaults, KTOConfig().beta) == ({"optim.lr": 1e-6}, 0.1)
-
-
 def test_a_policy_that_is_its_reference_loses_half_of_every_weight() -> None:
     losses = kto(torch.zeros(2), torch.tensor([1.0, 0.0]), 0.0, **UNWEIGHTED)
     assert losses.tolist() == [0.5, 0.5]
@@ -70,7 +65,7 @@ def test_the_divergence_is_a_mean_that_is_not_below_zero_and_has_no_gradient() -
     assert divergence(-logratios).item() == 0.0
 
 
-class Told:
+class FixedLogprobs:
     """An engine that gives each answer the log-probability of its first token's id, times
     `factor`."""
 
@@ -87,7 +82,7 @@ class Told:
 def trainer(**settings: Any) -> KTOTrainer:
     """With the log-ratio 0.5 x token id of an answer of one token."""
     made = KTOTrainer(KTOConfig(**settings), tokenizer=None)
-    made.policy, made.reference = Told(1.5), Told(1.0)  # type: ignore[assignment]
+    made.policy, made.reference = FixedLogprobs(1.5), FixedLogprobs(1.0)  # type: ignore[assignment]
     return made
 
 

@@ -12,7 +12,14 @@ from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
 
-WITH_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit", "AdamW8bit")
+WITH_8_BITS = (
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "adam8bit",
+    "AdamW8bit",
+    "adamw8bit",
+)
 positive: Any = validators.gt(0)
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))

@@ -51,6 +51,7 @@ def finish(session: Session) -> None:
     writing = session.writing
     if writing is None and not session.config.checkpoint.async_:
         return
+    # With `checkpoint.async`, `complete_if_written` may have set it to None on some ranks only.
     if writing is not None:
         writing.wait()
     session.mesh.barrier()

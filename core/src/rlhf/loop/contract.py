@@ -28,7 +28,7 @@ from rlhf.model.parts import decoder
 from rlhf.model.role import POLICY, Role
 from rlhf.trainer import Loss, Term, Trainer
 
-PLACES = ("examples", "answers")
+POSITIONS = ("examples", "answers")
 """Names in `batch.step` that core writes: the positions of a batch's values in the step's."""
 
 
@@ -279,7 +279,7 @@ def check_survey(values: Any, batch: PackedBatch, call: str) -> None:
         )
     sizes = (batch.num_examples, batch.num_answers)
     for name, value in values.items():
-        if name in PLACES:
+        if name in POSITIONS:
             raise RLHFError(f"{call} returned {name!r}, a name that core uses itself; rename it")
         if not isinstance(value, Tensor):
             raise RLHFError(f"{call} returned {name!r} as {type(value).__name__}; return a tensor")

@@ -33,12 +33,12 @@ def evaluate_at_end(session: Session, *, step: int) -> None:
     if step != session.record.steps and not is_due(session.config.train.eval_every, step):
         evaluate(session, step=step)
         return
-    judge(session, step=step)
+    evaluate_and_keep_best(session, step=step)
     if session.best.metric is not None:
         save(session, step)
 
 
-def judge(session: Session, *, step: int) -> tuple[bool, str | None]:
+def evaluate_and_keep_best(session: Session, *, step: int) -> tuple[bool, str | None]:
     """Evaluate; return whether this is the best evaluation so far, and "patience" if it ends the
     run. The best model is exported before a checkpoint can name it. Collective."""
     evaluate(session, step=step)

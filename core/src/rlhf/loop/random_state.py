@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 
 def seed_generators(*numbers: int) -> None:
-    """Give each rank that computes other tokens its own dropout, from the run's seed, the rank and
-    what else tells this moment from others. Called once the models exist, which all ranks must draw
-    alike."""
+    """Seed Python, NumPy and torch from the run's seed, the rank and, on a resume, the step: ranks
+    with different tokens draw different dropout. Call it after models are created, since their
+    random weights must be equal on all ranks."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -10,7 +10,7 @@ from rlhf.data.order import StepPlan
 from rlhf.errors import SameOnAllRanks
 from rlhf.launch.garbage import collect
 from rlhf.loop.checkpointing import complete_if_written, finish, save
-from rlhf.loop.evaluation import evaluate, evaluate_at_end, is_due, judge
+from rlhf.loop.evaluation import evaluate, evaluate_and_keep_best, evaluate_at_end, is_due
 from rlhf.loop.session import Session
 from rlhf.loop.stepper import Stepper
 from rlhf.loop.stop import StopWatch
@@ -52,10 +52,11 @@ def _take_steps(
             if session.folder is not None:
                 # The start ends with the first step as the host sees it.
                 session.folder.write_summary(startup=session.place.startup.seconds)
-            # The optimizer has its states now: a backend that cannot save them says so. A tensor
-            # axis would gather them.
-            for role in session.trained.values() if session.mesh.tensor.size == 1 else ():
-                session.hooks.save_checkpoint(engine=role.engine)
+            if session.mesh.tensor.size == 1:
+                # An optimizer whose states the backend cannot save fails here and not at the first
+                # checkpoint. A tensor axis would gather the states.
+                for role in session.trained.values():
+                    session.hooks.save_checkpoint(engine=role.engine)
         step += 1
         session.journal.step(result)
         reason = pause.after_step(step, seconds=time.perf_counter() - began)
@@ -84,7 +85,7 @@ class _Pause:
         reason = self.stop.stop_at(step)
         if session.evaluation_owed and is_due(train.eval_every, step):
             session.evaluation_owed = False
-            _, patience = self._judge(step)
+            _, patience = self._evaluate(step)
             reason = reason or patience
             save(session, step)
         return reason
@@ -99,7 +100,7 @@ class _Pause:
         best, due = False, is_due(session.config.train.eval_every, step)
         if reason is None and due:
             self.stepper.raise_if_not_finite()
-            best, reason = self._judge(step)
+            best, reason = self._evaluate(step)
         session.evaluation_owed = reason == "signal" and due
         if reason is not None or best or is_due(session.config.checkpoint.every, step):
             self.stepper.raise_if_not_finite()
@@ -109,9 +110,9 @@ class _Pause:
             self.stop.check_timeout(seconds, time.perf_counter() - began)
         return reason
 
-    def _judge(self, step: int) -> tuple[bool, str | None]:
+    def _evaluate(self, step: int) -> tuple[bool, str | None]:
         self.evaluated = step
-        return judge(self.session, step=step)
+        return evaluate_and_keep_best(self.session, step=step)
 
 
 def _planned_steps(

@@ -14,10 +14,10 @@ from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
 from rlhf.journal.sums import Totals
-from rlhf.loop.contract import PLACES, Contract, check_names
+from rlhf.loop.contract import POSITIONS, Contract, check_names
 
-EXAMPLES, ANSWERS = PLACES
-"""What a value is per."""
+EXAMPLES, ANSWERS = POSITIONS
+"""Whether a surveyed value has one entry per example or per answer."""
 
 
 @define
@@ -33,7 +33,7 @@ class Survey:
     _checked: bool = False
     """Whether the names were compared between ranks."""
     _kinds: dict[str, str] = field(factory=dict)
-    """What each surveyed value is per, by name."""
+    """`EXAMPLES` or `ANSWERS` for each surveyed value."""
 
     def batches(
         self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
@@ -65,15 +65,15 @@ class Survey:
             for name, values in local.items()
         }
         batches = [attrs.evolve(batch, step=whole | index.positions(batch)) for batch in batches]
-        # `batch.step` has positions under two names of counts.
+        # In `batch.step`, `examples` and `answers` are positions; in the totals they are counts.
         return batches, {**batches[0].step, **plan.totals}
 
     def _agreed_kinds(
         self, local: Mapping[str, Tensor], index: "StepIndex", positions: Mapping[str, Tensor]
     ) -> Mapping[str, str]:
-        """Return what each value is per. With one answer per example both are the same. Otherwise
-        the lengths tell, but a rank may have only examples with one answer: the ranks share what
-        they know, once. Collective then."""
+        """Return whether each value is per example or per answer. With one answer per example both
+        are the same. Otherwise its length decides; on a rank whose examples all have one answer the
+        lengths are equal, so the ranks exchange what they found, once. Collective then."""
         if index.one_answer:
             return dict.fromkeys(local, EXAMPLES)
         if local.keys() - self._kinds.keys():

@@ -51,7 +51,7 @@ class Estimate:
         """Bytes that forward and backward add to `resident`, whose gradients may not exist yet."""
         if self.accumulates:
             return self.step_peak
-        return max(self.step_peak, self.step.growing(self.gradients)) - self.gradients
+        return max(self.step_peak, self.step.peak_with_gradients(self.gradients)) - self.gradients
 
     @property
     def _beside(self) -> dict[str, int]:
@@ -67,7 +67,8 @@ class Estimate:
         """Return the bytes at the peak by part, which add up to `peak`."""
         step, states = self.step, {role: dict(parts) for role, parts in self.states.items()}
         parts = {"activations": step.activations, "head": self.step_peak - step.activations}
-        without_gradients, growing = not self.accumulates, step.growing(self.gradients)
+        without_gradients = not self.accumulates
+        growing = step.peak_with_gradients(self.gradients)
         name, most = max(self._beside.items(), key=itemgetter(1))
         if most > self._pass:
             without_gradients = name == "survey"

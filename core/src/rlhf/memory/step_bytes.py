@@ -34,14 +34,13 @@ class CountedStep:
     """Bytes at the peak of the survey, when no gradient exists."""
 
     def peak(self, *, reducing: int = 0) -> int:
-        """Return the peak of loss and backward, with up to `reducing` bytes of gradients
-        that wait for their reduction: above `activations` are the head's logits and gradients of
-        activations."""
+        """Return the peak of loss and backward while at most `reducing` bytes of gradients wait to
+        be reduced. Above `activations` it has the head's logits and gradients of activations."""
         return max(live + min(whole, reducing) for live, _, whole in self.peaks)
 
-    def growing(self, gradients: int) -> int:
-        """Return the peak including all gradients of weights so far, which take `gradients` bytes
-        in the end: that of a step of one micro-batch."""
+    def peak_with_gradients(self, gradients: int) -> int:
+        """Return the peak of a step of one micro-batch, with the gradients of weights that are
+        complete at each moment; all of them take `gradients` bytes."""
         return max(live + gradients * done // self.total for live, done, _ in self.peaks)
 
 
@@ -77,7 +76,7 @@ def count_step(
         if trainer.needs_survey():
             with torch.no_grad():
                 values = dict(trainer.survey(surveyed or batch))
-            batch = attrs.evolve(batch, step=values | _places(batch))
+            batch = attrs.evolve(batch, step=values | _positions(batch))
             survey = counter.take_peak()
         loss = trainer.loss(batch)
         activations = counter.live
@@ -125,8 +124,8 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-def _places(batch: PackedBatch) -> dict[str, Tensor]:
-    """Return places of the batch's examples and answers among surveyed values."""
+def _positions(batch: PackedBatch) -> dict[str, Tensor]:
+    """Return positions of the batch's examples and answers among surveyed values."""
     sizes = {"examples": batch.num_examples, "answers": batch.num_answers}
     device = batch.tokens.device
     return {name: torch.zeros(n, dtype=torch.long, device=device) for name, n in sizes.items()}

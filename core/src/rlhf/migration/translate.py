@@ -14,6 +14,11 @@ from rlhf.migration.datasets import READERS, listed, names_in
 from rlhf.migration.rules import Migration, apply, number_of, short
 
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+READ = (
+    "zero_optimization", "stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size",
+    "tensor_parallel", "sequence_parallel_size",
+)  # fmt: skip
+"""Keys of DeepSpeed's JSON that are translated."""
 VARIABLE = re.compile(r"\$[\w{(]")
 """The beginning of a variable of a shell, or of a command in its place."""
 
@@ -198,9 +203,20 @@ def _distillation(migration: Migration, keys: Mapping[str, Any]) -> None:
 
 
 def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None:
-    """Take the ZeRO stage and offload from DeepSpeed's JSON."""
-    zero = _deepspeed(migration, keys.get("deepspeed"), folder).get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
+    """Take the ZeRO stage, offload and the sizes of groups from DeepSpeed's JSON."""
+    content = _deepspeed(migration, keys.get("deepspeed"), folder)
+    zero, tensor = (
+        each if isinstance(each := content.get(name), Mapping) else {}
+        for name in ("zero_optimization", "tensor_parallel")
+    )
+    for name, size in (
+        ("hpz_partition_size", zero.get("zero_hpz_partition_size")),
+        ("tensor_parallel", tensor.get("autotp_size")),
+        ("sequence_parallel", content.get("sequence_parallel_size")),
+    ):
+        if isinstance(size, int) and size > 1:
+            migration.set(f"deepspeed.{name}", size, "deepspeed")
+    _left_out(migration, content, zero)
     if "stage" in zero:
         migration.set("deepspeed.stage", zero["stage"], "deepspeed")
     for name in ("offload_optimizer", "offload_param"):
@@ -225,6 +241,20 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
     ratio = number_of("ratio", optimizer.get("ratio", 1)) if zero.get("stage") == 3 else 1
     if optimizer.get("device") == "cpu" and 0 < ratio < 1:
         migration.set("deepspeed.offload_ratio", ratio, "deepspeed")
+    # At other stages, the other projects ignore it.
+    if migration.settings.get("deepspeed.stage") != 3:
+        migration.drop("deepspeed.hpz_partition_size")
+
+
+def _left_out(migration: Migration, content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    """List the keys of DeepSpeed's JSON that are not read."""
+    for key, value in {**content, **zero}.items():
+        if key in ("optimizer", "scheduler"):
+            migration.lost[f"deepspeed {key}"] = "set it in optim"
+        elif key.startswith("zero_quantized") and value:
+            migration.lost[f"deepspeed {key}"] = "what ranks exchange is not rounded here"
+        elif key not in READ:
+            migration.unneeded.append(f"deepspeed {key}")
 
 
 def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:

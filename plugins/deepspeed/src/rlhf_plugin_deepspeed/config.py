@@ -145,7 +145,7 @@ class DeepSpeedConfig:
 
     not_offered: ClassVar[Mapping[str, str]] = {
         key.rpartition(".")[2]: reason for key, reason in REFUSED.items()
-    }
+    } | {"deepcompile": REFUSED["compile"]}
     """Settings that are not offered, and keys of DeepSpeed's JSON, with the alternative."""
     preset: str = field(default="auto", validator=known_preset)
     """auto, ddp (also zero, zero0), zero1, zero2, zero3; zero2_bf16, zero2_fp16 (these also set

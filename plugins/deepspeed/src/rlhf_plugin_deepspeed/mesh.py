@@ -20,6 +20,7 @@ from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import PRECISIONS
+from rlhf_plugin_deepspeed.config import resolve
 from rlhf_plugin_deepspeed.patches.install import path_of, replace
 from rlhf_plugin_deepspeed.patches.stage_3 import forget_modules
 from rlhf_plugin_deepspeed.patches.table import PATCHES, in_force
@@ -41,7 +42,7 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     """Join the launcher's process group or one that is running, else start one of one process."""
     accelerator = get_accelerator()
     expand_segments(accelerator.device_name())
-    _check_precision(config.model.dtype)
+    _check_precision(config)
     launcher = launcher_variables()
     local_rank = _local_rank()
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -162,13 +163,19 @@ def precisions() -> list[str]:
     return [name for name in PRECISIONS if name not in supports or supports[name]()]
 
 
-def _check_precision(precision: str) -> None:
-    if precision not in (here := precisions()):
-        raise RLHFError(
-            f"model.dtype is {precision}, which the accelerator here "
-            f"({get_accelerator().device_name()}) does not support; set model.dtype to "
-            f"{' or '.join(reversed(here))}"
-        )
+def _check_precision(config: Config) -> None:
+    precision, here = config.model.dtype, precisions()
+    if precision in here:
+        return
+    setting, remedy = "model.dtype", f"set model.dtype to {' or '.join(reversed(here))}"
+    section = config.backend_section
+    if (preset := resolve(section)).dtype is not None:
+        setting = f"the precision of the preset {section.preset}"
+        remedy = f"use the preset zero{preset.stage}, and {remedy}"
+    raise RLHFError(
+        f"{setting} is {precision}, which the accelerator here "
+        f"({get_accelerator().device_name()}) does not support; {remedy}"
+    )
 
 
 def _local_rank() -> int:

@@ -151,6 +151,7 @@ def _zero(
     zero: dict[str, Any] = {"stage": stage}
     if stage >= 1:
         zero |= {"reduce_bucket_size": reduced, "allgather_bucket_size": gathered}
+        zero["reduce_scatter"] = True
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": min(50_000_000, gathered)}
         if section.persistence_threshold is not None:

@@ -25,7 +25,7 @@ from rlhf.trainer import (
     Trainer,
 )
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
-from rlhf_plugin_kto.mismatch import Mismatched
+from rlhf_plugin_kto.mismatch import Mismatched, partners
 
 SIDES = ("chosen", "rejected")
 """Names of desirable and undesirable rows in metrics, as in TRL."""
@@ -89,8 +89,8 @@ class KTOTrainer(Trainer):
 
     def check_examples(self, examples: Examples) -> None:
         if self.needs_survey():
-            # Whether all find another row's answer does not depend on the draw.
-            Mismatched(examples, np.random.default_rng(0))
+            # An error if one row has more than half of the examples, whatever the draw.
+            partners(examples.sources, np.random.default_rng(0))
 
     def remarks(self, examples: Examples) -> Sequence[str]:
         config, num_desirable = self.config, int(examples.value("desirable").sum())

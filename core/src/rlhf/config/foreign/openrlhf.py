@@ -6,6 +6,7 @@ from rlhf.config.foreign.project import Project, Rule, Variant, lost, read, to, 
 from rlhf.config.foreign.transformers import PER_EXAMPLE, SCHEDULES, TRACKERS
 
 TURNS = "without it, only the last turn of the assistant is trained on there; here every turn is"
+FROZEN = to("deepspeed.frozen", {True: "offload"}, off=(None, False))
 
 KEYS: dict[str, Rule] = {
     "pretrain": to("model.path"),
@@ -38,6 +39,8 @@ KEYS: dict[str, Rule] = {
     "ring_attn_size": to("deepspeed.sequence_parallel", off=(None, 1)),
     "ds_tensor_parallel_size": to("deepspeed.tensor_parallel", off=(None, 1)),
     "adam_offload": to("deepspeed.offload_optimizer", off=(None, False)),
+    "ref_offload": FROZEN,
+    "zpg": to("deepspeed.hpz_partition_size", off=(None, 1)),
     "logging_steps": to("train.log_every"),
     "eval_steps": to("train.eval_every", off=(None, -1)),
     "save_steps": to("checkpoint.every"),
@@ -55,9 +58,9 @@ KEYS: dict[str, Rule] = {
     **unneeded(
         "attn_implementation deepcompile disable_ds_ckpt disable_fast_tokenizer disable_trace_cache"
         " flash_attn grad_accum_dtype gradient_checkpointing_use_reentrant"
-        " local_rank overlap_comm ref_offload ring_head_stride save_hf_ckpt"
+        " local_rank overlap_comm ring_head_stride save_hf_ckpt"
         " use_ds_universal_ckpt use_liger_kernel use_ms wandb_group wandb_org"
-        " wandb_project wandb_run_name zpg"
+        " wandb_project wandb_run_name"
     ),
 }
 SFT = {
@@ -83,7 +86,7 @@ KTO = {
 KD = {
     "teacher_model": to("kd.teacher"),
     **read("kd_coef", "kd.sft", "it is the weight of the divergence; kd.sft is 1 minus it"),
-    **unneeded("teacher_offload"),
+    "teacher_offload": FROZEN,
     **lost("pretrain_mode"),
 }
 PRM = {

@@ -28,14 +28,15 @@ class Section:
 plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
 NAMES = (
-    "MyTrainer", "OwnRows", "Imitation", "ActorCritic", "TokenDPO", "AboveAverage", "Retrieval",
-    "Draws", "Clipped", "Judged",
+    "MyTrainer", "OwnRows", "Imitation", "ActorCritic", "Denoiser", "TokenDPO", "AboveAverage",
+    "Retrieval", "Draws", "Clipped", "Judged",
 )  # fmt: skip
 CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [
     {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"], "share": 1}
     for row in demo.rows("arithmetic", "train", "demonstration")[:29]
 ]
+IMAGES = [{"image": [0.1, 0.7, 0.2, number / 29]} for number in range(29)]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_trainer_of_the_page_trains_and_packs(
 ) -> None:
     class Kit(TrainerConformance):
         trainer = name
-        rows = QUESTIONS if name == "OwnRows" else None
+        rows = {"OwnRows": QUESTIONS, "Denoiser": IMAGES}.get(name)
         words = (f"--{name}.teacher", "{other_model}")
 
     bench = bench_of(Kit, tmp_path / "bench")

@@ -9,7 +9,7 @@ import pytest
 import sft_runs
 from rlhf.testing import column
 from rlhf.testing.plain import PlainBackend
-from rlhf.testing.ranks import Ranks
+from rlhf.testing.ranks import Ranks, ranks_fixture
 from sft_runs import Inputs
 
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
@@ -32,6 +32,8 @@ CASES = {
         2,
         (*STAGE_3, "--model.recompute", "full", "--batch.tokens", "64"),
     ),
+    "four ranks, stage 2": (4, ("--deepspeed.stage", "2", "--batch.tokens", "64")),
+    "four ranks, stage 3": (4, STAGE_3),
     "two ranks, stage 1, optimizer on the CPU": (
         2,
         ("--deepspeed.stage", "1", "--deepspeed.offload_optimizer", "true"),
@@ -52,6 +54,7 @@ CASES = {
         ),
     ),
 }
+four = ranks_fixture(4)
 QUICK = (
     "one rank, 64 tokens",
     "recomputed products",
@@ -83,10 +86,11 @@ def test_the_curve_is_that_of_plain_torch(
     inputs: Inputs,
     one: Ranks,
     two: Ranks,
+    four: Ranks,
     tmp_path: Path,
 ) -> None:
     world, words = CASES[name]
-    ranks = one if world == 1 else two
+    ranks = {1: one, 2: two, 4: four}[world]
     words = tuple(sft_runs.words(inputs, tmp_path / "run", "--train.epochs", "2", *words))
     results = ranks.run(sft_runs.run, list(words), str(inputs.cache))
     metrics = results[0][1]

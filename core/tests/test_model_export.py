@@ -2,6 +2,7 @@
 not."""
 
 import json
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedModel,
 )
 
 from rlhf import sharding
@@ -70,6 +72,24 @@ def test_an_exported_model_opens_in_transformers_with_the_same_logits(
     torch.testing.assert_close(logits(again), logits(module.causal))
     assert again.config._attn_implementation != "rlhf_tree"
     assert "rlhf" not in (tmp_path / "config.json").read_text()
+
+
+def test_a_large_model_is_written_in_several_files_that_open_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partialmethod(PreTrainedModel.save_pretrained, max_shard_size="8KB")
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", small)
+    module = module_of("untied")
+    module.save_weights(module.state_dict(), tmp_path)
+    verify_export(tmp_path, module.model)
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    module.path = "separate"
+    torch.testing.assert_close(logits(again), logits(module.causal))
+    files[-1].unlink()
+    with pytest.raises(RLHFError, match="incomplete: lm_head.weight is missing"):
+        verify_export(tmp_path, module.model)
 
 
 def test_full_precision_weights_are_written_in_the_models_dtype(tmp_path: Path) -> None:

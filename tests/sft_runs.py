@@ -56,7 +56,7 @@ def run(arguments: list[str], cache: str, backend: Any = None) -> tuple[int, lis
 
 def wait_for(path: Path, text: str, *processes: subprocess.Popen[str]) -> None:
     """Wait until a file has this text. Fails as soon as one of the processes has ended."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (path.exists() and text in path.read_text()):
         for process in processes:
             assert process.poll() is None, process.communicate()

@@ -16,7 +16,8 @@ from rlhf.data.example import Answer, Example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.journal.sums import RESERVED
-from rlhf.loop.contract import Contract, check_names, check_rollout, check_setup
+from rlhf.loop.checks import check_names, check_rollout, check_setup
+from rlhf.loop.contract import Contract
 from rlhf.loop.session import Session
 from rlhf.rank.run import run_rank
 from rlhf.readouts import token_logprobs

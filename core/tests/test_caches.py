@@ -94,7 +94,7 @@ def helpers_of(pid: int) -> list[Path]:
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -142,7 +142,7 @@ def test_a_signal_ends_the_preparation(capfd: pytest.CaptureFixture[str]) -> Non
     began = time.monotonic()
     started = Ranks([sys.executable, "-c", WAITS], 2, 10.0, prepare=prepare)
     assert started.wait() == 143
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     assert capfd.readouterr() == (STOPPED_LINE, "")
 
 
@@ -162,7 +162,7 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     pids = [int(word) for line in lines for word in line.split()]
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in pids if alive(pid)] == []

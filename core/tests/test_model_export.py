@@ -88,7 +88,7 @@ def test_a_large_model_is_written_in_several_files_that_open_as_one(
     module.path = "separate"
     torch.testing.assert_close(logits(again), logits(module.causal))
     files[-1].unlink()
-    with pytest.raises(RLHFError, match="incomplete: lm_head.weight is missing"):
+    with pytest.raises(RLHFError, match=r"incomplete: lm_head\.weight is missing"):
         verify_export(tmp_path, module.model)
 
 

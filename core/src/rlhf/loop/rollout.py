@@ -15,7 +15,7 @@ from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.loop.contract import check_rollout
+from rlhf.loop.checks import check_rollout
 from rlhf.trainer import Trainer
 
 FILE = "rollout.arrow"

@@ -14,7 +14,8 @@ from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
 from rlhf.journal.sums import Totals
-from rlhf.loop.contract import POSITIONS, Contract, check_names
+from rlhf.loop.checks import POSITIONS, check_names
+from rlhf.loop.contract import Contract
 
 EXAMPLES, ANSWERS = POSITIONS
 """Whether a surveyed value has one entry per example or per answer."""

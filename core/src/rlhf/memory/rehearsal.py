@@ -24,7 +24,7 @@ from rlhf.data.order import RunOrder, SurveyRows
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
-from rlhf.loop.contract import check_setup
+from rlhf.loop.checks import check_setup
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES

@@ -13,7 +13,7 @@ from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
 from rlhf.loop import random_state
 from rlhf.loop.best import Best
-from rlhf.loop.contract import check_setup
+from rlhf.loop.checks import check_setup
 from rlhf.loop.fragments import num_bytes
 from rlhf.loop.rollout import Rollouts
 from rlhf.loop.samples import scores_answers

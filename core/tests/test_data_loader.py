@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 import weakref
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +285,10 @@ def test_a_batch_comes_as_it_was_packed(examples: Examples, config: Config, work
             assert received == value
 
 
-def test_evaluation_reads_every_row_once_and_ends(examples: Examples, config: Config) -> None:
-    seen: list[int] = []
-    for rank in range(2):
-        course = order(examples, config, rank, 2, shuffle=False)
-        for batch in batches_from(course, workers=1):
-            seen += batch.rows
+def test_evaluation_reads_every_row_once(examples: Examples, config: Config) -> None:
+    courses = [order(examples, config, rank, 2, shuffle=False) for rank in range(2)]
+    steps = [course.step(number) for course in courses for number in range(course.steps_per_epoch)]
+    seen = [row for step in steps for micro in step.micro for row in micro]
     assert sorted(seen) == list(range(NUM_ROWS))
 
 
@@ -397,7 +396,7 @@ def test_nothing_is_kept_of_a_worker_that_has_ended(examples: Examples, config: 
     batches = batches_from(order(examples, config, shuffle=False), workers=1)
     (worker,) = map(weakref.ref, {*multiprocessing.active_children()} - others)
     assert worker() is not None
-    assert list(batches)
+    assert next(batches)
     del batches
     gc.collect()
     assert {*multiprocessing.active_children()} <= others
@@ -456,7 +455,7 @@ def test_workers_keep_to_one_thread_and_to_their_own_garbage(
             return super().__getitem__(number)
 
     course = order(Threads(*examples.__reduce__()[1]), config, shuffle=False)
-    assert len(list(batches_from(course, workers=1))) > 0
+    assert len(list(islice(batches_from(course, workers=1), 5))) == 5
 
 
 def test_rows_are_named_by_file_and_line(examples: Examples, config: Config) -> None:

@@ -33,13 +33,11 @@ START_ATTEMPTS = 3
 def batches_from(
     order: RunOrder, *, first_step: int = 0, workers: int = 0, pin: bool = False
 ) -> Iterator[PackedBatch]:
-    """Return this rank's packed micro-batches from `first_step` on: endless in training, one pass
-    without shuffling.
+    """Return this rank's packed micro-batches from `first_step` on, without end.
 
     `workers` processes pack ahead; if one dies, RuntimeError is raised here. `pin` puts the tensors
     into page-locked memory.
     """
-    steps = count(first_step) if order.shuffle else range(first_step, order.steps_per_epoch)
     stopping = [signal.SIGTERM, *numbers(order.config.checkpoint.stop_signals)]
     with warnings.catch_warnings():
         # torchdata 0.11 calls torch.set_vital, which newer torch deprecates.
@@ -47,7 +45,7 @@ def batches_from(
         loader = StatefulDataLoader(
             order,
             batch_size=None,
-            sampler=order.micro_batches(steps),
+            sampler=order.micro_batches(count(first_step)),
             num_workers=workers,
             # A worker sends arrays through a pipe, but each tensor in a segment of shared memory.
             collate_fn=lambda batch: map_tensors(batch, Tensor.numpy),

@@ -113,6 +113,16 @@ def test_a_folder_that_cannot_be_served_is_refused_before_a_model_loads(
         "cannot serve at 127.0.0.1 port 70000 (bind(): port must be 0-65535); choose another "
         "--port or --host"
     )
+    for words, reason in (
+        (["--host", "\xfc.."], "cannot serve at \xfc.. port 0 ("),
+        (["--device", "foo"], "--device foo cannot be used (Expected one of cpu, cuda"),
+    ):
+        assert refused(capsys, str(rewards), "--port", "0", *words).startswith(reason)
+    (other / "config.json").write_text("[]")
+    assert "has no config.json that names" in refused(capsys, str(other), "--port", "0")
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "tokenizer.json").write_text("{")
+    assert f"cannot load the tokenizer in {other} (" in refused(capsys, str(other), "--port", "0")
     together = "--check URL and DATA belong together: rlhf serve --check URL MODEL DATA"
     assert refused(capsys, str(rewards), "rows.jsonl") == together
     assert refused(capsys, str(rewards), "--check", "http://127.0.0.1:1/classify") == together
@@ -125,7 +135,11 @@ def test_a_folder_that_cannot_be_served_is_refused_before_a_model_loads(
 def test_a_check_that_cannot_be_made_says_why(
     server: Served, rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = str(rewards.parent / "eval.jsonl")
+    rows, empty, number = (
+        str(rewards.parent / "eval.jsonl"), str(tmp_path / "e.jsonl"), str(tmp_path / "n.jsonl"),
+    )  # fmt: skip
+    Path(empty).write_text("")
+    Path(number).write_text('{"prompt": "a", "answers": 5}\n')
     for url, data, reason in (
         ("http://127.0.0.1:1", rows, "--check http://127.0.0.1:1 must end with one of /v1/score, "
          "/get_reward, /classify"),
@@ -136,5 +150,12 @@ def test_a_check_that_cannot_be_made_says_why(
          '{"error":"send the header `Authorization: Bearer TOKEN` with this server\'s token"}'),
         (f"{server.url}/classify", f"{tmp_path}/gone.jsonl",
          f"data.eval: no such file or folder: {tmp_path}/gone.jsonl"),
+        ("http://[::1/classify", rows,
+         "--check http://[::1/classify is not a URL: Invalid IPv6 URL"),
+        ("http://127.0.0.1:a/classify", rows, "cannot reach http://127.0.0.1:a/classify, or its "
+         "response is not JSON (nonnumeric port: 'a'); check the address"),
+        (f"{server.url}/classify", empty, f"{empty} has no rows to send; pass a file with rows"),
+        (f"{server.url}/classify", number, f"{number} line 1: a row needs a list of `answers` or "
+         "one of chosen, rejected, completion, completions"),
     ):  # fmt: skip
         assert refused(capsys, "--check", url, str(rewards), data) == reason

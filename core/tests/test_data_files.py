@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,35 @@ def test_columns_are_renamed_and_limits_are_kept(tmp_path: Path) -> None:
     )
 
 
+def test_a_renamed_column_may_be_null(tmp_path: Path) -> None:
+    rows = [{"q": "w1", "a": "w2", "s": None}, {"q": "w1", "a": "w2", "s": "w3"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    names = {"prompt": "q", "completion": "a", "system": "s"}
+    entry = DataEntry(path=str(tmp_path / "rows.parquet"), columns=names)
+    source = Source(entry, "train", "demonstration")
+    table = source.read(tmp_path)
+    found = [source.row(table[number], number)[1] for number in range(2)]
+    expected = {"prompt": "w1", "completion": "w2"}
+    assert found == [expected, expected | {"system": "w3"}]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "folder"])
+def test_new_bytes_are_read_although_the_time_of_the_file_is_that_of_the_old(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    file = path / "rows.csv" if name == "folder" else path
+    file.parent.mkdir(exist_ok=True)
+    for word in ("w1", "w2"):
+        rows = datasets.Dataset.from_list([{"text": word}])
+        (rows.to_parquet if name == "rows.parquet" else rows.to_csv)(file)
+        os.utime(file, (10**9, 10**9))
+        scratch = tmp_path / word
+        scratch.mkdir()
+        source = Source(DataEntry(path=str(path)), "train", "demonstration")
+        assert source.row(source.read(scratch)[0], 0)[1] == {"text": word}
+
+
 BAD_FILES = [
     (
         "rows.jsonl",
@@ -149,6 +179,11 @@ BAD_FILES = [
         "invalid start byte",
     ),
     ("rows.jsonl.gz", b"no gzip", "{} line 1: cannot be read: Not a gzipped file (b'no')"),
+    (
+        "rows.jsonl.gz",
+        gzip.compress(b'{"text": "w1"}\n')[:10] + b"\xff" * 20,
+        "{} line 1: cannot be read: Error -3 while decompressing data: invalid block type",
+    ),
     (
         "rows.txt",
         b"w1\n",

@@ -171,6 +171,17 @@ def test_an_interrupt_in_an_observer_is_raised(error: BaseException) -> None:
         observers.on_step(run=RUN, step=1, metrics={"counts": []})  # type: ignore[dict-item]
 
 
+def test_an_observer_whose_error_cannot_be_printed_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("no \ud800")
+    _, observers = build_gateways(backend(), observers={"web": Failing(1, error)})
+    run = attrs.evolve(RUN, folder=tmp_path)
+    observers.on_step(run=run, step=1, metrics={"counts": []})  # type: ignore[dict-item]
+    assert r"is not called again: ValueError: no \ud800; see " in capsys.readouterr().err
+    assert (tmp_path / "errors" / "observer-web.txt").read_text().endswith("no \\ud800\n")
+
+
 def test_core_implements_build_schedule_if_the_backend_does_not() -> None:
     import torch
 

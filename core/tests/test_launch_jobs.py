@@ -251,11 +251,12 @@ def test_complete_worlds_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
             "a slots=8\nb slots=4\n",
             "the hosts in {path} have different numbers of slots; use the smallest for all of them",
         ),
+        ("n\xf6de slots=8\n", "the host file {path} is not text in UTF-8"),
         ("a slots=8\na slots=8\n", "a host is listed twice in {path}; give each one line"),
     ],
 )
 def test_bad_host_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "hosts").write_text(text)
+    (tmp_path / "hosts").write_text(text, encoding="latin-1")
     with pytest.raises(RLHFError) as error:
         read_hosts(tmp_path / "hosts")
     assert str(error.value) == message.format(path=tmp_path / "hosts")

@@ -138,15 +138,34 @@ def test_a_damaged_export_is_reported(tmp_path: Path) -> None:
         verify_export(tmp_path, module.model)
 
 
-def adapted(base: Path) -> PackedModel:
+def adapted(base: Path, revision: str | None = None) -> PackedModel:
     """A trained adapter over the model in `base`."""
-    config = Config(model=ModelConfig(path=str(base)), lora=LoraConfig(rank=4))
+    config = Config(model=ModelConfig(path=str(base), revision=revision), lora=LoraConfig(rank=4))
     plan = Plan(stage=0, precision="fp32")
     module = load_model(ModelSpec(config=config), plan=plan, mesh=Mesh(), hooks=None)
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.1)
     return module
+
+
+def test_an_adapter_is_merged_into_the_revision_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    module_of("tied").causal.save_pretrained(base)
+    module = adapted(base, revision="old")
+    module.save_weights(module.state_dict(), adapter)
+    asked = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def remember(path: str, **options: Any) -> Any:
+        asked.append(options["revision"])
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", remember)
+    merge_command(str(adapter), str(tmp_path / "merged"))
+    assert asked == ["old"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -219,3 +238,11 @@ def test_generation_ends_where_the_trained_turn_ends(
     assert generation.eos_token_id == ends
     assert generation.pad_token_id == 4
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == template
+
+
+def test_published_values_of_sampling_are_exported_without_do_sample(tmp_path: Path) -> None:
+    module = module_of("tied")
+    module.save_weights(module.state_dict(), tmp_path)
+    module.causal.generation_config.temperature = 0.9
+    save_tokenizer_and_config(module.model, chatml_tokenizer(None), tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).temperature == 0.9

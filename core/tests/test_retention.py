@@ -95,6 +95,14 @@ def test_no_room_for_a_checkpoint_is_an_error(
 
 
 @pytest.mark.usefixtures("disk")
+def test_what_a_killed_save_left_takes_no_room(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".step-000002.part"
+    left.mkdir(parents=True)
+    retention.check_room(tmp_path, 10**9, CheckpointConfig(keep=4))
+    assert not left.exists()
+
+
+@pytest.mark.usefixtures("disk")
 def test_little_room_is_a_warning_and_enough_is_none(tmp_path: Path) -> None:
     assert retention.check_room(tmp_path, 10**9, CheckpointConfig(keep=4)) == ""
     assert retention.check_room(tmp_path, 2 * 10**9, CheckpointConfig(keep=4)) == (

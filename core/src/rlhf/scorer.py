@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from attrs import evolve
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
@@ -21,7 +20,7 @@ from rlhf.data.tokens import Row
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import DTYPES
-from rlhf.model.exported import exported_model
+from rlhf.model.exported import exported_model, exported_tokenizer
 from rlhf.model.extra import exported_extra
 from rlhf.model.head import Head
 from rlhf.model.packed import BareEngine, PackedModel
@@ -61,7 +60,7 @@ class Scorer(abc.ABC):
         self.folder, self.task = Path(folder), task
         self._tokens = tokens
         model = exported_model(self.folder, task, dtype=dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = exported_tokenizer(folder)
         self.config = model.config
         self.device = torch.device(device)
         self.extra = exported_extra(self.folder)
@@ -138,7 +137,9 @@ def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
     """Return the scorer of a run's `model/` folder. Raises RLHFError for any other folder."""
     try:
         name = json.loads((folder / "config.json").read_text())[SCORED_BY]
-    except (OSError, ValueError, KeyError):
+        if not isinstance(name, str):
+            raise TypeError
+    except (OSError, ValueError, KeyError, TypeError):
         raise RLHFError(
             f"{folder} has no config.json that names a trainer with a scorer; pass the model/ "
             "folder of a run of rm or prm, or of another trainer with a scorer"

@@ -3,13 +3,12 @@
 import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder
 from rlhf.model.adapters import adapter_settings
-from rlhf.model.exported import exported_model, task_of
+from rlhf.model.exported import exported_model, exported_tokenizer, task_of
 from rlhf.model.extra import exported_extra, save_extra
 from rlhf.model.save import save_weights
 from rlhf.report.card import write_card
@@ -28,7 +27,7 @@ def merge_command(source: str, output: str) -> int:
         merged = exported_model(adapter, task_of(settings.task_type)).merge_and_unload()
         save_weights(merged, merged.state_dict(), target)
         if (adapter / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(adapter).save_pretrained(target)
+            exported_tokenizer(adapter).save_pretrained(target)
         save_extra(exported_extra(adapter), target)
         if (adapter / "generation_config.json").is_file():
             shutil.copyfile(adapter / "generation_config.json", target / "generation_config.json")

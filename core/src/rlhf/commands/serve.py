@@ -46,9 +46,15 @@ def serve_command(
     listener = None if check else bind(host, port)
     disable_progress_bar()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = device or (accelerator.type if accelerator else "cpu")
+    default = accelerator.type if accelerator else "cpu"
+    try:
+        torch.empty(0, device=device or default)
+    except (RuntimeError, AssertionError) as error:
+        raise RLHFError(
+            f"--device {device} cannot be used ({first_line(error)}); remove it to use {default}"
+        ) from error
     folder = model_folder(Path(model))
-    scorer = open_scorer(folder, device=device, dtype=DTYPES.get(dtype, "auto"))
+    scorer = open_scorer(folder, device=device or default, dtype=DTYPES.get(dtype, "auto"))
     if check is not None and data is not None:
         return check_server(check, scorer, data, token)
     assert listener is not None
@@ -62,7 +68,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:
         listener.close()
         raise RLHFError(
             f"cannot serve at {host} port {port} ({first_line(error)}); choose another --port or "

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,14 +88,15 @@ class Source:
         if place is None:
             return self._splits(self.entry.path)
         if place.is_dir():
-            return self._folder(place)
+            return self._folder(place, scratch)
         for name in ("subset", "split"):
             if getattr(self.entry, name) is not None:
                 raise self._error(f"{place} is a file; remove {name}")
         if self._suffix in LINES:
             return _json_rows(place, scratch)
         if self._suffix in TABLES:
-            return self._load(TABLES[self._suffix], data_files=str(place), split="train")
+            builder = TABLES[self._suffix]
+            return self._load(builder, data_files=str(place), split="train", cache_dir=str(scratch))
         raise self._error(f"unknown file type {place}; use one of {', '.join([*LINES, *TABLES])}")
 
     def row(self, columns: Columns, number: int) -> tuple[str, Columns]:
@@ -105,7 +107,7 @@ class Source:
         with errors_at(where):
             if TEXT in columns:
                 return where, self._renamed(parse_object(columns[TEXT]))
-            row = self._renamed(without_nulls(columns))
+            row = without_nulls(self._renamed(dict(columns)))
             return where, _scalars(row) if TABLES.get(self._suffix) == "csv" else row
 
     def line(self, columns: Columns) -> int:
@@ -132,11 +134,11 @@ class Source:
             raise self._error(f"no such file or folder: {self.entry.path}")
         return None
 
-    def _folder(self, place: Path) -> datasets.Dataset:
+    def _folder(self, place: Path, scratch: Path) -> datasets.Dataset:
         import datasets
 
         if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
-            return self._splits(str(place))
+            return self._splits(str(place), cache_dir=str(scratch))
         try:
             loaded = datasets.load_from_disk(str(place))
         except Exception as error:
@@ -150,11 +152,14 @@ class Source:
             raise self._error(f"{place} has no split {split!r}; available: {', '.join(loaded)}")
         return loaded[split]
 
-    def _splits(self, name: str) -> datasets.Dataset:
+    def _splits(self, name: str, **keywords: Any) -> datasets.Dataset:
         """Return the rows of a hub name, or of a folder with the layout of a hub's repository."""
-        return self._load(name, name=self.entry.subset, split=self.entry.split or "train")
+        split = self.entry.split or "train"
+        return self._load(name, name=self.entry.subset, split=split, **keywords)
 
     def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
+        """Return what `datasets` loads. For files, `cache_dir` is a temporary folder: its own cache
+        tells them apart by their times and not by their bytes."""
         import datasets
 
         try:
@@ -233,7 +238,7 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise RLHFError(f"{path} line {number}: not UTF-8: {first_line(error)}") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise RLHFError(f"{path} line {number + 1}: cannot be read: {first_line(error)}") from error
 
 

@@ -53,11 +53,16 @@ def begin(checkpoints: Path, step: int) -> Path:
     """Return an empty hidden folder to write the checkpoint of `step` into; what killed saves left
     is removed."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    for left in checkpoints.glob(PART.format("step-*")):
-        shutil.rmtree(left)
+    remove_unfinished(checkpoints)
     folder = part_folder(checkpoints, step)
     folder.mkdir()
     return folder
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what killed saves left."""
+    for left in checkpoints.glob(PART.format("step-*")):
+        shutil.rmtree(left)
 
 
 def digest(part: Path, paths: Iterable[Path], *, rank: int = 0) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from rlhf.config.sections import CheckpointConfig
 from rlhf.errors import RLHFError
-from rlhf.folder.checkpoints import ASIDE, MANIFEST, REPLACED, all_checkpoints, step_folder, step_of
+from rlhf.folder.checkpoints import (
+    ASIDE,
+    MANIFEST,
+    REPLACED,
+    all_checkpoints,
+    remove_unfinished,
+    step_folder,
+    step_of,
+)
 from rlhf.folder.disk import free_space
 
 GB = 10**9
@@ -50,7 +58,9 @@ def check_disk(folder: Path, size: int) -> int:
 
 def check_room(run: Path, size: int, limits: CheckpointConfig) -> str:
     """Return a warning, or nothing, on the room for checkpoints of `size` bytes in the folder of a
-    run. Raises RLHFError if there is none for a single one."""
+    run, after what killed saves left there is removed. Raises RLHFError if there is none for a
+    single one."""
+    remove_unfinished(run / "checkpoints")
     least = size * (1 if limits.best is None else 2)
     if limits.max_gb is not None and limits.max_gb * GB < least:
         kept = "a checkpoint takes" if limits.best is None else "the newest and the best take"

@@ -104,6 +104,8 @@ def read_hosts(path: Path) -> list[tuple[str, int]]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise RLHFError(f"cannot read the host file {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise RLHFError(f"the host file {path} is not text in UTF-8") from error
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()

@@ -35,7 +35,9 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
             settings = read_adapter(adapter, task)
             check_uncompiled(adapter, settings, config.model)
             if causal.device.type != "meta":
-                return load_adapter(causal, adapter, trained=True)
+                adapted = load_adapter(causal, adapter, trained=True)
+                adapted.active_peft_config.revision = config.model.revision
+                return adapted
         was_tied = tied_head(causal) is not None
         try:
             model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
@@ -108,6 +110,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         ensure_weight_tying=tied_head(causal) is not None
         and any(name in EMBEDDING_LAYER_NAMES for name in lora.modules_to_save),
         task_type=FORMS[task].peft,
+        revision=config.model.revision,
     )
 
 

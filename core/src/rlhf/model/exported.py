@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import DTYPES
@@ -20,11 +20,12 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
     """
     folder = Path(folder)
     adapted = (folder / "adapter_config.json").is_file()
-    base = str(folder)
+    base, revision = str(folder), None
     if adapted:
         from rlhf.model.adapters import adapter_settings, load_adapter  # late: start-up time
 
-        base = adapter_settings(base).base_model_name_or_path
+        settings = adapter_settings(base)
+        base, revision = settings.base_model_name_or_path, settings.revision
     # A classifier's adapter folder has a config.json for its head and padding. A language model's
     # has one only if its trainer wrote settings there.
     described = (folder / "config.json").is_file()
@@ -33,6 +34,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
             options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
             model, report = FORMS[task].auto.from_pretrained(
                 base,
+                revision=revision,
                 dtype=DTYPES.get(dtype, dtype),
                 weights_only=True,
                 output_loading_info=True,
@@ -56,6 +58,17 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
             f"{type(model).__name__}; pass the model/ folder of a run that trained one"
         )
     return model
+
+
+def exported_tokenizer(folder: Path | str) -> Any:
+    """Return the tokenizer in a run's `model/` folder. Raises RLHFError if it does not load."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # A damaged folder may raise anything.
+        raise RLHFError(
+            f"cannot load the tokenizer in {folder} ({first_line(error)}); pass the model/ folder "
+            "of a run"
+        ) from error
 
 
 def task_of(task_type: str | None) -> Task:

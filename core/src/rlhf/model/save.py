@@ -105,7 +105,8 @@ def save_tokenizer_and_config(
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
     if tokenizer.pad_token_id is not None:
         generation.pad_token_id = tokenizer.pad_token_id
-    generation.save_pretrained(directory)
+    # `save_pretrained` would refuse sampling values without `do_sample`, which models publish.
+    generation.to_json_file(directory / "generation_config.json")
 
 
 def verify_export(

@@ -58,7 +58,7 @@ def hooks_of(observer: object) -> Any:
 
 
 def _report(name: str, hook: str, file: Path, error: Exception) -> None:
-    text = "".join(traceback.format_exception(error))
+    text = _printable("".join(traceback.format_exception(error)))
     try:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -67,7 +67,12 @@ def _report(name: str, hook: str, file: Path, error: Exception) -> None:
         where = f"its traceback:\n{text}"
     print(
         f"warning: observer {name!r} failed in {hook} and is not called again: "
-        f"{type(error).__name__}: {first_line(error)}; {where}",
+        f"{type(error).__name__}: {_printable(first_line(error))}; {where}",
         file=sys.stderr,
         flush=True,
     )
+
+
+def _printable(text: str) -> str:
+    """Return the text with halves of surrogate pairs escaped, which no file can hold."""
+    return text.encode(errors="backslashreplace").decode()

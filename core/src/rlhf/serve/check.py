@@ -6,12 +6,14 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf.config.sections import DataEntry
+from rlhf.data.columns import errors_at
 from rlhf.data.encode import Encoder
 from rlhf.data.files import Source
 from rlhf.data.other_rows import with_our_columns
@@ -32,15 +34,21 @@ Exchange = tuple[dict[str, Any], Callable[[Any], Any]]
 
 def check_server(url: str, scorer: Scorer, data: str, token: str | None) -> int:
     """Send the rows of `data` and print the largest difference; return 0 if it is small, else 1."""
-    path = urlsplit(url).path
+    try:
+        path = urlsplit(url).path
+    except ValueError as error:
+        raise RLHFError(f"--check {url} is not a URL: {first_line(error)}") from error
     if path not in CLIENTS:
         raise RLHFError(f"--check {url} must end with one of {', '.join(CLIENTS)}")
     if scorer.task != "sequence" and path != "/v1/score":
         raise RLHFError(f"{scorer.folder} scores the steps of an answer; check it at /v1/score")
     scores, worst, note = 0, 0.0, ""
     items = list(islice(read_items(data, scorer), ROWS))
+    if not items:
+        raise RLHFError(f"{data} has no rows to send; pass a file with rows")
     for where, prompt, answers in items:
-        logits = scorer.read(prompt, answers, max_tokens=1)
+        with errors_at(where):
+            logits = scorer.read(prompt, answers, max_tokens=1)
         is_raw = path == "/classify"
         ours = flat([each.tolist() if is_raw else scorer.scores(each) for each in logits])
         theirs = [
@@ -78,8 +86,8 @@ def read_items(data: str, scorer: Scorer) -> Iterator[tuple[str, Any, list[Any]]
 def prompt_and_answers(where: str, row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """Return the prompt of a row, empty if it has none, and its answers."""
     answers = row.get("answers") or [row[name] for name in ANSWERS if row.get(name) is not None]
-    if not answers:
-        raise RLHFError(f"{where}: a row needs `answers` or one of {', '.join(ANSWERS)}")
+    if not answers or not isinstance(answers, list):
+        raise RLHFError(f"{where}: a row needs a list of `answers` or one of {', '.join(ANSWERS)}")
     empty = "" if isinstance(answers[0], str) else []
     return row.get("prompt") or empty, answers
 
@@ -139,7 +147,7 @@ def post(url: str, body: Mapping[str, Any], token: str | None, where: str) -> An
     except urllib.error.HTTPError as error:
         reason = " ".join(error.read().decode(errors="replace").split())[:300]
         raise RLHFError(f"{where}: {url} answered {error.code}: {reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise RLHFError(
             f"cannot reach {url}, or its response is not JSON ({first_line(error)}); check the "
             "address"

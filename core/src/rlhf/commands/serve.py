@@ -47,18 +47,24 @@ def serve_command(
     disable_progress_bar()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     default = accelerator.type if accelerator else "cpu"
-    try:
-        torch.empty(0, device=device or default)
-    except (RuntimeError, AssertionError) as error:
-        raise RLHFError(
-            f"--device {device} cannot be used ({first_line(error)}); remove it to use {default}"
-        ) from error
+    if device is not None:
+        check_device(device, default)
     folder = model_folder(Path(model))
     scorer = open_scorer(folder, device=device or default, dtype=DTYPES.get(dtype, "auto"))
     if check is not None and data is not None:
         return check_server(check, scorer, data, token)
     assert listener is not None
     return serve(scorer, listener, token=token, max_tokens=max_tokens, queue=queue)
+
+
+def check_device(device: str, default: str) -> None:
+    """Raise RLHFError if torch cannot use a device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RLHFError(
+            f"--device {device} cannot be used ({first_line(error)}); remove it to use {default}"
+        ) from error
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -249,12 +249,22 @@ def _stages(migration: Migration, keys: Mapping[str, Any], folder: Path) -> None
 def _left_out(migration: Migration, content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
     """List the keys of DeepSpeed's JSON that are not read."""
     for key, value in {**content, **zero}.items():
-        if key in ("optimizer", "scheduler"):
+        if key == "scheduler" or (key == "optimizer" and not _is_adam_by_arguments(value)):
             migration.lost[f"deepspeed {key}"] = "set it in optim"
         elif key.startswith("zero_quantized") and value:
             migration.lost[f"deepspeed {key}"] = "what ranks exchange is not rounded here"
         elif key not in READ:
             migration.unneeded.append(f"deepspeed {key}")
+
+
+def _is_adam_by_arguments(optimizer: Any) -> bool:
+    """Return whether an optimizer in DeepSpeed's JSON is Adam with the settings of the trainer's
+    arguments, which transformers puts in place of `auto`."""
+    if not isinstance(optimizer, Mapping):
+        return optimizer is None
+    parameters = optimizer.get("params") or {}
+    name = str(optimizer.get("type")).lower()
+    return name in ("adam", "adamw") and all(each == "auto" for each in parameters.values())
 
 
 def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:

@@ -60,7 +60,7 @@ def test_content_that_a_template_rewrites_is_not_dropped() -> None:
     [
         ({"messages": [TALK[0], TOOL_CALL]}, "chatml has no form for tool calls"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}, TALK[1]]},
+            {"messages": [{"role": "user", "content": [{"type": "file"}]}, TALK[1]]},
             "chatml has no form for a part that is not text",
         ),
         ({"messages": TALK, "tools": [{"type": "function"}]}, "chatml has no form for tools"),
@@ -130,7 +130,7 @@ def test_rows_of_another_format_are_refused_with_their_columns() -> None:
 
 QUESTION = {"role": "user", "content": "two words"}
 PARTS = [{"type": "text", "text": word} for word in ("two ", "words")]
-IMAGE = {"type": "image", "image": "a.png"}
+FILE = {"type": "file", "file": {"file_id": "a"}}
 OWN_PARTS = CHATML.replace(
     "m['content'] +",
     "(m['content'] if m['content'] is string else m['content'] | map(attribute='text')"
@@ -177,9 +177,9 @@ def test_a_template_that_renders_parts_gets_them() -> None:
 @pytest.mark.parametrize("template", [None, LLAMA3, INTERPOLATED])
 def test_a_part_that_would_be_printed_as_a_python_value_is_an_error(template: str | None) -> None:
     with pytest.raises(RLHFError) as caught:
-        prompt_of(template, {**QUESTION, "content": [*PARTS, IMAGE]})
+        prompt_of(template, {**QUESTION, "content": [*PARTS, FILE]})
     assert str(caught.value) == (
-        "rows.jsonl line 1: `content` of message 0 (role user) has a part of type 'image', which "
+        "rows.jsonl line 1: `content` of message 0 (role user) has a part of type 'file', which "
         "the chat template cannot render; remove the row or set data.chat_template"
     )
 
@@ -187,7 +187,7 @@ def test_a_part_that_would_be_printed_as_a_python_value_is_an_error(template: st
 def test_a_part_that_the_template_drops_is_an_error() -> None:
     template = OWN_PARTS.replace("m['content'] | map(", "m['content'][:2] | map(")
     with pytest.raises(RLHFError) as caught:
-        prompt_of(template, {**QUESTION, "content": [*PARTS, IMAGE]})
+        prompt_of(template, {**QUESTION, "content": [*PARTS, FILE]})
     assert str(caught.value) == (
         "rows.jsonl line 1: the chat template drops part 2 of `content` of message 0 (role user); "
         "change the row or set data.chat_template"

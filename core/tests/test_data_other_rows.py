@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "messages and a system column": (
         "demonstration",
-        {"messages": [SYSTEM, *TALK], "system": "be brief"},
+        {"messages": [SYSTEM, *TALK], "system": "be kind "},
         {"messages": [SYSTEM, *TALK]},
     ),
     "sharegpt pair": (
@@ -122,8 +122,9 @@ def test_function_calls_of_sharegpt_are_tool_calls() -> None:
     [
         (
             {"from": "moderator", "value": "stop"},
-            "`from` of message 0 of `messages` is 'moderator'; use one of human, user, gpt, "
-            "chatgpt, assistant, model, function_call, system, tool, observation",
+            "`from` of message 0 of `messages` is 'moderator'; use one of human, user, prompter, "
+            "gpt, chatgpt, assistant, model, bot, ai, function_call, tool_call, system, tool, "
+            "observation, tool_response, function_response",
         ),
         (
             {"from": "function_call", "value": "add(2)"},

@@ -16,17 +16,16 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.data.content import REASONING, Messages, readable, text_of
+from rlhf.data.columns import shown
+from rlhf.data.content import REASONING, readable, without_refused_system
 from rlhf.data.encode import Rendered, common_prefix
+from rlhf.data.messages import TRAIN_KEYS, Message, Messages, text_of
 from rlhf.errors import RLHFError
 
-Message = Mapping[str, Any]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 EMPTY_REASONING = re.compile(r"\s*(?:<(\w+)>\s*</\1>|\[(\w+)\]\s*\[/\2\])\s*")
 """What templates write before an answer without reasoning, such as `<think></think>`: it is part of
 the prompt when the model is asked to answer without reasoning."""
-TRAIN_KEYS = ("weight", "train", "loss")
-"""Keys of a message by which rows of OpenAI, Axolotl and ms-swift choose what is trained on."""
 PROBES = ("kilo", "zulu")
 """Two answers that share neither their first nor their last letter."""
 
@@ -66,7 +65,9 @@ class ChatTemplate:
         view = self.view(tools, keywords)
         if not turns:
             return []
-        messages = readable(messages[: turns[-1] + 1], view.text_or_none)
+        kept = without_refused_system(messages, view.text_or_none)
+        turns = [number - (len(messages) - len(kept)) for number in turns]
+        messages = readable(kept[: turns[-1] + 1], view.text_or_none)
         contexts = [messages[: number + 1] for number in turns]
         rendered = [self._turn(context, view) for context in contexts]
         out: list[Rendered] = []
@@ -85,6 +86,14 @@ class ChatTemplate:
                 "the chat template ignores `tools`; remove them or set data.chat_template"
             )
         return out[::-1]
+
+    def prompt(
+        self, messages: Messages, *, tools: Sequence[Any] | None, keywords: Mapping[str, Any]
+    ) -> str:
+        """Return the text of a conversation that the next answer continues."""
+        view = self.view(tools, keywords)
+        messages = without_refused_system(messages, view.text_or_none)
+        return view.text(readable(messages, view.text_or_none), opened=True)
 
     def view(
         self, tools: Sequence[Any] | None = None, keywords: Mapping[str, Any] | None = None
@@ -281,10 +290,10 @@ def _is_trained(number: int, message: Message) -> bool:
     of = f"of message {number} (role {message['role']})"
     for name, value in chosen.items():
         if value not in (0, 1):
-            raise RLHFError(f"`{name}` {of} is {value!r}; use 0 or 1, false or true")
+            raise RLHFError(f"`{name}` {of} is {shown(value)}; use 0 or 1, false or true")
         if value and message["role"] != "assistant":
             raise RLHFError(
-                f"`{name}` {of} is {value!r}, but only turns of the assistant are trained on; "
+                f"`{name}` {of} is {shown(value)}, but only turns of the assistant are trained on; "
                 "remove it"
             )
     return message["role"] == "assistant" and all(chosen.values())

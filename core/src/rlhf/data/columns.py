@@ -1,7 +1,7 @@
 """The checks of a row's columns that the row formats share."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,40 +57,33 @@ def type_name(value: Any) -> str:
     return names.get(type(value).__name__, type(value).__name__)
 
 
-def as_messages(name: str, value: Any, *, role: str | None = None) -> list[dict[str, Any]]:
-    """Return `value`, taken from column `name`, as messages; text is one message of `role`.
+def shown(value: Any) -> str:
+    """Return a value of a row for an error message: at most 80 characters of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
-    Raises RLHFError for any other shape.
+
+def parsed_list(name: str, value: Any, *, of: str = "") -> list[Any]:
+    """Return the list in column `name`, which may be JSON text; `of` says what it holds.
+
+    Raises RLHFError for any other value.
     """
-    if isinstance(value, str) and role is not None:
-        return [{"role": role, "content": value}]
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        wanted = "text or a list of messages" if role else "a list of messages"
-        raise RLHFError(f"`{name}` must be {wanted}, not {type_name(value)}")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            shown = json.dumps(message, default=str)[:80]
-            raise RLHFError(f"message {number} of `{name}` has no `role`: {shown}")
-        content = message.get("content")
-        if not isinstance(content, str | list | None):
-            raise RLHFError(
-                f"`content` of message {number} of `{name}` must be text or a list of parts, "
-                f"not {type_name(content)}"
-            )
-    return list(value)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else []
+        except (ValueError, RecursionError):
+            raise RLHFError(f"`{name}` is not valid JSON") from None
+    if not isinstance(value, list):
+        raise RLHFError(f"`{name}` must be a list{of}, not {type_name(value)}")
+    return value
 
 
 def tools_of(row: Columns) -> list[Any] | None:
     """Return the tools of a row: JSON schemas, given as a list or as JSON text."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError:
-            raise RLHFError("`tools` is not valid JSON") from None
-    if tools is not None and not isinstance(tools, list):
-        raise RLHFError(f"`tools` must be a list of JSON schemas, not {type_name(tools)}")
-    return tools or None
+    if row.get("tools") is None:
+        return None
+    tools = parsed_list("tools", row["tools"], of=" of JSON schemas")
+    return [json.loads(tool) if _is_object(tool) else tool for tool in tools] or None
 
 
 def keywords_of(row: Columns) -> Columns:
@@ -99,3 +92,11 @@ def keywords_of(row: Columns) -> Columns:
     if not isinstance(keywords, Mapping):
         raise RLHFError(f"`chat_template_kwargs` must be a mapping, not {type_name(keywords)}")
     return keywords
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is the JSON text of an object."""
+    try:
+        return isinstance(value, str) and isinstance(json.loads(value), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rlhf.data.columns import Columns, as_messages, errors_at, has, missing_columns, type_name
+from rlhf.data.columns import Columns, errors_at, has, missing_columns, shown, type_name
 from rlhf.data.encode import Rendered
+from rlhf.data.messages import as_messages
 from rlhf.data.other_rows import with_our_columns
 from rlhf.data.preference import preferences, render_pair
+from rlhf.data.prompts import split_prompt
 from rlhf.data.stepwise import stepwise
 from rlhf.data.tokens import (
     Reader,
@@ -14,6 +16,7 @@ from rlhf.data.tokens import (
     Unencoded,
     encode_all,
     join_paths,
+    raise_if_role_is_unknown,
     render_answer,
     render_answers,
     render_conversation,
@@ -75,13 +78,17 @@ def read_rows(format: str, rows: Sequence[tuple[str, Columns]], reader: Reader) 
 
 def _demonstration(row: Columns, reader: Reader) -> list[Rendered]:
     if has(row, "messages"):
-        return render_conversation(row, reader, as_messages("messages", row["messages"]), first=0)
+        messages = as_messages("messages", row["messages"])
+        raise_if_role_is_unknown("messages", messages)
+        return render_conversation(row, reader, messages, first=0)
     if has(row, "prompt", "completion"):
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return [render_text(prompt, completion)]
-        before = as_messages("prompt", prompt, role="user")
-        after = as_messages("completion", completion, role="assistant")
+        talk = as_messages("completion", completion, role="assistant")
+        asked = as_messages("prompt", prompt, role="user")
+        before, (after,) = split_prompt(asked, [talk], ["completion"])
+        raise_if_role_is_unknown("completion", after)
         return render_conversation(row, reader, [*before, *after], first=len(before))
     if has(row, "text"):
         text = row["text"]
@@ -95,5 +102,4 @@ def _label(row: Columns) -> bool:
     label = row["label"]
     if isinstance(label, bool | int | float) and label in (0, 1):
         return bool(label)
-    shown = repr(label) if isinstance(label, str) else label
-    raise RLHFError(f"`label` is {shown}; use true or false")
+    raise RLHFError(f"`label` is {shown(label)}; use true or false")

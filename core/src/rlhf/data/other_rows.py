@@ -1,25 +1,30 @@
-"""Rows as other projects write them: conversations of ShareGPT and instructions of Alpaca, with the
-columns that Axolotl, LLaMA-Factory and ms-swift add."""
+"""Rows as users write them, under the columns of core's row formats: conversations of ShareGPT,
+instructions of Alpaca, and the columns that OpenAI, Axolotl, LLaMA-Factory and ms-swift add."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.data.chat import TRAIN_KEYS
-from rlhf.data.columns import Columns, has
+from rlhf.data.columns import Columns, has, parsed_list, tools_of, type_name
+from rlhf.data.messages import (
+    MEDIA,
+    after_system,
+    as_messages,
+    decoded_messages,
+    raise_if_placeholder,
+)
 from rlhf.errors import RLHFError
 
-ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "assistant": "assistant", "model": "assistant", "function_call": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool",
-}  # fmt: skip
-"""Our role by ShareGPT's `from`."""
+TALKS = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Columns that may hold messages."""
+LISTS = ("answers", "ranks", "scores", "completions", "labels")
+"""Columns that hold lists, in CSV as JSON text."""
 
 
-def with_our_columns(row: Columns) -> Columns:
-    """Return a row of another project under the names of core's row formats, and any other row as
-    it is. Raises RLHFError for a message that cannot be read."""
+def with_our_columns(row: Columns) -> dict[str, Any]:
+    """Return a row under the names of core's row formats, with lists of messages in the form of
+    `as_messages`. Raises RLHFError for a message that cannot be read, and for what a model of text
+    cannot use."""
+    _raise_if_media(row)
     ours = dict(row)
     if has(row, "conversations") and not has(row, "messages"):
         name = "prompt" if has(row, "chosen", "rejected") else "messages"
@@ -27,66 +32,89 @@ def with_our_columns(row: Columns) -> Columns:
     if has(row, "instruction") and not has(row, "prompt"):
         ours["prompt"] = _instruction(row)
         if has(row, "output"):
-            ours["completion"] = ours.pop("output")
-    if has(row, "messages", "rejected_response") and row["messages"]:
-        *ours["prompt"], chosen = ours.pop("messages")
-        rejected = {"role": "assistant", "content": ours.pop("rejected_response")}
-        ours |= {"chosen": [chosen], "rejected": [rejected]}
+            ours["completion"] = _text("output", ours)
+            del ours["output"]
     if has(row, "kto_tag"):
         ours["label"] = ours.pop("kto_tag")
-    for name in {"messages", "prompt", "completion", "chosen", "rejected"} & ours.keys():
-        ours[name] = _as_messages(name, ours[name])
-    first = "messages" if has(ours, "messages") else "prompt"
-    if has(row, "system") and isinstance(ours.get(first), list):
-        ours[first] = _after_system(row["system"], ours[first])
-    return ours
+    if has(row, "functions") and not has(row, "tools"):
+        functions = parsed_list("functions", ours.pop("functions"))
+        ours["tools"] = [{"type": "function", "function": each} for each in functions]
+    for name in LISTS:
+        if isinstance(row.get(name), str) and row[name].lstrip().startswith("["):
+            ours[name] = parsed_list(name, row[name])
+    for name in TALKS:
+        ours |= _talk(name, ours)
+    messages = ours.get("messages")
+    if has(row, "rejected_response") and messages and isinstance(messages, list):
+        *ours["prompt"], chosen = ours.pop("messages")
+        rejected = as_messages("rejected_response", ours.pop("rejected_response"), role="assistant")
+        ours |= {"chosen": [chosen], "rejected": rejected}
+    return _with_context(ours)
 
 
-def _after_system(text: str, messages: list[Any]) -> list[Any]:
-    """Return the messages after one of the system with `text`, unless they begin with their own."""
-    first = messages[0] if messages else None
-    if isinstance(first, Mapping) and first.get("role") == "system":
-        return messages
-    return [{"role": "system", "content": text}, *messages]
+def _talk(name: str, row: Columns) -> dict[str, Any]:
+    """Return column `name` of a row with its messages in our form; text stays text."""
+    value = decoded_messages(row.get(name))
+    if isinstance(value, list | Mapping):
+        return {name: as_messages(name, value)}
+    if name == "prompt" and isinstance(value, str):
+        raise_if_placeholder(f"`{name}`", value)
+    return {}
+
+
+def _with_context(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with its `system` text at the start of its messages. A text prompt with a
+    system text or tools is a message of the user, since they only exist in conversations."""
+    system = _text("system", row)
+    what = "system" if system.strip() else "tools"
+    if what == "tools" and not tools_of(row):
+        return row
+    if isinstance(row.get("prompt"), str) and not has(row, "messages"):
+        prompt = row["prompt"]
+        row["prompt"] = [{"role": "user", "content": prompt}] if prompt.strip() else []
+    places = [name for name in ("messages", "prompt") if has(row, name)][:1]
+    places = places or [name for name in ("chosen", "rejected") if has(row, name)]
+    if any(not isinstance(row[name], list) for name in places) or (not places and has(row, "text")):
+        name = places[0] if places else "text"
+        raise RLHFError(
+            f"`{what}` cannot be used beside text in `{name}`; write the row as messages, or "
+            f"remove `{what}`"
+        )
+    if what == "tools":
+        return row
+    return row | {name: after_system(system, name, row[name]) for name in places}
 
 
 def _instruction(row: Columns) -> list[dict[str, Any]]:
     """Return the messages before an Alpaca answer: pairs in `history`, and the instruction."""
-    turns = [text for pair in row.get("history") or () for text in pair]
-    turns.append("\n".join(filter(None, (row["instruction"], row.get("input")))))
+    history = row.get("history") or []
+    if isinstance(history, str):
+        history = parsed_list("history", history)
+    if not isinstance(history, list) or not all(map(_is_pair, history)):
+        raise RLHFError("`history` must be a list of pairs of texts, [[question, answer], ...]")
+    turns = [text for pair in history for text in pair]
+    parts = [_text(name, row) for name in ("instruction", "input")]
+    turns.append("\n".join(filter(None, parts)))
     roles = ("user", "assistant")
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]
 
 
-def _as_messages(name: str, value: Any) -> Any:
-    """Return ShareGPT's messages, or the only one, as ours; anything else as it is."""
-    messages = [value] if isinstance(value, Mapping) else value
-    if not isinstance(messages, list) or not any(_is_theirs(message) for message in messages):
-        return value
-    return [_message(name, number, message) for number, message in enumerate(messages)]
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and [*map(type, value)] == [str, str]
 
 
-def _is_theirs(message: Any) -> bool:
-    return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+def _text(name: str, row: Columns) -> str:
+    """Return the text in a column, empty if the row does not have it."""
+    value = row.get(name)
+    if not isinstance(value, str | None):
+        raise RLHFError(f"`{name}` must be text, not {type_name(value)}")
+    return value or ""
 
 
-def _message(name: str, number: int, message: Any) -> Any:
-    if not _is_theirs(message):
-        return message
-    kind, text = message["from"], message["value"]
-    if kind not in ROLES:
-        raise RLHFError(
-            f"`from` of message {number} of `{name}` is {kind!r}; use one of {', '.join(ROLES)}"
-        )
-    chosen = {name: message[name] for name in TRAIN_KEYS if name in message}
-    if kind != "function_call":
-        return {"role": ROLES[kind], "content": text, **chosen}
-    try:
-        calls = json.loads(text)
-    except (TypeError, ValueError):
-        raise RLHFError(
-            f"message {number} of `{name}` is a function_call, but its `value` is not JSON"
-        ) from None
-    every = calls if isinstance(calls, list) else [calls]
-    tool_calls = [{"type": "function", "function": call} for call in every]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls, **chosen}
+def _raise_if_media(row: Columns) -> None:
+    for name in (*MEDIA, *(f"{medium}s" for medium in MEDIA)):
+        if row.get(name):
+            raise RLHFError(
+                f"the row has `{name}`, but models are trained on text only; remove the column or "
+                "the row"
+            )

@@ -7,12 +7,15 @@ whether the row has ranks or scores (a pair has 1 and 2; equal scores have equal
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlhf.data.columns import Columns, as_messages, has, missing_columns, type_name
+from rlhf.data.columns import Columns, has, missing_columns, type_name
 from rlhf.data.encode import Rendered, common_prefix
+from rlhf.data.messages import as_messages
+from rlhf.data.prompts import shared_size, split_prompt
 from rlhf.data.tokens import (
     Reader,
     Unencoded,
@@ -53,25 +56,14 @@ def render_pair(row: Columns, reader: Reader) -> list[Rendered]:
             return [render_text(value[:cut], value[cut:]) for value in values]
         return render_answers(row, reader, names, values)
     lists = [as_messages(name, row[name], role="assistant") for name in names]
-    pairs = enumerate(zip(*lists, strict=False))
-    size = next((n for n, (one, other) in pairs if one != other), min(map(len, lists)))
-    before = _before(row, lists[0][:size])
+    prompt = as_messages("prompt", row["prompt"], role="user") if has(row, "prompt") else []
+    before, (chosen, rejected) = split_prompt(prompt, lists, names)
+    size = shared_size(chosen, rejected)
+    before += chosen[:size]
     return [
         render_answer(row, reader, before, messages[size:], name)
-        for name, messages in zip(names, lists, strict=True)
+        for name, messages in zip(names, (chosen, rejected), strict=True)
     ]
-
-
-def _before(row: Columns, shared: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages before the answers: the shared ones, after the prompt if they lack it."""
-    if not has(row, "prompt"):
-        return shared
-    prompt = as_messages("prompt", row["prompt"], role="user")
-    if isinstance(row["prompt"], str):
-        text = row["prompt"].strip()
-        contents = [m["content"] for m in shared if isinstance(m.get("content"), str)]
-        return shared if text in [content.strip() for content in contents] else prompt + shared
-    return shared if shared[: len(prompt)] == prompt else prompt + shared
 
 
 def _ranked(row: Columns, reader: Reader) -> list[Unencoded]:
@@ -108,8 +100,11 @@ def _margin(row: Columns) -> dict[str, float]:
 
 
 def _numbers(name: str, values: Sequence[Any]) -> list[float]:
+    """Return the values as floats. Raises RLHFError for one that is not a finite number."""
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise RLHFError(f"`{name}` must hold numbers up to 1.8e308, not larger ones")
         if not number or not math.isfinite(value):
             shown = value if number else type_name(value)
             raise RLHFError(f"`{name}` must hold numbers, not {shown}")

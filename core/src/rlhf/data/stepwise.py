@@ -34,16 +34,17 @@ from typing import Any
 
 from rlhf.data.columns import (
     Columns,
-    as_messages,
     errors_at,
     has,
     keywords_of,
     missing_columns,
+    shown,
     tools_of,
     type_name,
 )
 from rlhf.data.encode import Encoded, Rendered
 from rlhf.data.example import Answer
+from rlhf.data.messages import as_messages
 from rlhf.data.tokens import Reader, Row, Unencoded, encode_all, reader_of
 from rlhf.errors import RLHFError, counted
 
@@ -108,7 +109,7 @@ def _prompt(row: Columns, reader: Reader) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     messages = as_messages("prompt", value)
-    return reader.chat.view(tools_of(row), keywords_of(row)).text(messages, opened=True)
+    return reader.chat.prompt(messages, tools=tools_of(row), keywords=keywords_of(row))
 
 
 def _steps(row: Columns) -> list[str]:
@@ -169,7 +170,7 @@ def _label(number: int, label: Any) -> float:
         return math.nan
     if isinstance(label, bool | int | float) and 0 <= label <= 1:
         return float(label)
-    shown = repr(label) if isinstance(label, str) else label
     raise RLHFError(
-        f"label {number} is {shown}; use true, false, null or a number from 0 (wrong) to 1 (right)"
+        f"label {number} is {shown(label)}; use true, false, null or a number from 0 (wrong) to 1 "
+        "(right)"
     )

@@ -8,10 +8,12 @@ from typing import Any
 from attrs import Factory, define, field, frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.data.chat import ChatTemplate, Messages
-from rlhf.data.columns import Columns, as_messages, errors_at, keywords_of, tools_of
+from rlhf.data.chat import ChatTemplate
+from rlhf.data.columns import Columns, errors_at, keywords_of, shown, tools_of
 from rlhf.data.encode import Encoded, Encoder, Rendered, common_prefix
 from rlhf.data.example import Answer
+from rlhf.data.messages import KNOWN_ROLES, Messages, as_messages
+from rlhf.data.prompts import repeated_text, split_prompt
 from rlhf.errors import RLHFError
 
 
@@ -130,11 +132,15 @@ def render_answers(
     """
     prompt = row["prompt"]
     if isinstance(prompt, str) and all(isinstance(value, str) for value in values):
+        if len(values) > 1:  # One answer may well begin with its prompt, several hardly do.
+            values = repeated_text(prompt, values) or values
         return [render_text(prompt, value) for value in values]
-    before = as_messages("prompt", prompt, role="user")
+    pairs = zip(names, values, strict=True)
+    talks = [as_messages(name, value, role="assistant") for name, value in pairs]
+    before, answers = split_prompt(as_messages("prompt", prompt, role="user"), talks, names)
     return [
-        render_answer(row, reader, before, as_messages(name, value, role="assistant"), name)
-        for name, value in zip(names, values, strict=True)
+        render_answer(row, reader, before, answer, name)
+        for name, answer in zip(names, answers, strict=True)
     ]
 
 
@@ -148,8 +154,21 @@ def render_answer(
     """
     texts = render_conversation(row, reader, [*before, *answer], first=len(before))
     if not texts:
+        raise_if_role_is_unknown(name, answer)
         raise RLHFError(f"`{name}` has no turn of the assistant after the prompt; end it with one")
     return texts[-1]
+
+
+def raise_if_role_is_unknown(name: str, messages: Messages) -> None:
+    """Raise RLHFError for messages without the assistant of which one has a role that no template
+    knows."""
+    roles = dict.fromkeys(message["role"] for message in messages)
+    unknown = [role for role in roles if role not in KNOWN_ROLES]
+    if unknown and "assistant" not in roles:
+        raise RLHFError(
+            f"`{name}` has no turn of the assistant, but the role {shown(unknown[0])}; write "
+            "assistant"
+        )
 
 
 def _prompt_size(path: Encoded) -> int:

@@ -409,9 +409,8 @@ def test_markup_is_no_placeholder(text: str) -> None:
 )
 def test_a_history_that_is_not_pairs_of_texts_is_an_error(history: Any) -> None:
     row = {"instruction": "What is two?", "output": "one", "history": history}
-    expected = "`history` must be a list of pairs of texts, [[question, answer], ...]"
     assert refusal("demonstration", row) == (
-        "`history` is not valid JSON" if history == "none" else expected
+        "`history` must be a list of pairs of texts, [[question, answer], ...]"
     )
 
 

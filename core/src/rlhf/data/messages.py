@@ -139,7 +139,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     ours = {key: value for key, value in given.items() if value is not None}
     source = "role" if "role" in ours else "from"
     written = ours.pop(source, None)
-    if not isinstance(written, str):
+    if not isinstance(written, str) or not written.strip() or not written.isprintable():
         raise RLHFError(f"{where} has no `role`: {_json(message)}")
     kind = written.strip().lower().replace("-", "_").replace(" ", "_")
     if source == "from" and kind not in ROLES:

@@ -88,7 +88,7 @@ def _with_context(row: dict[str, Any]) -> dict[str, Any]:
 def _instruction(row: Columns) -> list[dict[str, Any]]:
     """Return the messages before an Alpaca answer: pairs in `history`, and the instruction."""
     history = row.get("history") or []
-    if isinstance(history, str):
+    if isinstance(history, str) and history.lstrip().startswith("["):
         history = parsed_list("history", history)
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise RLHFError("`history` must be a list of pairs of texts, [[question, answer], ...]")

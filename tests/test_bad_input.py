@@ -104,11 +104,16 @@ ROWS = {
         b"a,b\n1,2\n",
         "{path} row 0: " + NEEDS + " `a`, `b`; rename columns with `columns` in data",
     ),
-    "empty.csv": (b"", "data.train: cannot read {path}: No columns to parse from file"),
+    "empty.csv": (b"", "data.train: no rows in {path}"),
+    "header.csv": (b"prompt,completion\n", "data.train: no rows in {path}"),
+    "wide.csv": (
+        b"text\nHello\nHello, you\n",
+        "data.train: cannot read {path}: line 3 has 2 cells for 1 column; put quotes around cells "
+        "with commas",
+    ),
     "torn.csv": (
         b'text\n"unclosed\nx,y,z\n',
-        "data.train: cannot read {path}: Error tokenizing data. C error: EOF inside string "
-        "starting at row 1",
+        "data.train: cannot read {path}: line 2 has a quote that is not closed",
     ),
     "torn.parquet": (
         b"hello",

@@ -54,42 +54,6 @@ def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path) -> None:
         assert examples.counts["tokens"].tolist() == [3] * 10
 
 
-def test_cells_of_csv_are_text_except_labels_and_margins(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(
-        "prompt,completion,label,margin\n1,None,True,0.5\n2,NA,0,\nq,007,false,2\n,nan,maybe,1e3\n"
-    )
-    for place in (path, path.with_suffix(".csv.gz")):
-        if place != path:
-            place.write_bytes(gzip.compress(path.read_bytes()))
-        source = Source(DataEntry(path=str(place)), "train", "unpaired")
-        rows = source.read(tmp_path)
-        assert [dict(source.row(row, 0)[1]) for row in rows] == [
-            {"prompt": "1", "completion": "None", "label": True, "margin": 0.5},
-            {"prompt": "2", "completion": "NA", "label": 0},
-            {"prompt": "q", "completion": "007", "label": False, "margin": 2},
-            {"prompt": "", "completion": "nan", "label": "maybe", "margin": 1000.0},
-        ]
-
-
-def test_a_cell_of_csv_may_be_long(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text(f"prompt,completion\nq,{'a' * 200_000}\n")
-    source = Source(DataEntry(path=str(tmp_path / "rows.csv")), "train", "demonstration")
-    assert len(source.read(tmp_path)[0]["completion"]) == 200_000
-
-
-@pytest.mark.parametrize("row", ["Hello, you,Hi", "Hello,Hi,"])
-def test_a_first_row_of_csv_with_too_many_cells_is_refused(row: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(f"prompt,completion\n\n{row}\n")
-    with pytest.raises(RLHFError) as error:
-        Source(DataEntry(path=str(path)), "train", "demonstration").read(tmp_path)
-    assert str(error.value) == (
-        f"data.train: cannot read {path}: the first row has 3 cells for 2 columns; put quotes "
-        "around cells with commas"
-    )
-
-
 def test_the_demo_gives_rows_of_the_trainers_format() -> None:
     examples = examples_of(DataEntry(path="demo:equations", limit=7), data={"max_tokens": 4096})
     assert len(examples) == 7
@@ -191,6 +155,9 @@ BAD_FILES = [
         ".jsonl, .jsonl.gz, .json, .json.gz, .ndjson, .csv, .csv.gz, .parquet, .arrow",
     ),
     ("rows.jsonl", b"", "data.train: no rows in {}"),
+    ("rows.parquet", b"", "data.train: no rows in {}"),
+    ("rows.arrow", b"", "data.train: no rows in {}"),
+    ("rows.arrow", b"these are no tables", "data.train: cannot read {}: Not an Arrow file"),
 ]
 
 
@@ -212,8 +179,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, in_folder: bool) ->
     path.symlink_to("/proc/self/mem")
     with pytest.raises(RLHFError) as caught:
         examples_of(str(tmp_path if in_folder else path))
-    where = tmp_path if in_folder else path
-    assert str(caught.value) == f"data.train: cannot read {where}: Input/output error"
+    assert str(caught.value) == f"data.train: cannot read {path}: Input/output error"
 
 
 def test_a_suffix_may_be_in_capitals(tmp_path: Path) -> None:

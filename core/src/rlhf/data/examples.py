@@ -99,7 +99,7 @@ class Part:
 
     file: Path
     source: str
-    """The entry's path, for error texts."""
+    """What the names of its rows begin with, for error texts."""
     take: NDArray[np.int64]
     """Numbers of the file's examples, in order; a number may occur several times."""
 
@@ -149,7 +149,6 @@ class Examples(Sequence[Example]):
         """Tokens of each example's prompt [n]."""
         self.sources = self._part * (1 + int(self.row_numbers.max())) + self.row_numbers
         """A number for each file and row [n]: equal for examples made of one row."""
-        self._lines = self._column("line")
         self.value_kinds = {**self._kinds(), **dict.fromkeys(self._computed, PER_TOKEN)}
         """What each value is per: `example`, `answer` or `token`."""
 
@@ -180,9 +179,8 @@ class Examples(Sequence[Example]):
 
     def name(self, number: int) -> str:
         """Return where an example came from: path and line, or row."""
-        source = self._parts[self._part[number]].source
-        line = int(self._lines[number])
-        return f"{source} line {line}" if line else f"{source} row {self.row_numbers[number]}"
+        part, place = self._part[number], int(self._place[number])
+        return self._parts[part].source + self.files[part].place(place)
 
     def names(self, numbers: Iterable[int]) -> str:
         """Return where several examples came from, the first few by name."""

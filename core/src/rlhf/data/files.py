@@ -3,45 +3,32 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import csv
-import functools
-import gzip
 import hashlib
-import itertools
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 from attrs import frozen
 
 from rlhf.config.sections import DataEntry
 from rlhf.config.source_names import is_local, local_path
 from rlhf.data.columns import Columns, errors_at
-from rlhf.errors import RLHFError, counted, first_line
+from rlhf.data.file_types import PLACE, TEXT, TYPES, read_files, suffix_of
+from rlhf.data.folders import Folder, load_dataset
+from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256
 
 if TYPE_CHECKING:
     import datasets
 
-LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson")
-TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SCALARS = ("label", "margin")
 """Columns whose text in CSV is read as true, false or a number."""
 MAY_BE_EMPTY = ("prompt", "completion", "chosen", "rejected")
 """Columns whose empty cells in CSV are empty text; other columns are missing there."""
 DEMO = "demo:"
-TEXT = "json text"
-"""The column that holds a row of JSON as text. Arrow's own JSON reader would give every row the
-keys of all the others (with null), which breaks tools and their arguments."""
-LINE = "line"
-CHUNK = 10_000
-WHITE = b" \t\r\n"
 
 
 @frozen
@@ -54,28 +41,22 @@ class Source:
     format: str
     """The row format in which a demo gives its rows."""
 
-    @functools.cached_property
-    def _suffix(self) -> str:
-        if self.entry.path.startswith(DEMO):
-            return ""
-        path = Path(self.entry.path.lower())
-        return Path(path.stem).suffix + path.suffix if path.suffix == ".gz" else path.suffix
+    @property
+    def name(self) -> str:
+        """What the name of a row begins with; its `place` follows."""
+        return self.entry.path.rstrip("/")
 
     def digest(self) -> str:
-        """Return a digest of the files' bytes. Raises RLHFError if they are missing."""
+        """Return a digest of the bytes that are read. Raises RLHFError if files are missing."""
         if self.entry.path.startswith(DEMO):
-            return _digest(json.dumps(row).encode() for row in self._demo_rows())
-        place = self._local()
-        if place is None:
-            return str(self._splits(self.entry.path)._fingerprint)
-        try:
-            if place.is_file():
-                return f"{sha256(place)}{self._suffix}"
-            files = sorted(file for file in place.rglob("*") if file.is_file())
-            return _digest(f"{f.relative_to(place)} {sha256(f)}".encode() for f in files)
-        except OSError as error:
-            where = error.filename or place
-            raise self._error(f"cannot read {where}: {error.strerror}") from error
+            return _digest(json.dumps(row) for row in self._demo_rows())
+        path = self._local()
+        if path is None:
+            return str(load_dataset(self.entry.path, self.entry, self._setting)._fingerprint)
+        if path.is_file():
+            return f"{self._sha256(path)}{suffix_of(path.name)}"
+        files = Folder(path, self.entry, self._setting).files()
+        return _digest(f"{name} {self._sha256(path / name)}" for name in files)
 
     def read(self, scratch: Path) -> datasets.Dataset:
         """Return the rows, mapped into memory; `scratch` is a folder for temporary files."""
@@ -83,36 +64,36 @@ class Source:
 
         if self.entry.path.startswith(DEMO):
             rows = [json.dumps(row) for row in self._demo_rows()]
-            return datasets.Dataset(pa.table({TEXT: rows, LINE: np.arange(len(rows))}))
-        place = self._local()
-        if place is None:
-            return self._splits(self.entry.path)
-        if place.is_dir():
-            return self._folder(place, scratch)
+            return datasets.Dataset(pa.table({TEXT: rows}))
+        path = self._local()
+        if path is None:
+            return load_dataset(self.entry.path, self.entry, self._setting)
+        if path.is_dir():
+            return Folder(path, self.entry, self._setting).read(scratch)
         for name in ("subset", "split"):
             if getattr(self.entry, name) is not None:
-                raise self._error(f"{place} is a file; remove {name}")
-        if self._suffix in LINES:
-            return _json_rows(place, scratch)
-        if self._suffix in TABLES:
-            builder = TABLES[self._suffix]
-            return self._load(builder, data_files=str(place), split="train", cache_dir=str(scratch))
-        raise self._error(f"unknown file type {place}; use one of {', '.join([*LINES, *TABLES])}")
+                raise self._error(f"{path} is a file; remove {name}")
+        if suffix_of(path.name) not in TYPES:
+            raise self._error(f"unknown file type {path}; use one of {', '.join(TYPES)}")
+        return read_files({"": path}, scratch, self._setting)[0]
 
     def row(self, columns: Columns, number: int) -> tuple[str, Columns]:
-        """Return the place of row `number` of `read`, and the row with its columns renamed. Raises
+        """Return the name of row `number` of `read`, and the row with its columns renamed. Raises
         RLHFError for bad JSON and for a column that does not exist."""
-        line = self.line(columns)
-        where = f"{self.entry.path} line {line}" if line else f"{self.entry.path} row {number}"
+        where, kind = self.name + self.place(columns, number), ""
+        if PLACE in columns:
+            kind, columns = next(
+                (kind, row) for kind, row in columns.items() if kind != PLACE and row is not None
+            )
         with errors_at(where):
             if TEXT in columns:
                 return where, self._renamed(parse_object(columns[TEXT]))
             row = without_nulls(self._renamed(dict(columns)))
-            return where, _scalars(row) if TABLES.get(self._suffix) == "csv" else row
+            return where, _scalars(row) if ".csv" in kind else row
 
-    def line(self, columns: Columns) -> int:
-        """Return the line of the file that a row of `read` is, from 1; 0 if files have no lines."""
-        return columns.get(LINE, 0) if self._suffix in LINES else 0
+    def place(self, columns: Columns, number: int) -> str:
+        """Return what follows `name` in the name of row `number` of `read`, such as ` line 3`."""
+        return columns.get(PLACE) or f" row {number}"
 
     def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
         for target, source in self.entry.columns.items():
@@ -127,74 +108,31 @@ class Source:
 
     def _local(self) -> Path | None:
         """Return the file or folder, None for a hub name. Raises RLHFError for a missing file."""
-        place = local_path(self.entry.path)
-        if place.exists():
-            return place
-        if self._suffix in (*LINES, *TABLES) or is_local(self.entry.path):
+        path = local_path(self.entry.path)
+        if path.exists():
+            return path
+        if suffix_of(path.name) in TYPES or is_local(self.entry.path):
             raise self._error(f"no such file or folder: {self.entry.path}")
         return None
 
-    def _folder(self, place: Path, scratch: Path) -> datasets.Dataset:
-        import datasets
-
-        if not any((place / name).exists() for name in ("state.json", "dataset_dict.json")):
-            return self._splits(str(place), cache_dir=str(scratch))
+    def _sha256(self, path: Path) -> str:
         try:
-            loaded = datasets.load_from_disk(str(place))
-        except Exception as error:
-            raise self._error(f"cannot read {place}: {first_line(error)}") from error
-        if isinstance(loaded, datasets.Dataset):
-            if self.entry.split is not None:
-                raise self._error(f"{place} has no splits; remove split")
-            return loaded
-        split = self.entry.split or "train"
-        if split not in loaded:
-            raise self._error(f"{place} has no split {split!r}; available: {', '.join(loaded)}")
-        return loaded[split]
+            return sha256(path)
+        except OSError as error:
+            raise self._error(f"cannot read {path}: {error.strerror}") from error
 
-    def _splits(self, name: str, **keywords: Any) -> datasets.Dataset:
-        """Return the rows of a hub name, or of a folder with the layout of a hub's repository."""
-        split = self.entry.split or "train"
-        return self._load(name, name=self.entry.subset, split=split, **keywords)
-
-    def _load(self, what: str, **keywords: Any) -> datasets.Dataset:
-        """Return what `datasets` loads. For files, `cache_dir` is a temporary folder: its own cache
-        tells them apart by their times and not by their bytes."""
-        import datasets
-
-        try:
-            with quiet():
-                if what == "csv":
-                    keywords |= _as_text(keywords["data_files"])
-                return datasets.load_dataset(what, **keywords)
-        except Exception as error:
-            reason = first_line(error.__cause__ or error)
-            raise self._error(f"cannot read {self.entry.path}: {reason}") from error
+    @property
+    def _setting(self) -> str:
+        return f"data.{self.which}"
 
     def _error(self, text: str) -> RLHFError:
-        return RLHFError(f"data.{self.which}: {text}")
+        return RLHFError(f"{self._setting}: {text}")
 
     def _demo_rows(self) -> list[dict[str, Any]]:
         from rlhf import demo
 
         split = self.entry.split or self.which
         return demo.rows(self.entry.path.removeprefix(DEMO), split, self.format)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence progress bars and logging of `datasets`; its exceptions say what is wrong."""
-    import datasets
-
-    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def without_nulls(value: Any) -> Any:
@@ -204,51 +142,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
-
-
-def _json_rows(path: Path, scratch: Path) -> datasets.Dataset:
-    """Return the rows of a JSON or JSON lines file as text, in an Arrow file in `scratch`."""
-    import datasets
-
-    schema = pa.schema({TEXT: pa.large_string(), LINE: pa.int64()})
-    target = scratch / "rows.arrow"
-    rows = _texts(path)
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        while chunk := list(itertools.islice(rows, CHUNK)):
-            lines, texts = map(list, zip(*chunk, strict=True))
-            writer.write_batch(pa.record_batch([texts, lines], schema=schema))
-    return datasets.Dataset.from_file(str(target))
-
-
-def _texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line number, from 1, and the text of each row; line 0 in a JSON array."""
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    number = 0
-    try:
-        with opener(path, "rb") as file:
-            first = True
-            for number, line in enumerate(file, start=1):
-                if not line.strip(codecs.BOM_UTF8 + WHITE):
-                    continue
-                if first and line.lstrip(codecs.BOM_UTF8 + WHITE).startswith(b"["):
-                    yield from _array(path, line + file.read())
-                    return
-                first = False
-                if line.strip():
-                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise RLHFError(f"{path} line {number}: not UTF-8: {first_line(error)}") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise RLHFError(f"{path} line {number + 1}: cannot be read: {first_line(error)}") from error
-
-
-def _array(path: Path, text: bytes) -> Iterator[tuple[int, str]]:
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RLHFError(f"{path}: not valid JSON: {error}") from None
-    for row in rows:
-        yield 0, json.dumps(row)
 
 
 def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
@@ -267,27 +160,6 @@ def parse_object(text: str, what: str = "a row") -> dict[str, Any]:
     return row
 
 
-def _as_text(path: str) -> dict[str, Any]:
-    """Return options that keep all CSV cells as text: by default pandas reads the answers `None`
-    and `NA` as missing and `007` as 7. Raises RLHFError if the first row has more cells than there
-    are columns: pandas would take its first ones for names of rows."""
-    import datasets
-
-    opener: Any = gzip.open if path.lower().endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, csv.reader(file))
-        columns, first = next(rows, []), []
-        with contextlib.suppress(csv.Error):  # A cell longer than this module allows.
-            first = next(rows, [])
-    if len(first) > len(columns):
-        raise RLHFError(
-            f"the first row has {len(first)} cells for {counted(len(columns), 'column')}; put "
-            "quotes around cells with commas"
-        )
-    text = datasets.Features({name: datasets.Value("string") for name in columns}) or None
-    return {"features": text, "keep_default_na": False}
-
-
 def _scalars(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of CSV without empty cells, unless text may be empty there, and with its label
     and margin parsed."""
@@ -299,8 +171,8 @@ def _scalars(row: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _digest(parts: Iterator[bytes]) -> str:
+def _digest(parts: Iterable[str]) -> str:
     whole = hashlib.sha256()
     for part in parts:
-        whole.update(part + b"\n")
+        whole.update(part.encode() + b"\n")
     return whole.hexdigest()

@@ -41,11 +41,11 @@ class RowsToTrees:
             rows = read_rows(self.trainer.row_format, raw, self.reader)
         out = []
         for (where, _), made, number, read in zip(raw, rows, numbers, columns, strict=True):
-            place = {"row": number, "line": self.source.line(read)}
+            origin = {"row": number, "place": self.source.place(read, number)}
             with errors_at(where):
-                out += [self._tree(row) | place for row in made]
+                out += [self._tree(row) | origin for row in made]
             if not made:
-                out.append(trees.tree(status=trees.EMPTY) | place)
+                out.append(trees.tree(status=trees.EMPTY) | origin)
         return trees.to_table(out)
 
     def _tree(self, item: Row | Columns) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data import trees
 from rlhf.data.cache import key, once
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
-from rlhf.data.files import Source, quiet
+from rlhf.data.files import Source
+from rlhf.data.folders import quiet
 from rlhf.data.mapping import RowsToTrees
 from rlhf.data.tokens import Reader
 from rlhf.errors import RLHFError
@@ -87,10 +88,12 @@ def _prepare_entry(
 
     folder = once(cache_root() / "examples" / chosen, build)
     report = Report(**json.loads((folder / "report.json").read_text()))
-    lost = {why: tuple(f"{entry.path} {row}" for row in rows) for why, rows in report.lost.items()}
+    lost = {
+        why: tuple(source.name + place for place in places) for why, places in report.lost.items()
+    }
     report = attrs.evolve(report, lost=lost)
     take = _repeat(report.examples, entry.weight, seed)
-    return Part(folder / "examples.arrow", entry.path, take), report
+    return Part(folder / "examples.arrow", source.name, take), report
 
 
 def _sample(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]:
@@ -156,23 +159,19 @@ def _report(table: pa.Table) -> Report:
     codes = {"too_long": trees.TOO_LONG, "cut": trees.CUT, "empty": trees.EMPTY}
     lost = {name: np.flatnonzero(column["status"] == code) for name, code in codes.items()}
 
-    def name_of(place: int) -> str:
-        line, row = column["line"][place], column["row"][place]
-        return f"line {line}" if line else f"row {row}"
-
     return Report(
         rows=len(rows),
         examples=int(kept.sum()),
-        **{name: len(places) for name, places in lost.items()},
+        **{name: len(numbers) for name, numbers in lost.items()},
         split=int((counts > 1).sum()),
         tokens=int(column["length"][kept].sum()),
         trained=int(column["predictions"][kept].sum()),
         labels=int(column["labels"].sum()),
         labels_cut=int(column["labels_cut"].sum()),
         lost={
-            name: tuple(map(name_of, places[:NAMED_ROWS]))
-            for name, places in lost.items()
-            if len(places)
+            name: tuple(table["place"][number].as_py() for number in numbers[:NAMED_ROWS].tolist())
+            for name, numbers in lost.items()
+            if len(numbers)
         },
     )
 

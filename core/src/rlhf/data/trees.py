@@ -19,7 +19,6 @@ from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN, kind_of
 KEPT, CUT, TOO_LONG, EMPTY = range(4)
 NUMBERS = (
     "row",
-    "line",
     "status",
     "length",
     "path",
@@ -43,7 +42,7 @@ TOKENS = ("prompt", "tokens", "ends", "trained")
 SCHEMA = pa.schema(
     [(name, pa.int64()) for name in NUMBERS]
     + [(name, pa.large_list(kind)) for name, kind in LISTS.items()]
-    + [(name, pa.string()) for name in ("kinds", "inputs")]
+    + [(name, pa.string()) for name in ("place", "kinds", "inputs")]
 )
 """Offsets have 64 bits: the lists of a chunk are joined, which long rows make longer than 2**31."""
 CHUNK_ROWS = 8192
@@ -51,8 +50,9 @@ NOTHING = Example([], [])
 NO_IDS = np.empty(0, np.int32)
 
 
-def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
-    """Return a row of the table: an example, and those of `NUMBERS` that do not follow from it."""
+def tree(example: Example = NOTHING, *, place: str = "", **counts: int) -> dict[str, Any]:
+    """Return a row of the table: an example, the end of its row's name, and those of `NUMBERS` that
+    do not follow from it."""
     answers, values = example.answers, example.values
     sizes = [len(answer.tokens) for answer in answers]
     names = sorted(values, key=lambda name: (kind_of(values[name]) != PER_EXAMPLE, name))
@@ -66,6 +66,7 @@ def tree(example: Example = NOTHING, **counts: int) -> dict[str, Any]:
         "ends": [*accumulate(sizes)],
         "trained": np.array(_masks(answers), np.uint8),
         "values": [x for name in names for x in _flat(values[name])],
+        "place": place,
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
         "inputs": json.dumps(dict(example.inputs), default=_listed) if example.inputs else "",
     }
@@ -124,6 +125,10 @@ class TreeFile:
     def column(self, name: str) -> NDArray[np.int64]:
         """Return a column of numbers [n]."""
         return numbers(self._table[name].combine_chunks())
+
+    def place(self, number: int) -> str:
+        """Return the end of the name of an example's row, such as ` line 3`."""
+        return str(self._table["place"][number].as_py())
 
     def digest(self) -> str:
         """Return a digest of all token ids, of which are trained on, and of inputs; values do not

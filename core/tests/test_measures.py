@@ -141,7 +141,7 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
 def test_a_teacher_of_another_vocabulary_is_refused() -> None:
     head, other = (Head(weight=torch.zeros(size, 4)) for size in (5, 7))
     teacher = WholeTeacher(torch.zeros(2, 4), other)
-    with pytest.raises(RLHFError, match=r"has 7 tokens but the student's has 5; choose a teacher"):
+    with pytest.raises(RLHFError, match=r"has 7 tokens but the student's has 5; load the teacher"):
         distillation.comparison(teacher, Mixture(MEASURES["forward"]), head, fused=False)
 
 

@@ -1,17 +1,21 @@
-"""A teacher must have the policy's tokens."""
+"""A teacher must have the policy's tokenizer, not the size of its head."""
 
+import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import frozen
+from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference import teacher as teachers
-from rlhf.reference.teacher import check_teacher, naming_teacher
+from rlhf.reference.teacher import naming_teacher, shared_tokens
 
 
 @frozen
@@ -22,26 +26,70 @@ class Settings:
     trainer_name: str = "kd"
 
 
-class Tokenizer:
-    def __init__(self, vocabulary: dict[str, int]) -> None:
-        self.get_vocab = lambda: vocabulary
-
-
 TEACHER = ModelConfig(path="demo:base")
 
 
-def refused(policy: Any, tokenizer: Any, top: int | None = None) -> str:
+def shared(policy: Any, tokenizer: Any, *examples: Any, top: int | None = None) -> int | None:
     settings: Any = Settings(ModelConfig(path=str(policy)))
+    return shared_tokens(settings, TEACHER, tokenizer, examples, top=top)
+
+
+def refused(policy: Any, tokenizer: Any, *examples: Any, top: int | None = None) -> str:
     with pytest.raises(RLHFError) as error:
-        check_teacher(settings, TEACHER, tokenizer, top=top)
+        shared(policy, tokenizer, *examples, top=top)
     return str(error.value)
 
 
-def test_another_vocabulary_is_refused_with_both_sizes(tmp_path: Any) -> None:
-    LlamaConfig(vocab_size=99, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    assert refused(tmp_path, None) == (
-        f"kd.teacher demo:base has 295 tokens but the policy {tmp_path} has 99; choose a teacher "
-        "with the policy's vocabulary"
+def padded(folder: Path, size: int) -> Path:
+    """A policy's folder whose head has another size than that of the teacher, 295."""
+    LlamaConfig(vocab_size=size, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> Any:
+    """The teacher's tokenizer after a change of what tokenizer.json has."""
+    tokenizer = read_tokenizer(TEACHER)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    change(content)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
+
+class Rows:
+    """Examples of which one has the token 298."""
+
+    def first_beyond(self, vocabulary: int) -> tuple[str, int] | None:
+        return None if vocabulary > 298 else ("rows.jsonl line 7", 298)
+
+
+def test_the_smaller_head_says_how_many_tokens_are_compared(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(TEACHER)
+    assert shared("demo:base", tokenizer) is None
+    assert shared(padded(tmp_path / "larger", 320), tokenizer, top=294) == 295
+    assert shared(padded(tmp_path / "smaller", 290), tokenizer, Rows(), top=289) == 290
+    assert refused(tmp_path / "larger", tokenizer, top=295) == (
+        "kd.cache_top 295 must be less than the 295 tokens of the vocabulary; lower it, or remove "
+        "it to run the teacher alongside the policy"
+    )
+
+
+def test_a_teacher_without_an_embedding_of_a_token_in_the_rows_is_refused(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(TEACHER)
+    tokenizer.convert_ids_to_tokens = {298: "<|new|>"}.get
+    assert refused(padded(tmp_path, 320), tokenizer, Rows()) == (
+        "rows.jsonl line 7: kd.teacher demo:base has embeddings for 295 tokens but none for "
+        "'<|new|>' (298); choose a teacher that knows all tokens of the rows"
+    )
+
+
+def test_a_teacher_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    settings: Any = Settings(ModelConfig(path="demo:base"))
+    teacher = ModelConfig(path=str(padded(tmp_path, 295)))
+    with pytest.raises(RLHFError) as error:
+        shared_tokens(settings, teacher, read_tokenizer(TEACHER), (), top=None)
+    assert str(error.value) == (
+        f"kd.teacher {tmp_path} has no readable tokenizer, which must be the policy's; add its "
+        "files to the folder"
     )
 
 
@@ -49,7 +97,7 @@ def test_an_adapter_as_a_teacher_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     settings: Any = Settings(ModelConfig(path="demo:base"))
     with pytest.raises(RLHFError) as error:
-        check_teacher(settings, ModelConfig(path=str(tmp_path)), None, top=None)
+        shared_tokens(settings, ModelConfig(path=str(tmp_path)), None, (), top=None)
     assert str(error.value) == (
         f"kd.teacher {tmp_path} is an adapter; merge it first with rlhf merge"
     )
@@ -62,18 +110,49 @@ def test_an_error_about_the_weights_of_a_teacher_names_its_setting() -> None:
     assert str(error.value) == "a has no lm_head: kd.teacher must be a complete language model"
 
 
-def test_other_tokens_of_the_same_number_are_refused() -> None:
-    vocabulary = read_tokenizer(TEACHER).get_vocab()
-    last = max(vocabulary, key=vocabulary.__getitem__)
-    own = {**vocabulary, "<|other|>": vocabulary[last]}
-    del own[last]
-    tokenizer = Tokenizer(own)
-    first = min(last, "<|other|>")
-    assert refused("demo:base", tokenizer) == (
-        "kd.teacher demo:base has different tokens than the policy demo:base, although both have "
-        f"295 (the first is {first!r}, {vocabulary[last]}); choose a teacher with the policy's "
-        "tokenizer"
+def test_the_first_token_that_differs_is_named() -> None:
+    def rename(content: dict[str, Any]) -> None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["!!"] = vocabulary.pop("!")
+
+    number = read_tokenizer(TEACHER).get_vocab()["!"]
+    assert refused("demo:base", changed(rename)) == (
+        f"kd.teacher demo:base has another tokenizer than the policy demo:base: token {number} is "
+        "'!' instead of '!!'; choose a teacher with the policy's tokenizer"
     )
+
+
+def test_a_token_that_only_one_tokenizer_has_is_named(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(TEACHER)
+    tokenizer.add_tokens(["<|tool|>"])
+    # Both heads have a row for it.
+    for policy in ("demo:base", padded(tmp_path, 320)):
+        assert refused(policy, tokenizer) == (
+            f"kd.teacher demo:base has another tokenizer than the policy {policy}: token 295 is "
+            "missing instead of '<|tool|>'; choose a teacher with the policy's tokenizer"
+        )
+
+
+def test_other_merges_of_the_same_tokens_are_refused() -> None:
+    def swap(content: dict[str, Any]) -> None:
+        merges = content["model"]["merges"]
+        merges[4], merges[5] = merges[5], merges[4]
+
+    content = json.loads(read_tokenizer(TEACHER).backend_tokenizer.to_str())
+    fifth, sixth = content["model"]["merges"][4:6]
+    assert refused("demo:base", changed(swap)) == (
+        "kd.teacher demo:base has another tokenizer than the policy demo:base: merge 4 is "
+        f"{fifth} instead of {sixth}; choose a teacher with the policy's tokenizer"
+    )
+
+
+def test_what_does_not_decide_the_meaning_of_ids_may_differ() -> None:
+    tokenizer = copy.deepcopy(read_tokenizer(TEACHER))
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.backend_tokenizer.enable_padding()
+    tokenizer.backend_tokenizer.enable_truncation(9)
+    assert shared("demo:base", tokenizer) is None
+    assert shared("demo:base", changed(lambda content: content.update(post_processor=None))) is None
 
 
 def test_a_teacher_is_compared_once_for_each_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +165,8 @@ def test_a_teacher_is_compared_once_for_each_tokenizer(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(teachers, "read_tokenizer", read)
     for _ in range(2):
-        check_teacher(settings, TEACHER, tokenizer, top=None)
+        shared_tokens(settings, TEACHER, tokenizer, (), top=None)
     other = ModelConfig(path="demo:base", revision="other")
-    check_teacher(settings, other, tokenizer, top=None)
-    check_teacher(settings, TEACHER, read_tokenizer(TEACHER), top=None)
+    shared_tokens(settings, other, tokenizer, (), top=None)
+    shared_tokens(settings, TEACHER, read_tokenizer(TEACHER), (), top=None)
     assert reads == [TEACHER, other, TEACHER]

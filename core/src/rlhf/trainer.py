@@ -324,8 +324,11 @@ class Run(Protocol):
     def teacher(
         self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
     ) -> Engine | None:
-        """Load `model`, a causal language model with the policy's tokens, as a frozen engine.
-        Collective. Raises RLHFError for a model with other tokens, before any weight is read.
+        """Load `model`, a causal language model with the policy's tokenizer, as a frozen engine.
+        Collective. Raises RLHFError for another tokenizer, before any weight is read.
+
+        The heads of both may be padded to different sizes. Then every language model of the run
+        predicts, and answers consist of, only the tokens of the smaller head.
 
         With `top` it runs once over the data, unless its results are on disk, and is released. Each
         batch then holds its `top` most likely tokens per prediction at `temperature`, as

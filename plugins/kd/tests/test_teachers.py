@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rlhf import demo
 from rlhf.errors import RLHFError
@@ -80,6 +82,76 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
         line for line in straight if "loss" in line
     ]
     assert halves[-1] == straight[-1]
+
+
+def padded(folder: Path, size: int, *, tied: bool = True) -> Path:
+    """Give a model's embedding and head more rows, with large values, which no token has."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    known = model.config.vocab_size
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for part in {model.get_input_embeddings(), model.get_output_embeddings()}:
+        torch.nn.init.normal_(part.weight.data[known:])
+    model.save_pretrained(folder)
+    return folder
+
+
+SIZES = {"a larger teacher": {"teacher": 320}, "a larger student": {"student": 311}}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "settings",
+    [("--kd.loss", "jsd", "--kd.sft", "0.2"), ("--kd.cache_top", "294"), ON_POLICY],
+    ids=["running", "cached", "new answers"],
+)
+def test_padding_of_one_head_does_not_change_a_run(
+    settings: tuple[str, ...], sizes: str, words: Words, tmp_path: Path
+) -> None:
+    paths = models(tmp_path, tied="--kd.sft" in settings)
+    name = f"{sizes} {settings[0]}"
+    plain = tiny.run("kd", words(f"{name} bare", *settings, *paths), str(tmp_path / "cache"), True)
+    for role, size in SIZES[sizes].items():
+        padded(tmp_path / role, size)
+    given = words(name, *settings, *paths, "--train.samples", "1")
+    same(tiny.run("kd", given, str(tmp_path / "cache"), True), plain)
+
+
+def models(folder: Path, *, tied: bool = True) -> list[str]:
+    """Write a student and a teacher, and return the words that name them."""
+    for seed, name in enumerate(("student", "teacher")):
+        made = tiny.make_model(folder / name, seed=seed, ends_answers=True)
+        padded(made, LlamaConfig.from_pretrained(made).vocab_size, tied=tied)
+    return ["--model", str(folder / "student"), "--kd.teacher", str(folder / "teacher")]
+
+
+def test_a_padded_student_in_shards_keeps_the_rows_of_no_token(
+    words: Words, tmp_path: Path
+) -> None:
+    paths = models(tmp_path)
+    plain = tiny.run("kd", words("bare on one rank", *paths), str(tmp_path / "cache"), True)
+    padded(tmp_path / "student", 311)
+    before = load_file(tmp_path / "student/model.safetensors")["model.embed_tokens.weight"]
+    given = words("padded on two ranks", *paths, *layouts()["stage 3"], "--deepspeed.frozen", "3")
+    same(shared(2).run(tiny.run, "kd", given, str(tmp_path / "cache"))[0], plain)
+    folder = Path(given[given.index("--output") + 1])
+    after = load_file(folder / "model/model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(after[295:], before[295:])
+    assert not torch.equal(after[:295], before[:295])
+
+
+def test_the_first_lines_say_how_many_tokens_are_compared(
+    words: Words, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = models(tmp_path)
+    padded(tmp_path / "teacher", 320)
+    tiny.run("kd", words("noted", *paths, "--train.stop_at", "1"), str(tmp_path / "cache"), True)
+    assert (
+        "\ntokens     the first 295, which policy and teacher both predict; their heads have "
+        "different sizes\n"
+    ) in capsys.readouterr().out
 
 
 def test_all_tokens_except_one_on_disk_equal_the_full_teacher(words: Words, tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class Head:
         bias = None if self.bias is None else self.bias.float()
         return evolve(self, weight=self.weight.float(), bias=bias)
 
+    def first(self, tokens: int) -> "Head":
+        """Return the head that computes only the logits of the first so many tokens."""
+        bias = None if self.bias is None else self.bias[:tokens]
+        return evolve(self, weight=self.weight[:tokens], bias=bias)
+
     def rows(self, tokens: Tensor) -> "Head":
         """Return the head that computes only the logits of `tokens` [L]."""
         bias = None if self.bias is None else self.bias.index_select(0, tokens)

@@ -71,6 +71,9 @@ class PackedModel(nn.Module):
         """The coefficient of the router loss; 0 without one."""
         self.router_losses: list[Tensor] = []
         """What the forwards of a training step add up, scalars; the loop takes them."""
+        self.tokens: int | None = None
+        """Number of tokens that readouts see and answers are sampled from, the first of the head;
+        None for all. A run with a teacher whose head has another size sets it."""
         self.default_attention = default_attention(self.causal)
         self.path = path
 
@@ -105,9 +108,9 @@ class PackedModel(nn.Module):
         """Return `readout(hidden [T, H], head, batch)`. Collective at ZeRO-3."""
         is_balanced = self.router_loss and self.training and torch.is_grad_enabled()
         hidden = self.balanced(batch) if is_balanced else self.hidden(batch)
-        head = attrs.evolve(
-            read_head(self.causal), extra=dict(self.extra.items()), sequence=self.sequence
-        )
+        head = read_head(self.causal)
+        head = head if self.tokens is None else head.first(self.tokens)
+        head = attrs.evolve(head, extra=dict(self.extra.items()), sequence=self.sequence)
         return dict(readout(hidden, head, batch))
 
     def balanced(self, batch: PackedBatch) -> Tensor:

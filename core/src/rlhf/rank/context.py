@@ -184,7 +184,7 @@ class RunContext(RunModels):
                 return policy
 
             self._note_frozen("reference", self.config.model)
-            folder = cache_folder("reference", self.config, self.mesh)
+            folder = cache_folder("reference", self.config, self.mesh, tokens=self.tokens)
             return attach_values(
                 self, REFERENCE, folder, make_room,
                 read=lambda engine, batch: engine(batch, token_logprobs)["logprobs"],
@@ -193,7 +193,7 @@ class RunContext(RunModels):
 
     def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
         teacher = attrs.evolve(self.config, model=model, lora=None)
-        folder = cache_folder("teacher", teacher, self.mesh)
+        folder = cache_folder("teacher", teacher, self.mesh, tokens=self.tokens)
         folder = folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
         with self.startup.part("cache of teacher"):
             done = attach_values(

@@ -70,7 +70,10 @@ def sample(
     for first in range(0, len(groups), mesh.shards.size):
         # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
         group = groups[min(first + mesh.shards.rank, len(groups) - 1)]
-        noise = Noise([seeds[place] for place in group], temperature, engine.device)
+        noise = Noise(
+            [seeds[place] for place in group], temperature, engine.device,
+            tokens=engine.module.tokens,
+        )  # fmt: skip
         answers = _continued(
             run, engine, [prompts[place] for place in group],
             rooms=[rooms[place] for place in group], ends=ends,
@@ -87,17 +90,25 @@ def sample(
 
 class Noise(LogitsProcessor):
     """Gumbel noise on each row's logits from its own generator: the most likely token is then a
-    draw from the softmax at `temperature`. At temperature 0 there is no noise."""
+    draw from the softmax at `temperature`. At temperature 0 there is no noise. Only the first
+    `tokens` are drawn."""
 
-    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        temperature: float,
+        device: torch.device,
+        *,
+        tokens: int | None = None,
+    ) -> None:
         self._generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
-        self._temperature = temperature
+        self._temperature, self._tokens = temperature, tokens
         self.logprobs: list[Tensor] = []
         """The log-probability of each row's token [rows], of one token after the other."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores [rows, V] -> [rows, V], float32."""
-        logits = scores.float() / (self._temperature or 1.0)
+        """scores [rows, V] -> [rows, V], or fewer tokens, float32."""
+        logits = scores[:, : self._tokens].float() / (self._temperature or 1.0)
         noisy = logits
         if self._temperature:
             noise = torch.empty_like(logits)

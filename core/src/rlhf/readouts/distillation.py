@@ -152,12 +152,12 @@ def comparison(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what compares a chunk as `compare` does; if `fused`, our kernel for a `SkewedKL` from
     a whole teacher, and compiled ones otherwise. Raises RLHFError unless both heads have as many
-    tokens."""
+    tokens, as they have in a run that calls `run.teacher`."""
     measure = mixture.measure
     if isinstance(teacher, WholeTeacher) and len(teacher.head.weight) != len(head.weight):
         raise RLHFError(
             f"the teacher's head has {len(teacher.head.weight)} tokens but the student's has "
-            f"{len(head.weight)}; choose a teacher with the student's vocabulary"
+            f"{len(head.weight)}; load the teacher with run.teacher, which compares tokenizers"
         )
     options: dict[str, Any] = {"temperature": mixture.temperature, "nll": mixture.nll}
     if fused and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):

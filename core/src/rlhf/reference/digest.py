@@ -35,10 +35,11 @@ THREADS = 8
 """Files that are read at once."""
 
 
-def cache_folder(kind: str, config: Config, mesh: Mesh) -> Path:
-    """Return the folder under the cache root for what the model of `config` computes. Collective:
-    rank 0 reads its files."""
-    return cache_root() / kind / mesh.on_rank_zero(lambda: weights_digest(config))
+def cache_folder(kind: str, config: Config, mesh: Mesh, *, tokens: int | None) -> Path:
+    """Return the folder under the cache root for what the model of `config` computes, of only the
+    first `tokens` of its head unless they are None. Collective: rank 0 reads its files."""
+    digest = mesh.on_rank_zero(lambda: weights_digest(config))
+    return cache_root() / kind / (digest if tokens is None else f"{digest}-first{tokens}")
 
 
 def weights_digest(config: Config) -> str:

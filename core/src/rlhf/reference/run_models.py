@@ -23,7 +23,7 @@ from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.surveyed import SurveyedExamples
-from rlhf.reference.teacher import TEACHER, check_teacher, naming_teacher
+from rlhf.reference.teacher import TEACHER, naming_teacher, shared_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Reference, Trainer
 
@@ -46,6 +46,9 @@ class RunModels(ABC):
     surveyed: tuple[SurveyedExamples, ...] = ()
     """What the survey sees of each of `examples` in every epoch, if the reference is cached."""
     device: torch.device = Factory(lambda self: self.mesh.device, takes_self=True)
+    tokens: int | None = None
+    """Number of tokens that every language model of the run predicts, the first of its head; None
+    unless a teacher's head has another size than the policy's."""
     roles: dict[str, Role] = field(factory=dict)
     """The loaded models by role."""
     notes: list[str] = field(factory=list)
@@ -76,7 +79,9 @@ class RunModels(ABC):
             role=role, config=config, trained=trained, model=model, optim=optim, task=task,
             labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
         )  # fmt: skip
-        return self._load(spec, empty_model(spec, self.mesh))
+        engine = self._load(spec, empty_model(spec, self.mesh))
+        self._limit_tokens()
+        return engine
 
     def prepare(
         self,
@@ -139,7 +144,13 @@ class RunModels(ABC):
         self, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
     ) -> Engine | None:
         """See `rlhf.trainer.Run`."""
-        check_teacher(self.config, model, self.tokenizer, top=top)
+        self.tokens = shared_tokens(self.config, model, self.tokenizer, self.examples, top=top)
+        if self.tokens is not None:
+            self._limit_tokens()
+            self.notes.append(
+                f"tokens     the first {self.tokens:,}, which policy and teacher both predict; "
+                "their heads have different sizes"
+            )
         if top is None:
             with naming_teacher(self.config):
                 engine = self.load(TEACHER, model=model, trained=False)
@@ -150,6 +161,12 @@ class RunModels(ABC):
             done = self._cache_teacher(model, top=top, temperature=temperature)
         self.notes.append(f"teacher    its {top} most likely tokens: {done}")
         return None
+
+    def _limit_tokens(self) -> None:
+        """Have every language model that is loaded predict only the run's tokens."""
+        for role in self.roles.values():
+            if role.spec.task == "causal":
+                role.engine.module.tokens = self.tokens
 
     def order(self, trainer: Trainer, part: int = 0) -> RunOrder:
         """Return the order of the training rows, or with `part` 1 that of the held-out ones."""

@@ -1,6 +1,7 @@
 """A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.batch import PackedBatch
+from rlhf.data.examples import Examples
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
@@ -23,47 +25,98 @@ from rlhf.readouts.distillation import COMPARED_ROWS
 TEACHER = "teacher"
 """The role of a teacher's engine."""
 
-SAME_TOKENS: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
-"""For a run's tokenizer, the teachers that have its tokens: a run asks in its rehearsal and again
+SAME_TOKENIZER: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
+"""For a run's tokenizer, the teachers that have the same one: a run asks in its rehearsal and again
 when it loads them, and reading a tokenizer takes 0.3 s."""
 
 
-def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
-    """Raise RLHFError unless `model` predicts the policy's tokens, more than `top` of them. Reads
-    configurations and tokenizers, no weights."""
-    teacher, policy = evolve(config, model=model), config.model.path
-    setting = f"{config.trainer_name}.teacher {model.path}"
-    check_model_folder(model.path, f"{config.trainer_name}.teacher")
-    size = read_architecture(config).get_text_config().vocab_size
+def shared_tokens(
+    config: Config,
+    model: ModelConfig,
+    tokenizer: Any,
+    examples: Sequence[Examples],
+    *,
+    top: int | None,
+) -> int | None:
+    """Return the number of tokens that both the policy and the teacher `model` predict; None if
+    their heads have the same size.
+
+    Heads of one tokenizer may be padded to different sizes. Reads configurations and tokenizers, no
+    weights. Raises RLHFError for a teacher with another tokenizer, for examples with a token that
+    it does not know, and unless there are more than `top` tokens.
+    """
+    name = f"{config.trainer_name}.teacher"
+    check_model_folder(model.path, name)
+    own = vocabulary_size(config)
     with naming_teacher(config):
-        teachers = read_architecture(teacher).get_text_config().vocab_size
-    if size != teachers:
-        raise RLHFError(
-            f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
-            "choose a teacher with the policy's vocabulary"
-        )
-    known = SAME_TOKENS.setdefault(tokenizer, set())
+        size = vocabulary_size(evolve(config, model=model))
+    known = SAME_TOKENIZER.setdefault(tokenizer, set())
     if model not in known:
-        check_tokens(config, tokenizer, model, size)
+        check_tokenizer(config, tokenizer, model)
         known.add(model)
-    if top is not None and top >= size:
+    for part in examples if size < own else ():
+        if beyond := part.first_beyond(size):
+            where, number = beyond
+            raise RLHFError(
+                f"{where}: {name} {model.path} has embeddings for {size:,} tokens but none for "
+                f"{tokenizer.convert_ids_to_tokens(number)!r} ({number}); choose a teacher that "
+                "knows all tokens of the rows"
+            )
+    shared = min(own, size)
+    if top is not None and top >= shared:
         raise RLHFError(
-            f"{config.trainer_name}.cache_top {top} must be less than the {size} tokens of the "
+            f"{config.trainer_name}.cache_top {top} must be less than the {shared} tokens of the "
             "vocabulary; lower it, or remove it to run the teacher alongside the policy"
         )
+    return None if own == size else shared
 
 
-def check_tokens(config: Config, tokenizer: Any, model: ModelConfig, size: int) -> None:
-    """Raise RLHFError unless the tokenizer of `model` has the tokens of the policy's, both for
-    `size` logits."""
-    ours, other = tokenizer.get_vocab(), read_tokenizer(model).get_vocab()
-    if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
-        token, number = differ[0]
+def vocabulary_size(config: Config) -> int:
+    """Return the number of tokens that the head of a configured model predicts."""
+    return int(read_architecture(config).get_text_config().vocab_size)
+
+
+def check_tokenizer(config: Config, tokenizer: Any, model: ModelConfig) -> None:
+    """Raise RLHFError unless the tokenizer of the teacher `model` has the tokens and the merges of
+    the policy's.
+
+    What else a tokenizer does, such as adding BOS, differs within families. It does not matter,
+    since the teacher reads the ids of the policy's tokenizer.
+    """
+    name = f"{config.trainer_name}.teacher {model.path}"
+    try:
+        teacher = read_tokenizer(model)
+    except RLHFError as error:
         raise RLHFError(
-            f"{config.trainer_name}.teacher {model.path} has different tokens than the policy "
-            f"{config.model.path}, although both have {size} (the first is {token!r}, {number}); "
-            "choose a teacher with the policy's tokenizer"
-        )
+            f"{name} has no readable tokenizer, which must be the policy's; add its files to the "
+            "folder"
+        ) from error
+    for what, numbered in (("token", tokens_of), ("merge", merges_of)):
+        ours, other = numbered(tokenizer), numbered(teacher)
+        differ = [n for n in sorted({*ours, *other}) if ours.get(n) != other.get(n)]
+        if differ:
+            number = differ[0]
+            found, wanted = (
+                repr(it[number]) if number in it else "missing" for it in (other, ours)
+            )
+            raise RLHFError(
+                f"{name} has another tokenizer than the policy {config.model.path}: {what} "
+                f"{number} is {found} instead of {wanted}; choose a teacher with the policy's "
+                "tokenizer"
+            )
+
+
+def tokens_of(tokenizer: Any) -> Mapping[int, str]:
+    """Return the tokens of a tokenizer by their ids."""
+    return {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def merges_of(tokenizer: Any) -> Mapping[int, Any]:
+    """Return the pairs of tokens that a tokenizer merges by their rank; empty if it has none."""
+    if not tokenizer.is_fast:
+        return {}
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return dict(enumerate(model.get("merges") or ()))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ class KDConfig:
     """Knowledge distillation."""
 
     teacher: str = ""
-    """Folder or hub name of the teacher, a causal language model with the student's tokens."""
+    """Folder or hub name of the teacher, a causal language model with the student's
+    tokenizer."""
     teacher_revision: str | None = None
     """Branch, tag or commit of a teacher on the hub."""
     loss: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl"] = (

@@ -38,6 +38,29 @@ class CriticTrainer(Trainer):
         )
 
 
+class AloneTrainer(CriticTrainer):
+    """A policy without a critic."""
+
+    def setup(self, run: Run) -> None:
+        self.policy = run.load("policy")
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))
+
+
+class MovingTrainer(AloneTrainer):
+    """A policy without a critic, and a reference that follows it."""
+
+    def setup(self, run: Run) -> None:
+        super().setup(run)
+        self.reference = run.reference("engine", every=1, mix=0.5)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        known = self.reference.answer_logprobs(batch)
+        logprobs = self.policy(batch, answer_logprobs)["logprobs"]
+        return Loss((Term((logprobs - known).square().sum(), "answers"),))
+
+
 class RoundedCriticTrainer(CriticTrainer):
     """A critic whose states have another precision than the policy's."""
 
@@ -68,8 +91,7 @@ class TangledTrainer(CriticTrainer):
 class ForgetfulTrainer(CriticTrainer):
     """A critic without a loss."""
 
-    def loss(self, batch: PackedBatch) -> Loss:
-        return Loss((Term(-self.policy(batch, token_logprobs)["logprobs"].sum(), "tokens"),))
+    loss = AloneTrainer.loss
 
 
 class OrdinalTrainer(CriticTrainer):

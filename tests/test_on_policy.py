@@ -1,6 +1,8 @@
 """On-policy training: a reward on held-out prompts chooses the best checkpoint, and a run that
 stops in the middle of a rollout continues to the last bit."""
 
+import contextlib
+import io
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -8,13 +10,15 @@ from typing import Any
 
 import attrs
 import pytest
+from rich.console import Console
 from transformers import LlamaForCausalLM
 
 import sft_runs
+from rlhf.commands.inspect import inspect_command
 from rlhf.folder import checkpoints
 from rlhf.loop.rollout import FILE
 from rlhf.rank.run import run_rank
-from rlhf.request.reader import read_config
+from rlhf.request.reader import Request, read_config
 from rlhf.testing import column, layouts, without_timings
 from rlhf.testing.ranks import Ranks
 from sft_runs import Inputs
@@ -37,13 +41,37 @@ def ending(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return attrs.evolve(inputs, model=folder)
 
 
-def rewarded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run the trainer on this rank and return its exit code and the lines of metrics.jsonl."""
+def reward_request(words: list[str], cache: str) -> Request:
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, trainer="odd_trainers:RewardTrainer")
-    code = run_rank(attrs.evolve(request, plugin=plugin))
+    return attrs.evolve(request, plugin=plugin)
+
+
+def rewarded(words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
+    """Run the trainer on this rank and return its exit code and the lines of metrics.jsonl."""
+    request = reward_request(words, cache)
+    code = run_rank(request)
     return code, sft_runs.read_metrics(Path(request.config.output or ""))
+
+
+def printed(words: list[str], cache: str) -> tuple[str, str]:
+    """Return what a run and `rlhf inspect` print."""
+    request = reward_request(words, cache)
+    shown = Console(file=io.StringIO(), width=200)
+    inspect_command(request, shown)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        run_rank(request)
+    return text.getvalue(), shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_inspect_shows_the_steps_of_the_run(ending: Inputs, one: Ranks, tmp_path: Path) -> None:
+    words = words_of(ending, tmp_path / "run", "--train.stop_at", "1")
+    ((run, shown),) = one.run(printed, words, str(ending.cache))
+    assert "\nsteps      14 of 4 rows, 12 per epoch\n" in run
+    assert shown.splitlines()[-1] == (
+        "12 steps of 4 examples per epoch; the run samples the answers that fill its micro-batches"
+    )
 
 
 def words_of(inputs: Inputs, folder: Path, *more: str) -> list[str]:

@@ -157,6 +157,50 @@ def killed_in_export(words: list[str], cache: str) -> None:
         sft_runs.run(words, cache)
 
 
+BACKEND = """
+from attrs import frozen
+from rlhf.plugin import BackendPlugin
+
+@frozen(kw_only=True)
+class BareConfig:
+    shard: bool = False
+
+plugin = BackendPlugin(config=BareConfig, hooks="rlhf.testing.plain:PlainBackend")
+"""
+
+
+def run_with_another_backend(site: Path, words: list[str], cache: str) -> list[dict[str, Any]]:
+    """Run where a second backend is installed; returns the metrics."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        _, metrics = sft_runs.run(words, cache)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("bare", "deepspeed --deepspeed.stage 1"), ("deepspeed", "bare --bare.shard true")],
+)
+def test_a_run_continues_with_another_backend(
+    first: str, second: str, inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    info = tmp_path / "bare-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: bare\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rlhf.backends]\nbare = bare_backend:plugin\n")
+    (tmp_path / "bare_backend.py").write_text(BACKEND)
+
+    def run(folder: str, backend: str, *more: str) -> list[float]:
+        words = ["--backend", *backend.split(), "--train.steps", "4", *more]
+        words = sft_runs.words(inputs, tmp_path / folder, *words)
+        (metrics,) = one.run(run_with_another_backend, tmp_path, words, str(inputs.cache))
+        return column(metrics, "loss")
+
+    straight = run("straight", first)
+    run("halves", first, "--train.stop_at", "2")
+    assert run("halves", second, "--resume") == pytest.approx(straight, rel=1e-5)
+
+
 def test_resume_without_a_run_starts_one(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:
     words = sft_runs.words(inputs, tmp_path / "run", "--train.steps", "2", "--resume")
     ((code, metrics),) = one.run(sft_runs.run, words, str(inputs.cache))

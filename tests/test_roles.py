@@ -1,7 +1,10 @@
 """Several trained models in one run, and modules that are no language models: the same on any ranks
 and stages, resumed to the last bit, exported by role."""
 
+import contextlib
+import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from rlhf.commands.main import main
 from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
 from rlhf.loop.exporting import export_checkpoint
+from rlhf.loop.session import Session
 from rlhf.memory.rehearsal import Rehearsed
+from rlhf.rank import run as rank_run
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.run import run_rank
 from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import load_hooks
-from rlhf.request.reader import read_config
+from rlhf.request.reader import Request, read_config
 from rlhf.testing import Ranks, column, without_timings
 from rlhf.testing.curves import training
 from rlhf.testing.plain import PlainBackend
@@ -44,13 +49,18 @@ CASES = {
 """What is compared, by trainer."""
 
 
-def run(trainer: str, words: list[str], cache: str, plain: bool = False) -> list[dict[str, Any]]:
-    """A run of a trainer of this folder under SFT's name and section."""
+def role_request(trainer: str, words: list[str], cache: str) -> Request:
+    """The request of a trainer of this folder under SFT's name and section."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=words)
     plugin = attrs.evolve(request.plugin, trainer=f"role_trainers:{trainer}")
-    backend = PlainBackend() if plain else None
-    _, ended = run_rank(attrs.evolve(request, plugin=plugin), backend=backend)
+    return attrs.evolve(request, plugin=plugin)
+
+
+def run(trainer: str, words: list[str], cache: str, plain: bool = False) -> list[dict[str, Any]]:
+    """A run of a trainer of this folder under SFT's name and section."""
+    request = role_request(trainer, words, cache)
+    _, ended = run_rank(request, backend=PlainBackend() if plain else None)
     assert ended in ("done", "stop_at")
     return sft_runs.read_metrics(Path(request.config.output or ""))
 
@@ -113,21 +123,64 @@ def test_a_critic_has_its_own_rate_and_is_exported_beside_the_policy(
     assert not (tmp_path / "other").exists()
 
 
-def test_the_plan_counts_all_trained_models_in_a_checkpoint(
-    inputs: Inputs, one: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    words = sft_runs.words(inputs, folder, "--train.steps", "1")
-    one.run(run, "CriticTrainer", words, str(inputs.cache))
-    files = (folder / "checkpoints" / "step-000001").glob("*/*.safetensors")
-    monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
-    request = read_config("sft", overrides=words)
-    plugin = attrs.evolve(request.plugin, trainer="role_trainers:CriticTrainer")
-    data = prepare_data(attrs.evolve(request, plugin=plugin))
-    fit = step_fit(request.config, data, Mesh(), load_hooks(request.config)[0])
+def checkpoint_sizes(trainer: str, words: list[str], cache: str) -> tuple[int, int, str]:
+    """Set up a run. Returns the bytes of a checkpoint that it expects and those that `rlhf plan`
+    prints, and the first lines of the run."""
+    sizes: list[int] = []
+
+    def carry_out(request: Request, session: Session, resumed: Path | None) -> str:
+        sizes.append(session.checkpoint_bytes)
+        return "done"
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        patch.setattr(rank_run, "carry_out", carry_out)
+        patch.setattr(rank_run, "report_on_demo", carry_out)
+        request = role_request(trainer, words, cache)
+        run_rank(request)
+    fit = step_fit(request.config, prepare_data(request), Mesh(), load_hooks(request.config)[0])
     assert isinstance(fit.rehearsed, Rehearsed)
-    estimated = checkpoint_bytes(request.config, fit.rehearsed.run.trained.values())
-    assert sum(file.stat().st_size for file in files) == pytest.approx(estimated, rel=0.1)
+    return sizes[0], checkpoint_bytes(fit.rehearsed.run), text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("CriticTrainer", ()),
+        ("CriticTrainer", ("--lora.rank", "2")),
+        ("AloneTrainer", ("--model.adapter", "ADAPTER")),
+        ("MovingTrainer", ()),
+        ("BigramTrainer", ("--lora.rank", "2")),
+    ],
+)
+def test_the_plan_and_the_run_expect_checkpoints_of_one_size(
+    trainer: str, more: tuple[str, ...], inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    if "ADAPTER" in more:
+        words = sft_runs.words(inputs, tmp_path / "base", "--train.steps", "1", "--lora.rank", "2")
+        one.run(sft_runs.run, words, str(inputs.cache))
+        more = ("--model.adapter", str(tmp_path / "base" / "model"))
+    words = sft_runs.words(inputs, tmp_path / "run", *more)
+    ((expected, planned, _),) = one.run(checkpoint_sizes, trainer, words, str(inputs.cache))
+    assert planned == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_run_prints_how_much_of_each_model_is_trained(
+    inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    def printed(*more: str) -> list[str]:
+        words = sft_runs.words(inputs, tmp_path / "run", "--overwrite", *more)
+        ((_, _, text),) = one.run(checkpoint_sizes, "CriticTrainer", words, str(inputs.cache))
+        return [line for line in text.splitlines() if " parameters, " in line]
+
+    policy, critic = printed()
+    size = re.findall(r"([\d,]+) parameters", f"{policy} {critic}")
+    assert policy == f"model      {inputs.model}: {size[0]} parameters, fp32"
+    assert critic == f"critic     {size[1]} parameters, trained"
+    policy, critic = printed("--lora.rank", "2")
+    shares = re.findall(r"([\d,]+) parameters, ([\d,]+) trained", f"{policy} {critic}")
+    assert [int(part.replace(",", "")) for share in shares for part in share] == [
+        30_080, 2_048, 30_144, 2_080,
+    ]  # fmt: skip
 
 
 def test_a_module_is_exported_as_its_state(inputs: Inputs, one: Ranks, tmp_path: Path) -> None:

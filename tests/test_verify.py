@@ -17,10 +17,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+import sft_runs
 from rlhf.commands import verify
 from rlhf.commands.main import main
+from rlhf.commands.verify import RunShape, Verification
 from rlhf.loop.fragments import SavedEngine
+from rlhf.plugin import NoSettings
 from rlhf.rank.comparison import first_changed
+from rlhf.rank.dataset import prepare_data
+from rlhf.request.reader import read_config
 from rlhf.testing.ranks import shared
 from sft_runs import Inputs
 
@@ -135,7 +140,7 @@ def test_a_run_of_one_rank_is_compared_with_two(check: Any) -> None:
     assert lines[2].startswith("other      2 ranks, stage 2, batch.tokens ")
     assert "deepspeed 0." in lines[4]
     assert lines[5].startswith("same curve to ")
-    assert lines[5].endswith(", resume exact")
+    assert lines[5].endswith(" over ranks, stage and batch.tokens, resume exact")
     assert float(lines[5].split()[3].rstrip(",")) < 1e-5
 
 
@@ -196,7 +201,7 @@ def test_a_layout_that_does_not_fit_is_replaced(check: Any) -> None:
     assert code == 0, lines
     assert lines[2].startswith("other      out of memory; ")
     assert lines[3].startswith("other      1 rank, stage 2, batch.tokens ")
-    assert lines[-1].endswith(" (stage not varied), resume exact")
+    assert lines[-1].endswith(" over ranks and batch.tokens (stage not varied), resume exact")
 
 
 def test_a_replacement_layout_has_a_number_of_ranks_that_its_axes_divide(
@@ -206,7 +211,43 @@ def test_a_replacement_layout_has_a_number_of_ranks_that_its_axes_divide(
     code, lines = check(*words, fault=no_room_without_sharding)
     assert code == 0, lines
     assert lines[3].startswith("other      2 ranks, stage 1, batch.tokens ")
-    assert lines[-1].endswith(" (ranks and stage not varied), resume exact")
+    assert lines[-1].endswith(" over batch.tokens (ranks and stage not varied), resume exact")
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ((3, 0), "ranks, stage and batch.tokens"),
+        ((0, 0), "ranks and batch.tokens (stage not varied)"),
+    ],
+)
+def test_what_was_varied_is_what_the_runs_did(
+    stages: tuple[int, int],
+    words: str,
+    inputs: Inputs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backend without the setting `stage` that shards on several ranks."""
+
+    def run(self: Verification, name: str, layout: RunShape, *words: str, label: str = "") -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "output.txt").write_text("devices    2 x cpu\n")
+        stage = stages[layout.ranks == 1]
+        (folder / "plan.json").write_text(json.dumps({"policy": {"stage": stage}}))
+        lines = [{"step": step, "loss": 1.0} for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    monkeypatch.setattr(Verification, "_run", run)
+    monkeypatch.setattr(verify, "first_difference", lambda *runs, **options: "")
+    monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
+    request = read_config("sft", overrides=sft_runs.words(inputs, tmp_path))
+    layout = RunShape(ranks=2, stage=NoSettings(), tokens=128)
+    verification = Verification(request, prepare_data(request), tmp_path, layout)
+    straight = verification._run("straight", layout)
+    assert verification._compare_layouts(straight) == f"same curve to the last bit over {words}"
 
 
 def test_a_run_that_fails_ends_the_command_with_its_error(check: Any) -> None:

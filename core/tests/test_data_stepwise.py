@@ -9,6 +9,7 @@ import pytest
 from chat_templates import tokenizer_of as small_tokenizer
 from word_rows import WHERE, Section, made, read, refusal, texts, user
 
+from rlhf.data.examples import Report
 from rlhf.data.formats import read_rows
 from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokens import Reader
@@ -157,6 +158,14 @@ def test_labels_that_are_cut_off_are_counted(path: Path) -> None:
     )
     assert examples.report.lost["cut"] == (f"{path} line 2",)
     assert examples.report.lost["empty"] == (f"{path} line 3",)
+
+
+def test_values_per_token_next_to_trained_tokens_are_not_called_labels() -> None:
+    report = Report(rows=2, examples=2, tokens=9, trained=4, labels=12, labels_cut=1)
+    assert str(report) == (
+        "2 rows; 2 examples of 9 tokens; 4 trained on, 44.4 %; 12 per-token values; "
+        "1 per-token value cut off, 7.7 %"
+    )
 
 
 def test_rows_that_are_too_long_are_dropped_or_an_error(path: Path) -> None:

@@ -1,7 +1,10 @@
 """The run folder: chosen, locked, cut back, and never overwritten by accident."""
 
 import errno
+import importlib
 import json
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +197,129 @@ def test_a_run_of_a_release_with_fewer_settings_resumes(tmp_path: Path) -> None:
     del begun["optim"]["states"], begun["sft"], begun["train"]["patience"]
     (folder / "config.yaml").write_text(yaml.safe_dump(begun))
     assert check_resumable(request, folder) is None
+
+
+PLUGINS = """
+from attrs import frozen
+from rlhf.plugin import BackendPlugin, TrainerPlugin
+
+@frozen(kw_only=True)
+class BareConfig:
+    shard: bool = False
+
+@frozen(kw_only=True)
+class GrownConfig:
+    power: float = 1.0
+    scale: float = 2.0
+
+bare = BackendPlugin(config=BareConfig, hooks="rlhf.testing.plain:PlainBackend")
+grown = TrainerPlugin(config=GrownConfig, trainer="no.such:Trainer")
+"""
+
+
+@pytest.fixture
+def _plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A distribution with a backend and a trainer of which both have settings."""
+    info = tmp_path / "site" / "folder_plugins-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: folder-plugins\nVersion: 1.0\n")
+    entries = "[rlhf.backends]\nbare = folder_plugins:bare\n"
+    entries += "[rlhf.trainers]\ngrown = folder_plugins:grown\n"
+    entries += "[rlhf.extensions]\nslow = folder_plugins:slow\n"
+    (info / "entry_points.txt").write_text(entries)
+    (info.parent / "folder_plugins.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(str(info.parent))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("folder_plugins", None)
+
+
+def begun(folder: Path, *words: str, trainer: str = "sft") -> Callable[..., Request]:
+    """Write the configuration of a run; returns what reads the request that resumes it."""
+    given = ["--model", "m", "--data", "d.jsonl", "--output", str(folder)]
+    tree = to_tree(read_config(trainer, overrides=[*given, *words]).config)
+    with_run(folder)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return lambda *more: read_config(trainer, overrides=[*given, "--resume", *more])
+
+
+def change(folder: Path, **sections: dict[str, Any]) -> None:
+    """Replace sections in the configuration of a run."""
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree | sections))
+
+
+@pytest.mark.usefixtures("_plugins")
+@pytest.mark.parametrize("before", ["bare", "bare --bare.shard true", "deepspeed"])
+@pytest.mark.parametrize(
+    "after", ["bare", "bare --bare.shard true", "deepspeed --deepspeed.stage 1"]
+)
+def test_a_resumed_run_may_have_another_backend(before: str, after: str, tmp_path: Path) -> None:
+    resume = begun(tmp_path / "run", "--backend", *before.split())
+    # A run of an earlier version did not record this setting.
+    tree = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    del tree["optim"]["states"]
+    change(tmp_path / "run", optim=tree["optim"])
+    assert check_resumable(resume("--backend", *after.split()), tmp_path / "run") is None
+
+
+@pytest.mark.usefixtures("_plugins")
+def test_a_resumed_run_may_have_a_backend_that_has_lost_a_setting(tmp_path: Path) -> None:
+    resume = begun(tmp_path / "run", "--backend", "bare")
+    change(tmp_path / "run", bare={"shard": True, "lost": 1})
+    for backend in ("bare", "deepspeed"):
+        assert check_resumable(resume("--backend", backend), tmp_path / "run") is None
+
+
+@pytest.mark.usefixtures("_plugins")
+def test_another_extension_is_refused_and_another_observer_is_not(tmp_path: Path) -> None:
+    resume = begun(tmp_path / "run", "--backend", "bare", "--observers", "[tensorboard]")
+    change(tmp_path / "run", observers={"uninstalled": {"steps": 3}, "tensorboard": {"lost": 1}})
+    for observers in ("[]", "[tensorboard]", "[trackio]"):
+        request = resume("--backend", "bare", "--observers", observers)
+        assert check_resumable(request, tmp_path / "run") is None
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resume("--backend", "bare", "--extensions", "slow"), tmp_path / "run")
+    assert str(error.value) == (
+        f"{tmp_path}/run cannot be resumed with another configuration: extensions: [] -> [slow]; "
+        "restore these values, or choose another --output"
+    )
+
+
+@pytest.mark.usefixtures("_plugins")
+def test_a_resumed_run_may_have_a_trainer_with_another_setting_but_not_one_less(
+    tmp_path: Path,
+) -> None:
+    resume = begun(tmp_path / "run", "--backend", "bare", trainer="grown")
+    change(tmp_path / "run", grown={"power": 1.0})
+    assert check_resumable(resume("--backend", "deepspeed"), tmp_path / "run") is None
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resume("--backend", "bare", "--grown.scale", "3"), tmp_path / "run")
+    assert str(error.value) == (
+        f"{tmp_path}/run cannot be resumed with another configuration: grown.scale: 2.0 -> 3.0; "
+        "restore these values, or choose another --output"
+    )
+    change(tmp_path / "run", grown={"power": 1.0, "smoothing": 0.5})
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resume("--backend", "deepspeed"), tmp_path / "run")
+    assert str(error.value) == (
+        f"{tmp_path}/run cannot be resumed, since its config.yaml is not valid now: "
+        "grown.smoothing: unknown setting; available: power, scale; install the versions of rlhf "
+        "and of its plugins that wrote it, or choose another --output"
+    )
+
+
+@pytest.mark.usefixtures("_plugins")
+def test_a_run_of_another_trainer_is_refused_by_name(tmp_path: Path) -> None:
+    begun(tmp_path / "run", "--backend", "bare", trainer="grown")
+    given = ["--model", "m", "--data", "d.jsonl", "--output", str(tmp_path / "run")]
+    request = read_config("sft", overrides=[*given, "--backend", "deepspeed", "--resume"])
+    with pytest.raises(RLHFError) as error:
+        check_resumable(request, tmp_path / "run")
+    assert str(error.value) == (
+        f"{tmp_path}/run is a run of grown, not of sft; resume it with its own trainer, or choose "
+        "another --output"
+    )
 
 
 def test_a_checkpoint_that_is_named_must_exist(tmp_path: Path) -> None:

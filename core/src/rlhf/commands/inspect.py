@@ -12,11 +12,11 @@ from rich.text import Text
 
 from rlhf.config.sections import Config
 from rlhf.data.example import Answer, Example
-from rlhf.data.examples import Examples, Report
+from rlhf.data.examples import Report
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.errors import counted
-from rlhf.rank.dataset import prepare_data
+from rlhf.rank.dataset import Dataset, prepare_data
 from rlhf.request.reader import Request
 
 SHOWN_ROWS = 3
@@ -41,7 +41,7 @@ def inspect_command(request: Request, console: Console | None = None) -> int:
         show_example(train[number], train.name(number), tokenizer, console)
     console.print(Text("\ntokens per example", style="bold"))
     show_histogram(train.lengths, console)
-    show_fill(train, config, console)
+    show_steps(data, config, console)
     return 0
 
 
@@ -84,23 +84,28 @@ def show_histogram(lengths: NDArray[np.int64], console: Console) -> None:
         console.print(Text(f"  {low:>7} to {high:>7}  {bar} {count:,}"))
 
 
-def show_fill(examples: Examples, config: Config, console: Console) -> None:
-    """Show how many micro-batches a step takes on one device, and how full they are."""
-    order = RunOrder(examples=examples, config=config)
+def show_steps(data: Dataset, config: Config, console: Console) -> None:
+    """Show how many steps an epoch has, and how they fill micro-batches on one device."""
+    steps = counted(data.steps_per_epoch(config), "step")
+    size = counted(config.batch.size, "example")
+    fill = "the run samples the answers that fill its micro-batches"
+    if not data.trainer.needs_rollout():
+        fill = fill_of(RunOrder(examples=data.train, config=config))
+    console.print(Text(f"\n{steps} of {size} per epoch; {fill}"))
+
+
+def fill_of(order: RunOrder) -> str:
+    """Return how many micro-batches the first steps take on one device, and how full they are."""
+    budget = order.config.batch.budget
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
     count = f"{min(micro)} to " * (min(micro) < max(micro)) + f"{max(micro)}"
-    steps = counted(order.steps_per_epoch, "step")
-    size = counted(config.batch.size, "example")
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
-    fill = tokens / (sum(micro) * config.batch.budget)
-    console.print(
-        Text(
-            f"\n{steps} of {size} per epoch; "
-            f"on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
-            f"{100 * fill:.0f} % of batch.tokens {config.batch.budget} filled; "
-            f"{tokens / len(plans):,.0f} tokens per step"
-        )
+    fill = tokens / (sum(micro) * budget)
+    return (
+        f"on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
+        f"{100 * fill:.0f} % of batch.tokens {budget} filled; "
+        f"{tokens / len(plans):,.0f} tokens per step"
     )
 
 

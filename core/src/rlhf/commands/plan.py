@@ -2,22 +2,21 @@
 what fits, and what a run would choose. Reads no weights and starts no process group."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 
-from rlhf.config.sections import Config
 from rlhf.engine import GIB, Mesh, axes, gib
 from rlhf.errors import RLHFError
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
-from rlhf.model.role import Role
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.fp8_reference import reference_in_fp8
 from rlhf.rank.set_up import step_fit
+from rlhf.reference.run_models import RunModels
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
 
@@ -56,7 +55,7 @@ def plan_command(
         "fits": chosen.fits,
         "faster": chosen.faster(),
         "lighter": chosen.lighter(),
-        "checkpoint": checkpoint_bytes(chosen.resolved, fit.rehearsed.run.trained.values()),
+        "checkpoint": checkpoint_bytes(fit.rehearsed.run),
         "layouts": rows,
     }
     print(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report, request)))
@@ -93,17 +92,20 @@ def _row(fit: StepFit, layout: str) -> dict[str, Any]:
     }
 
 
-def checkpoint_bytes(config: Config, trained: Iterable[Role]) -> int:
-    """Return the bytes of a checkpoint: of each trained weight the highest precision and
-    the optimizer's states, and frozen weights unless they are the base of an adapter."""
-    size = 2 if config.optim.states == "bf16" else 4
-    frozen = 4 if config.model.dtype == "fp32" else 2
-    total = 0
-    for role in trained:
-        shape, adapted = role.shape, config.lora is not None and role.spec.model is None
+def checkpoint_bytes(run: RunModels) -> int:
+    """Return the bytes of a checkpoint: of each trained weight the highest precision and the
+    optimizer's states, frozen weights unless they are the base of an adapter, and the weights of a
+    reference that moves."""
+    frozen = 4 if run.config.model.dtype == "fp32" else 2
+    size, total = 2 if run.config.optim.states == "bf16" else 4, 0
+    for role in run.trained.values():
+        shape, config = role.shape, role.spec.config
+        has_adapter = config.lora is not None or config.model.adapter is not None
         total += int(size * (1 + shape.num_states(config.optim)) * shape.trainable)
-        total += 0 if adapted else frozen * (shape.parameters - shape.trainable)
-    return total
+        if role.spec.task is None or not has_adapter:
+            total += frozen * (shape.parameters - shape.trainable)
+    moving = [run.roles[follower.engine.role] for follower in run.followers]
+    return total + sum(frozen * role.shape.parameters for role in moving)
 
 
 def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -150,6 +151,12 @@ class Verification:
         other, folder = self._run_other(straight)
         apart = largest_difference(folder, straight)
         same = self._same_curve(folder, straight)
+        # Not as configured: a backend may shard only on several ranks.
+        varied = {
+            "ranks": other.ranks != self.layout.ranks,
+            "stage": stage_of(folder) != stage_of(straight),
+            "batch.tokens": other.tokens != self.layout.tokens,
+        }
         shutil.rmtree(folder)
         changes = {
             name: value
@@ -160,9 +167,12 @@ class Verification:
             single = self._run(f"by {name}", attrs.evolve(self.layout, **{name: value}))
             self._same_curve(single, straight)
             shutil.rmtree(single)
-        kept = [name for name in ("ranks", "stage") if name not in changes]
-        note = f" ({' and '.join(kept)} not varied)" if kept else ""
-        return f"same curve to {digits(apart)}{note}" if same else "the curve differs"
+        if not same:
+            return "the curve differs"
+        kept = [name for name, is_varied in varied.items() if not is_varied]
+        note = f" ({listed(kept)} not varied)" if kept else ""
+        over = listed([name for name, is_varied in varied.items() if is_varied])
+        return f"same curve to {digits(apart)} over {over}{note}"
 
     def _run_other(self, straight: Path) -> tuple[RunShape, Path]:
         """Take the run that differs most from `straight` and fits the accelerators. Returns its
@@ -193,9 +203,10 @@ class Verification:
     def _other_layout(self, straight: Path) -> RunShape:
         """Return a layout with another number of ranks, stage and budget."""
         layout, tokens = self.layout, self.data.largest(self.request.config)
+        configured = self.data.with_token_budget(self.request.config).batch.budget
         on_cpu = said(straight, "devices").endswith("cpu")
         most = 2 if on_cpu else num_devices()
-        if tokens == layout.tokens:
+        if tokens == configured:
             tokens *= 2
         stage = layout.stage
         if "stage" in attrs.fields_dict(type(stage)):
@@ -283,6 +294,12 @@ def describe(run: Path, layout: RunShape) -> str:
     where = f"{counted(layout.ranks, 'rank')}, stage {stage_of(run)}"
     values = ", ".join(f"{value:.6f}" for value in losses(run))
     return f"{where}, batch.tokens {layout.tokens}: loss {values}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names in words: `a`, `a and b` or `a, b and c`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def stage_of(run: Path) -> int:

@@ -41,7 +41,7 @@ class Report:
     trained: int = 0
     """Tokens that the loss predicts."""
     labels: int = 0
-    """Values per token that are not nan, such as one per step."""
+    """Values per token that are not nan, such as a label at the end of each step."""
     labels_cut: int = 0
     """Labels that were cut off."""
     lost: Mapping[str, tuple[str, ...]] = field(factory=dict)
@@ -75,11 +75,13 @@ class Report:
         parts.append(f"{counted(self.examples, 'example')} of {counted(self.tokens, 'token')}")
         if self.trained or not self.labels:
             parts.append(f"{self.trained:,} trained on, {_percent(self.trained, self.tokens)}")
+        # Next to tokens that the loss predicts, they may be anything, such as advantages.
+        noun = "per-token value" if self.trained else "label"
         if self.labels:
-            parts.append(counted(self.labels, "label"))
+            parts.append(counted(self.labels, noun))
         if self.labels_cut:
             cut = _percent(self.labels_cut, self.labels + self.labels_cut)
-            parts.append(f"{counted(self.labels_cut, 'label')} cut off, {cut}")
+            parts.append(f"{counted(self.labels_cut, noun)} cut off, {cut}")
         return "; ".join(parts)
 
     def __add__(self, other: "Report") -> "Report":

@@ -22,7 +22,14 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
 from rlhf.request.reader import Request
-from rlhf.request.settings_tree import changed_keys, flow, load_recorded, to_tree, without_removed
+from rlhf.request.settings_tree import (
+    changed_keys,
+    flow,
+    load_recorded,
+    to_tree,
+    without,
+    without_removed,
+)
 
 MAY_CHANGE = (
     "batch.tokens", "train.stop_at", "train.hours", "train.patience", "train.log_every",
@@ -30,8 +37,8 @@ MAY_CHANGE = (
     "data.processes", "checkpoint", "model.recompute", "model.revision", "observers", "output",
     "backend",
 )  # fmt: skip
-"""Settings that a resumed run may change, since they do not affect what is learnt; those of the
-backend's section too."""
+"""Settings that a resumed run may change, since they do not affect what is learnt; those in the
+section of its backend, or of the backend that it had before, too."""
 
 LOCK_WAIT = 1.0
 """Seconds to wait for the lock, which `is_running` holds for a moment."""
@@ -134,15 +141,20 @@ def check_resumable(request: Request, folder: Path, *, verified: bool = False) -
 
 def _check_settings(request: Request, folder: Path) -> None:
     """Raise RLHFError for a changed setting that a resumed run may not change."""
-    before = _settings_before(type(request.config), folder)
-    free = [*MAY_CHANGE, request.config.backend_name]
+    before = _recorded(folder)
+    # The backend may be another one, with a section of its own.
+    backend = str(before.get("backend") or "").partition("@")[0]
+    free = {*MAY_CHANGE, request.config.backend_name, backend}
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 rounds differently in other micro-batches.
-    changes = {
-        key: values
-        for key, values in changed_keys(before, to_tree(request.config)).items()
-        if not any(key == name or key.startswith(f"{name}.") for name in free)
-    }
+    kept = without(before, free)
+    if request.name not in kept and (others := kept.keys() - to_tree(request.config).keys()):
+        raise RLHFError(
+            f"{folder} is a run of {', '.join(sorted(others))}, not of {request.name}; resume it "
+            "with its own trainer, or choose another --output"
+        )
+    known = _with_defaults(type(request.config), kept, folder)
+    changes = changed_keys(without(known, free), without(to_tree(request.config), free))
     if changes:
         changed = ", ".join(
             f"{key}: {_in_words(old)} -> {_in_words(new)}" for key, (old, new) in changes.items()
@@ -160,7 +172,7 @@ def _in_words(value: Any) -> str:
     return flow([value])
 
 
-def _settings_before(cls: type, folder: Path) -> dict[str, Any]:
+def _recorded(folder: Path) -> dict[str, Any]:
     """Return the settings that a run has recorded. Raises RLHFError if there are none."""
     path = folder / "config.yaml"
     before = load_recorded(path) if path.exists() else {}
@@ -169,9 +181,20 @@ def _settings_before(cls: type, folder: Path) -> dict[str, Any]:
             f"{folder} contains checkpoints, but its config.yaml is missing or empty; restore "
             "it, or start again with --overwrite"
         )
-    # Read as a configuration, for the defaults of settings that an older release did not have.
-    config, _ = structure(without_removed(cls, before), cls)
-    return before if config is None else to_tree(config)
+    return before
+
+
+def _with_defaults(cls: type, before: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return recorded settings with the defaults of those that rlhf or a plugin did not have when
+    the run began. Raises RLHFError for one that is not known any more."""
+    config, problems = structure(without_removed(cls, before), cls)
+    if problems:
+        raise RLHFError(
+            f"{folder} cannot be resumed, since its config.yaml is not valid now: "
+            f"{'; '.join(problems)}; install the versions of rlhf and of its plugins that wrote "
+            "it, or choose another --output"
+        )
+    return to_tree(config)
 
 
 def is_running(folder: Path) -> bool:

@@ -176,6 +176,20 @@ def filling(sizes: NDArray[np.int64], tokens: int) -> Rows:
     return rows[sizes[rows].cumsum() <= tokens]
 
 
+def on_meta(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Move a module to the meta device. torch gives each name of a tied weight a parameter of its
+    own there; they are tied again."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    module = module.to(META, dtype)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
+    return module
+
+
 @attrs.define(kw_only=True, eq=False)
 class Rehearsal(RunModels):
     """An `rlhf.trainer.Run` whose models have shapes and no values. `mesh` has the ranks of the run
@@ -192,7 +206,7 @@ class Rehearsal(RunModels):
         return self._add(spec, empty)
 
     def _prepare(self, spec: ModelSpec, module: nn.Module) -> Engine:
-        return self._add(spec, module.to(META, DTYPES[self.config.model.dtype]))
+        return self._add(spec, on_meta(module, DTYPES[self.config.model.dtype]))
 
     def _add(self, spec: ModelSpec, module: nn.Module) -> Engine:
         shape = shape_of(module)

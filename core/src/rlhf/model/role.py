@@ -69,6 +69,11 @@ class Role:
         return float(self.schedule.get_last_lr()[0])
 
 
+def trained_share(shape: ModelShape) -> str:
+    """Return how many parameters of a trained model are trained, in words; "" if all are."""
+    return "" if shape.trainable == shape.parameters else f"{shape.trainable:,} trained"
+
+
 def config_with(config: Config, model: ModelConfig | None, optim: OptimConfig | None) -> Config:
     """Return the configuration of a model: that of the run unless it has its own.
 

@@ -25,7 +25,7 @@ from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
-from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model
+from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
@@ -145,7 +145,8 @@ class RunContext(RunModels):
             spec=spec, engine=engine, plan=plan, shape=shape, memory=memory, schedule=schedule
         )
         if trained and role != "policy":
-            self.notes.append(f"{role:<10} {shape.parameters:,} parameters, trained")
+            share = trained_share(shape) or "trained"
+            self.notes.append(f"{role:<10} {shape.parameters:,} parameters, {share}")
         return engine
 
     def _optimizer_and_schedule(

@@ -12,7 +12,7 @@ from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.dropout import largest_dropout
-from rlhf.model.role import Role
+from rlhf.model.role import Role, trained_share
 from rlhf.rank.context import RunContext
 from rlhf.rank.dataset import Dataset
 from rlhf.request.reader import Request
@@ -95,9 +95,8 @@ def introduce_models(
 
 def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
     """Return what the run prints of its policy: size, precision, and how it runs packed batches."""
-    shape = policy.shape
-    trained = "" if shape.trainable == shape.parameters else f", {shape.trainable:,} trained"
-    size = f"{shape.parameters:,} parameters{trained}, {policy.plan.precision}"
+    parts = [f"{policy.shape.parameters:,} parameters", trained_share(policy.shape)]
+    size = ", ".join(filter(None, [*parts, policy.plan.precision]))
     if policy.spec.task is None:
         return [f"model      {type(policy.engine.module).__name__}: {size}"]
     random = ", random weights" * (model.init == "random")

@@ -1,7 +1,7 @@
 """Layers of a configuration: trees of plain data, read from YAML, merged and compared."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, get_args
@@ -69,6 +69,16 @@ def without_removed(kind: Any, tree: Any) -> Any:
     removed = getattr(section, "removed_settings", {})
     kept = {key: item for key, item in tree.items() if item not in removed.get(key, ())}
     return {key: without_removed(kinds.get(key), item) for key, item in kept.items()}
+
+
+def without(tree: Mapping[str, Any], names: Collection[str], above: str = "") -> dict[str, Any]:
+    """Return a tree without the settings and the sections of these dotted names. `above` is the
+    dotted name of the tree itself, with a dot at its end."""
+    return {
+        key: without(item, names, f"{above}{key}.") if isinstance(item, Mapping) else item
+        for key, item in tree.items()
+        if f"{above}{key}" not in names
+    }
 
 
 def merge(cls: type, *layers: Mapping[str, Any]) -> dict[str, Any]:

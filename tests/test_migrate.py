@@ -347,6 +347,11 @@ def test_the_output_may_be_in_a_new_folder_and_a_refusal_is_one_line(
     assert capsys.readouterr().err == (
         f"error: cannot write to {file} (File exists); choose another location\n"
     )
+    name = "x" * 256
+    assert main(["migrate", str(file), "-o", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write to {tmp_path / name} (File name too long); choose another location\n"
+    )
 
 
 def test_an_existing_file_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """The command line: commands, exit codes, and what they must not import."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,31 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     ):
         assert main(words) == 2
         assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("words", [["config", "toy"], ["plugins"], ["runs", "."], ["--version"]])
+def test_an_output_on_a_full_disk_is_one_line(
+    words: list[str],
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Path("/dev/full").open("w") as output, redirect_stdout(output):
+        assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: cannot write to standard output (No space left on device); redirect it elsewhere\n"
+    )
+
+
+def test_a_refusal_of_another_file_is_a_defect(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: Request) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    replace(monkeypatch, "rlhf.commands.run", "run_command", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        main(["run", "toy"])
 
 
 def test_a_current_folder_that_was_deleted_is_one_line(

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import new_folder, write_whole, writing
+from rlhf.folder.disk import new_folder, write_file, write_whole, writing
 
 
 def write_text() -> None:
@@ -167,6 +167,107 @@ def test_a_new_folder_replaces_only_an_empty_one(tmp_path: Path) -> None:
     with new_folder(tmp_path / "empty") as part:
         (part / "weights").write_text("whole")
     assert (tmp_path / "empty" / "weights").is_file()
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    expected = {
+        Path(): ". is the current folder, which cannot be replaced; choose a new folder in it",
+        tmp_path / "mounted": f"{tmp_path}/mounted is a mount point, which cannot be replaced; "
+        "choose a new folder in it",
+        tmp_path / "link": f"{tmp_path}/link is a link; choose a new folder",
+        tmp_path / "broken": f"{tmp_path}/broken is a link; choose a new folder",
+        Path("/"): "/ is not empty; choose a new folder",
+    }
+    for target, message in expected.items():
+        with pytest.raises(RLHFError) as error, new_folder(target):
+            raise AssertionError("it was written")
+        assert str(error.value) == message
+
+
+NAME = "x" * 256
+NO_PLACES = {
+    "file/a": "cannot write to {}/file (File exists); choose another location",
+    "file/a/b": "cannot write to {}/file/a (Not a directory); choose another location",
+    "broken": "cannot write to {}/broken (No such file or directory); choose another location",
+    "broken/a": "cannot write to {}/broken (File exists); choose another location",
+    "loop": "cannot write to {}/loop (Too many levels of symbolic links); choose another location",
+    NAME: f"cannot write to {{}}/{NAME} (File name too long); choose another location",
+    f"{NAME}/a": f"cannot write to {{}}/{NAME}/a (File name too long); choose another location",
+    NAME[:252]: f"cannot write to {{}}/{NAME[:252]} (File name too long); choose another location",
+}
+"""What a user may name that cannot be written, and the error."""
+
+
+@pytest.mark.parametrize("name", NO_PLACES)
+def test_a_file_or_folder_that_cannot_be_made_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(RLHFError) as error:
+        write_file(tmp_path / name, "text")
+    assert str(error.value) == NO_PLACES[name].format(tmp_path)
+    with pytest.raises(RLHFError), new_folder(tmp_path / name) as part:
+        raise AssertionError(part)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file", "loop"]
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "page").write_text("old")
+
+    def fill(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    for name in ("page", "new"):
+        with pytest.raises(RLHFError) as error:
+            write_file(tmp_path / name, "new", replace=True)
+        assert str(error.value) == (
+            f"cannot write to {tmp_path}/{name}: the disk is full; free some space and start again"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+    assert (tmp_path / "page").read_text() == "old"
+
+
+def test_a_link_to_a_file_remains_a_link(tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("old")
+    (tmp_path / "link").symlink_to("page")
+    write_file(tmp_path / "link", "new", replace=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page").read_text() == "new"
+    with pytest.raises(RLHFError) as error:
+        write_file(tmp_path / "link", "newer")
+    assert str(error.value) == f"{tmp_path}/link exists; choose another file"
+
+
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    with pytest.raises(RLHFError) as error:
+        write_file(Path("/dev/full"), "text", replace=True)
+    assert str(error.value) == (
+        "cannot write to /dev/full: the disk is full; free some space and start again"
+    )
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EBUSY, errno.ESTALE, errno.EOPNOTSUPP])
+def test_a_file_system_may_refuse_with_any_number(number: int, tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "run", tmp_path / ".run.part", tmp_path / "run" / "a"):
+        with pytest.raises(RLHFError) as error, writing(tmp_path / "run"):
+            raise OSError(number, "no", str(file))
+        named = tmp_path / "run" if file.suffix else file
+        assert str(error.value) == f"cannot write to {named} (no); choose another location"
+    with pytest.raises(OSError, match="no"), writing(tmp_path / "run"):
+        raise OSError(number, "no", str(tmp_path / "elsewhere"))
 
 
 def test_a_file_is_replaced_in_one_move(tmp_path: Path) -> None:

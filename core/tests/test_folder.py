@@ -84,6 +84,20 @@ def test_a_new_folder_that_cannot_be_created_is_an_error(
     assert str(error.value) == "cannot write to runs (Not a directory); choose another location"
 
 
+def test_an_output_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 256)
+    with pytest.raises(RLHFError) as error:
+        choose(request(folder))
+    assert str(error.value).startswith(f"cannot write to {folder}/")
+    assert str(error.value).endswith(" (File name too long); choose another location")
+    with pytest.raises(RLHFError) as error:
+        RunFolder(Path("/proc"), fresh=True)
+    assert str(error.value) == (
+        "cannot lock /proc ([Errno 2] No such file or directory: '/proc/.lock'); choose an "
+        "--output on a file system with locks"
+    )
+
+
 def test_a_folder_with_a_run_needs_resume_or_overwrite(tmp_path: Path) -> None:
     folder = with_run(tmp_path / "run")
     with pytest.raises(RLHFError) as error:

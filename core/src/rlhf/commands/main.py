@@ -70,9 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        # Python writes the rest of the output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return CLOSED_PIPE
+    except OSError:
+        if not (problem := _refusal_of_output()):
+            raise
+        _discard_output()
+        print(
+            f"error: cannot write to standard output ({problem}); redirect it elsewhere",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _check_current_folder() -> None:
@@ -89,6 +97,20 @@ def _output_is_closed() -> bool:
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return bool(poll.poll(0))
+
+
+def _refusal_of_output() -> str:
+    """Return why standard output takes nothing, such as a file on a full disk, or ""."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        return error.strerror or ""
+    return ""
+
+
+def _discard_output() -> None:
+    """Let what Python writes of the output at exit go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

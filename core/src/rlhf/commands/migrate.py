@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import writing
+from rlhf.folder.disk import write_file
 from rlhf.migration.arguments import read_arguments
 from rlhf.migration.as_yaml import page
 from rlhf.migration.rules import Migration
@@ -24,12 +24,8 @@ def migrate_command(
     text = page(migration, path.name)
     if output is None:
         print(text, end="")
-    elif Path(output).exists():
-        raise RLHFError(f"{output} exists; choose another file")
     else:
-        with writing(Path(output)):
-            Path(output).parent.mkdir(parents=True, exist_ok=True)
-            Path(output).write_text(text)
+        write_file(Path(output), text)
     print(f"{path} is {migration.title}: {_check(migration, text)}", file=sys.stderr)
     return 0
 

@@ -1,11 +1,12 @@
 """`rlhf new`: write a distribution with a small plugin that passes its own tests."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import writing
+from rlhf.folder.disk import new_folder, write_file
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
 PACKAGE = Path(__file__).parents[1]
@@ -26,12 +27,18 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
     folder = Path() if here else Path(f"rlhf-{kind}-{_hyphens(name)}")
     files = {folder / path: text for path, text in _files("here" if here else kind, name)}
     for target in files if here else [folder]:
-        if target.exists():
+        if os.access(target, os.F_OK):
             raise RLHFError(f"{target} already exists; choose another name or remove it")
-    for target, text in files.items():
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text)
+    if here:
+        for target, text in files.items():
+            write_file(target, text)
+    else:
+        with new_folder(folder) as part:
+            for target, text in files.items():
+                file = part / target.relative_to(folder)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+    for target in files:
         print(f"wrote {target}")
     if here:
         print(f"run it: rlhf run ./{name}.py:{_camel(name)} --model MODEL --data ROWS.jsonl")

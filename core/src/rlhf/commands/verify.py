@@ -80,7 +80,9 @@ def verify_command(request: Request) -> int:
     )
     request = attrs.evolve(request, config=two_steps(config))
     data = prepare_data(request)
-    folder = existing(Path(config.output or "."))
+    output = Path(config.output or ".")
+    with writing(output):
+        folder = existing(output)
     try:
         with writing(folder), catch(leave), TemporaryDirectory(prefix=PREFIX, dir=folder) as path:
             return Verification(request, data, Path(path), layout).verify()

@@ -1,5 +1,5 @@
-"""Writing to disk: refusals of the system become errors with place and reason, and a folder is
-complete or absent."""
+"""Writing to disk: refusals of the system become errors with place and reason, and a file or a
+folder that a user has named is complete or absent."""
 
 import errno
 import hashlib
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf.errors import RLHFError
@@ -17,8 +17,9 @@ from rlhf.errors import RLHFError
 FULL = {errno.ENOSPC, errno.EDQUOT}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.EIO, errno.ELOOP, errno.EFBIG,
+    errno.ENAMETOOLONG, errno.EIO, errno.ELOOP, errno.EFBIG, errno.EBUSY, errno.EXDEV,
 }  # fmt: skip
+"""What counts without the name of a file, too."""
 SIGNS = ("No space left on device", "PytorchStreamWriter failed", "unexpected pos")
 """What torch says about a full disk, instead of an error number."""
 SAFETENSORS = re.compile(r"while serializing: .*\(os error (\d+)\)")
@@ -47,11 +48,10 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which is renamed to it if the block succeeds. Raises
     RLHFError if `target` exists and is not an empty folder, unless it may `replace` it."""
     check_name(target)
-    part = part_of(target)
     with writing(target):
-        if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
-            what = "is not empty" if target.is_dir() else "is a file"
-            raise RLHFError(f"{target} {what}; choose a new folder")
+        if not replace:
+            _check_free(target)
+        part = part_of(target)
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -61,6 +61,39 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
             part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def _check_free(target: Path) -> None:
+    """Raise RLHFError unless a folder can be renamed to `target`: now, and not after it is
+    written."""
+    if target.is_symlink():
+        raise RLHFError(f"{target} is a link; choose a new folder")
+    if not target.exists():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        what = "is not empty" if target.is_dir() else "is a file"
+        raise RLHFError(f"{target} {what}; choose a new folder")
+    if target.is_mount() or target.samefile(Path()):
+        what = "a mount point" if target.is_mount() else "the current folder"
+        raise RLHFError(f"{target} is {what}, which cannot be replaced; choose a new folder in it")
+
+
+def write_file(target: Path, text: str, *, replace: bool = False) -> None:
+    """Write a file, with the folders above it; if that fails, what was there remains. Raises
+    RLHFError if the system refuses, and if `target` exists unless it may `replace` it."""
+    with writing(target):
+        if target.exists() and not replace:
+            raise RLHFError(f"{target} exists; choose another file")
+        if target.exists() and not target.is_file():  # Such as /dev/stdout.
+            target.write_text(text)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = target
+        if target.is_symlink():
+            target.stat()  # Raises for a broken link.
+            place = target.resolve()  # It is replaced, and not the link.
+    with writing(place):
+        write_whole(place, text)
 
 
 def check_name(folder: Path) -> None:
@@ -73,14 +106,20 @@ def check_name(folder: Path) -> None:
 
 def part_of(target: Path) -> Path:
     """Return the hidden path at which `target` is written."""
-    return target.absolute().with_name(f".{target.absolute().name}.part")
+    whole = target.absolute()
+    return whole.parent / f".{whole.name}.part"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by `text`; a kill leaves either the old one or the new one."""
+    """Replace a file by `text`; a kill or a full disk leaves either the old one or the new one."""
     part = part_of(path)
-    part.write_text(text)
-    part.replace(path)
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def free_space(folder: Path) -> int:
@@ -131,16 +170,25 @@ def _refusal(error: BaseException, place: Path) -> str | None:
                 "data.workers to 0"
             )
         if _number(one) in FULL or any(sign in str(one) for sign in SIGNS):
-            where = getattr(one, "filename", None) or place
+            where = _where(one, place)
             return f"cannot write to {where}: the disk is full; free some space and start again"
     source: BaseException | None = error
     while source is not None:
         number, file = _number(source), getattr(source, "filename", None)
         if _is_refusal(number, file, place):
-            where, text = file or place, getattr(source, "strerror", None) or os.strerror(number)
-            return f"cannot write to {where} ({text}); choose another location"
+            text = getattr(source, "strerror", None) or os.strerror(number)
+            return f"cannot write to {_where(source, place)} ({text}); choose another location"
         source = source.__cause__
     return None
+
+
+def _where(error: BaseException, place: Path) -> object:
+    """Return the path that an error names; `place`, if it names none or the hidden path at which
+    `place` is written."""
+    file = getattr(error, "filename", None)
+    if not file or (isinstance(file, str) and Path(file).is_relative_to(part_of(place))):
+        return place
+    return file
 
 
 def _number(error: BaseException) -> int:
@@ -151,11 +199,14 @@ def _number(error: BaseException) -> int:
 
 def _is_refusal(number: int, filename: object, place: Path) -> bool:
     """Return whether an error means that `place` cannot be written. It may name no file, or a file
-    in `place`, in the hidden path at which `place` is written, or above them. A missing file counts
-    only in these two: a file system such as /proc has not created it."""
+    in `place`, in the hidden path at which `place` is written, or above them, where a file system
+    may refuse with any number. A missing file counts only for these two and above them: a file
+    system such as /proc has not created it."""
+    if not number:
+        return False
     if not isinstance(filename, str | os.PathLike) or not os.fspath(filename):
         return number in REFUSED
     file, places = Path(filename).absolute(), (place.absolute(), part_of(place))
     if any(each.is_relative_to(file) for each in places):
-        return number in REFUSED or (number == errno.ENOENT and not file.exists())
-    return number in REFUSED and any(file.is_relative_to(each) for each in places)
+        return number != errno.ENOENT or not file.exists()
+    return number != errno.ENOENT and any(file.is_relative_to(each) for each in places)

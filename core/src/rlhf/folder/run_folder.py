@@ -78,6 +78,13 @@ def choose(request: Request) -> Path:
         return next(folder for folder in numbered if _is_created(folder))
     folder = Path(request.config.output)
     check_name(folder)
+    with writing(folder):
+        _check_output(folder, request)
+    return folder
+
+
+def _check_output(folder: Path, request: Request) -> None:
+    """Raise RLHFError for an `output` that is taken, or not a folder."""
     if holds_run(folder) and request.resume is None and not request.overwrite:
         raise RLHFError(
             f"{folder} already contains a run; continue it with --resume, replace it with "
@@ -87,7 +94,6 @@ def choose(request: Request) -> Path:
         raise RLHFError(f"output {folder} is a file; choose a folder")
     if folder.name in FOLDERS and holds_run(folder.parent):
         raise RLHFError(f"output {folder} belongs to the run in {folder.parent}; choose another")
-    return folder
 
 
 @contextmanager
@@ -336,6 +342,8 @@ def _lock(path: Path) -> FileLock:
     """Lock the folder until the lock is released or this process dies."""
     lock = FileLock(path / ".lock")
     try:
+        # Where no file can be made, FileLock waits as for another process.
+        (path / ".lock").touch()
         lock.acquire(timeout=LOCK_WAIT)
     except Timeout:
         raise RLHFError(

@@ -1,5 +1,6 @@
 """Rows that are too long or empty are dropped, cut or refused, and counted."""
 
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,8 @@ def test_the_first_lines_of_a_run_warn_of_lost_rows(tmp_path: Path) -> None:
         write_lines(tmp_path / "eval.jsonl", [*ROWS, long, long]), data={"max_tokens": 10}
     )
     trainer = Demonstrations(Section(), None)
-    assert Dataset(trainer=trainer, train=train, eval=None).warnings() == []
-    assert Dataset(trainer=trainer, train=train, eval=held_out).warnings() == [
+    assert Dataset(trainer=trainer, train=train, eval=None, day=date.today()).warnings() == []
+    assert Dataset(trainer=trainer, train=train, eval=held_out, day=date.today()).warnings() == [
         "warning    data.eval: 16.7 % of the rows are dropped or cut; raise data.max_tokens for 2 "
         "longer rows, or set data.too_long to cut"
     ]

@@ -21,7 +21,7 @@ from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.importing import importing, importing_rank
 from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
-from rlhf.launch.signals import FOLDER, PARENT, die_with
+from rlhf.launch.signals import DAY, FOLDER, PARENT, die_with
 from rlhf.launch.slurm import join_slurm
 from rlhf.launch.startup import Startup
 from rlhf.request import reader
@@ -157,19 +157,21 @@ def _start_here(
 
 def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path) -> str:
     """Start the ranks of this host and wait for their end. Returns why the run ended."""
+    day = run_folder.day_of(request)
 
     def prepare() -> None:
         with importing():
             from rlhf.rank.dataset import prepare_data  # late: start-up time
 
-        prepare_data(request)
+        prepare_data(request, day)
 
     command = [sys.executable, "-m", "rlhf", *request.argv]
     checkpoint = request.config.checkpoint
+    variables = {DAY: day.isoformat()} | ({FOLDER: str(folder)} if place.hosts == 1 else {})
     started = Ranks(
         command, ranks, checkpoint.stop_timeout,
         place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
-        prepare=prepare, variables={FOLDER: str(folder)} if place.hosts == 1 else {},
+        prepare=prepare, variables=variables,
     )  # fmt: skip
     code = started.wait()
     if code not in (0, STOPPED):

@@ -25,7 +25,7 @@ from rlhf.folder.disk import existing, writing
 from rlhf.folder.run_folder import RANKS, RECORDED, logged
 from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import STOPPED, Ranks, num_devices
-from rlhf.launch.signals import catch
+from rlhf.launch.signals import DAY, catch
 from rlhf.launch.slurm import join_slurm
 from rlhf.rank.comparison import (
     BOUNDS,
@@ -276,6 +276,7 @@ class Verification:
                 signals=config.checkpoint.stop_signals,
                 places_in=folder / RANKS,
                 output=output,
+                variables={DAY: self.data.day.isoformat()},
             ).wait()
         if code == STOPPED:
             raise SystemExit(STOPPED)

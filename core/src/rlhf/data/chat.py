@@ -20,6 +20,7 @@ from rlhf.data.columns import shown
 from rlhf.data.content import REASONING, readable, without_refused_system
 from rlhf.data.encode import Rendered, common_prefix
 from rlhf.data.messages import TRAIN_KEYS, Message, Messages, text_of
+from rlhf.data.repeatable import check_no_object, without_draws
 from rlhf.errors import RLHFError
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
@@ -35,9 +36,11 @@ Spans = tuple[tuple[int, int], ...]
 class ChatTemplate:
     """Renders conversations and finds the assistant's turns in them."""
 
-    def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
-        """With `whole`, a text continues to the end of the rendering, past its last turn."""
+    def __init__(self, tokenizer: Any, *, whole: bool = False, name: str = "") -> None:
+        """With `whole`, a text continues to the end of the rendering, past its last turn. Error
+        messages call the template by its `name`, the tokenizer's by default."""
         self.tokenizer = tokenizer
+        self._name = name
         self._whole = whole
         tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         names = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
@@ -106,11 +109,11 @@ class ChatTemplate:
             )
         if not tools and not keywords:
             return self._plain
-        return Rendering(self.tokenizer, tools, keywords or {})
+        return Rendering(self.tokenizer, tools, keywords or {}, self._name)
 
     @cached_property
     def _plain(self) -> "Rendering":
-        return Rendering(self.tokenizer, None, {})
+        return Rendering(self.tokenizer, None, {}, self._name)
 
     def _turn(self, messages: Messages, view: "Rendering") -> tuple[str, Spans]:
         """Return the rendering up to the end of the last turn, and the spans of that turn."""
@@ -189,8 +192,13 @@ class Rendering:
     """A chat template with the tools and the keywords of a conversation."""
 
     def __init__(
-        self, tokenizer: Any, tools: Sequence[Any] | None, keywords: Mapping[str, Any]
+        self,
+        tokenizer: Any,
+        tools: Sequence[Any] | None,
+        keywords: Mapping[str, Any],
+        name: str,
     ) -> None:
+        self._name = name or f"of {tokenizer.name_or_path or 'the tokenizer'}"
         self.template: str = tokenizer.get_chat_template(tools=tools)
         self.marked = MARKS.search(self.template) is not None
         self.tools = list(tools) if tools else None
@@ -226,20 +234,22 @@ class Rendering:
         self, messages: Messages, *, opened: bool = False, marks: bool = False
     ) -> tuple[str, Sequence[tuple[int, int]]]:
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=self.tools,
-                chat_template=self.template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=opened,
-                **self._keywords,
-            )
+            with without_draws(self.template, self._name):
+                texts, spans = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=self.tools,
+                    chat_template=self.template,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=opened,
+                    **self._keywords,
+                )
         except ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise RLHFError(
                 f"the chat template refuses the conversation ({reason}); change the row or set "
                 "data.chat_template"
             ) from None
+        check_no_object(texts[0], self._name, messages, self.tools, self._keywords)
         return texts[0], spans[0] if marks else ()
 
 

@@ -81,7 +81,8 @@ def _prepare_entry(
         ) as scratch:
             rows = source.read(Path(scratch))
             numbers = _sample(min(len(rows), entry.limit or len(rows)), entry.weight, seed)
-            mapping = RowsToTrees(source, numbers, data, trainer, _reader(trainer, tokenizer))
+            reader = _reader(trainer, tokenizer, data)
+            mapping = RowsToTrees(source, numbers, data, trainer, reader)
             table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
             (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
@@ -115,13 +116,13 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
     return np.concatenate([np.tile(np.arange(count), whole), extra])
 
 
-def _reader(trainer: Trainer, tokenizer: Any) -> Reader:
+def _reader(trainer: Trainer, tokenizer: Any, data: DataConfig) -> Reader:
     """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
     are marked."""
     section = trainer.config
     return Reader(
         tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None),
+        placeholder=getattr(section, "placeholder", None), template=data.chat_template or "",
     )  # fmt: skip
 
 

@@ -47,9 +47,11 @@ class Reader:
     """Text that ends a step unless a placeholder does."""
     placeholder: str | None = None
     """Text that marks the end of a step, if any."""
+    template: str = ""
+    """What error messages call the chat template; empty for that of the tokenizer."""
     encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer, as_one=it.whole), takes_self=True)
     chat: ChatTemplate = Factory(
-        lambda it: ChatTemplate(it.tokenizer, whole=it.whole), takes_self=True
+        lambda it: ChatTemplate(it.tokenizer, whole=it.whole, name=it.template), takes_self=True
     )
 
 

@@ -7,9 +7,11 @@ import math
 import os
 import platform
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +23,7 @@ from rlhf.config.structure import structure
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
+from rlhf.launch.signals import DAY
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import (
     changed_keys,
@@ -201,6 +204,20 @@ def _with_defaults(cls: type, before: Mapping[str, Any], folder: Path) -> dict[s
             "it, or choose another --output"
         )
     return to_tree(config)
+
+
+def day_of(request: Request) -> date:
+    """Return the day that the chat templates of a run print: when it was made, or today. A launcher
+    of ours tells it to its ranks, so that it is the same at midnight."""
+    if DAY in os.environ:
+        return date.fromisoformat(os.environ[DAY])
+    if request.resume is None or request.config.output is None:
+        return date.today()
+    summary = read_json(Path(request.config.output) / "summary.json")
+    if "day" in summary:
+        return date.fromisoformat(summary["day"])
+    # A run of an earlier checkout has no record of its day.
+    return date.fromtimestamp(summary.get("started", time.time()))
 
 
 def is_running(folder: Path) -> bool:

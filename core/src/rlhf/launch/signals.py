@@ -18,6 +18,8 @@ GATE = "RLHF_GATE"
 the run."""
 FOLDER = "RLHF_FOLDER"
 """Variable with the run folder that that launcher has chosen."""
+DAY = "RLHF_DAY"
+"""Variable with the day of that launcher's run, such as 2026-11-28."""
 PR_SET_PDEATHSIG = 1
 STOPPING = (
     b"\nstopping: the current step is finished and saved; press Ctrl-C again to quit immediately\n"

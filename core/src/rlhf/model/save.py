@@ -1,5 +1,6 @@
 """Model folders that plain transformers or peft opens, and the check that they are complete."""
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhf.data.clock import without_day
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.parts import has_adapter, unwrapped
@@ -92,7 +94,9 @@ def save_tokenizer_and_config(
         text = causal.config.get_text_config()
         tokenizer = with_padding(tokenizer, text.vocab_size)
         text.pad_token_id = tokenizer.pad_token_id
-    tokenizer.save_pretrained(directory)
+    written = copy.copy(tokenizer)
+    written.chat_template = without_day(tokenizer.chat_template)
+    written.save_pretrained(directory)
     for name, value in (more or {}).items():
         setattr(causal.config, name, value)
     if classifies or more:

@@ -3,13 +3,16 @@
 import copy
 import re
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import AutoTokenizer
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
+from rlhf.data.clock import with_day
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.architecture import resolved
 
@@ -20,17 +23,26 @@ cannot express."""
 PADDING = "<|pad|>"
 """The padding token for a tokenizer without its own."""
 
+NO_ARGUMENTS = {
+    "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
+    *DEFAULT_NAMESPACE,
+}  # fmt: skip
+"""Names in a chat template that no argument sets."""
+
 BYTE_ZERO = ("<0x00>", "\u0100")
 """The byte 0 in vocabularies of SentencePiece and of byte-level BPE; no text ends with it."""
 
 
-def load_tokenizer(config: Config) -> Any:
-    """Return the tokenizer of a configuration, with its chat template and arguments."""
+def load_tokenizer(config: Config, day: date | None = None) -> Any:
+    """Return the tokenizer of a configuration, with its chat template and arguments. If the
+    template prints the date, it is that of `day`; None leaves the template as it is."""
     tokenizer, data = read_tokenizer(config.model), config.data
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     if data.chat_template_kwargs:
         tokenizer.chat_template = with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
+    if day is not None:
+        tokenizer.chat_template = with_day(tokenizer.chat_template, day)
     return tokenizer
 
 
@@ -65,8 +77,9 @@ def with_defaults(template: Any, values: Mapping[str, Any]) -> str:
             "data.chat_template_kwargs needs one chat template, and the tokenizer has "
             f"{'several' if template else 'none'}; set data.chat_template"
         )
-    fixed = {"messages", "tools", "add_generation_prompt"}
-    unused = [name for name in values if name in fixed or not re.search(rf"\b{name}\b", template)]
+    unused = [
+        name for name in values if name in NO_ARGUMENTS or not re.search(rf"\b{name}\b", template)
+    ]
     if unused:
         raise RLHFError(
             f"data.chat_template_kwargs: {unused[0]!r} is not an argument of the chat template; "

@@ -1,11 +1,14 @@
 """The tokenised rows of a run, checked against its trainer and its model."""
 
+from datetime import date
+
 import attrs
 from attrs import frozen
 
 from rlhf.config.sections import Config
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
+from rlhf.folder.run_folder import day_of
 from rlhf.loop.samples import rows_to_show
 from rlhf.memory.choice import START
 from rlhf.model.architecture import known_tokens
@@ -22,6 +25,8 @@ class Dataset:
     trainer: Trainer
     train: Examples
     eval: Examples | None
+    day: date
+    """The day that the chat template prints."""
 
     @property
     def parts(self) -> dict[str, Examples]:
@@ -68,21 +73,22 @@ class Dataset:
         return max(trainer.rollout_tokens(part, most) for part in self.parts.values())
 
 
-def prepare_data(request: Request) -> Dataset:
-    """Read the tokenised rows of a run; those that are not in the cache are tokenised first.
+def prepare_data(request: Request, day: date | None = None) -> Dataset:
+    """Read the tokenised rows of a run; those that are not in the cache are tokenised first. `day`
+    replaces the day of the run.
 
     Without a collective, so that no rank waits for another one's cache. Raises RLHFError for rows
     that cannot be used, such as tokens without an embedding.
     """
-    config = request.config
-    tokenizer = load_tokenizer(config)
+    config, day = request.config, day or day_of(request)
+    tokenizer = load_tokenizer(config, day)
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
     parts = {
         which: prepare(config, trainer, tokenizer, which=which)
         for which in ("train", "eval")
         if getattr(config.data, which)
     }
-    data = Dataset(trainer=trainer, train=parts["train"], eval=parts.get("eval"))
+    data = Dataset(trainer=trainer, train=parts["train"], eval=parts.get("eval"), day=day)
     _check_tokens(data, config)
     for which, part in data.parts.items():
         try:

@@ -64,7 +64,8 @@ def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:
     mesh = fit.mesh
     estimate = None if mesh.device.type == "cpu" else fit.estimate
     return {
-        "started": time.time(), "steps": fit.steps, "ended": None, "error": None, "seconds": {},
+        "day": data.day.isoformat(), "started": time.time(), "steps": fit.steps,
+        "ended": None, "error": None, "seconds": {},
         "devices": f"{mesh.world} x {mesh.device.type}",
         "data": {name: attrs.asdict(part.report) for name, part in data.parts.items()},
         "memory": estimate and {

@@ -59,6 +59,7 @@ def run_rank(
         data = prepare_data(request)
     session = None
     with process_group(config, hooks) as mesh:
+        data = of_one_day(request, data, mesh)
         path, resumed = choose_folder(request, data, mesh, chosen, verified=verified)
         try:
             with opened(path, mesh, startup, fresh=resumed is None) as (folder, place):
@@ -96,6 +97,13 @@ def process_group(config: Config, hooks: BackendGateway) -> Iterator[Mesh]:
             hooks.close_mesh(mesh=mesh)
         raise
     hooks.close_mesh(mesh=mesh)
+
+
+def of_one_day(request: Request, data: Dataset, mesh: Mesh) -> Dataset:
+    """Return the rows with rank 0's day: another host may have started on the next day, or be in
+    another time zone. Collective."""
+    day = mesh.on_rank_zero(lambda: data.day)
+    return data if data.day == day else prepare_data(request, day)
 
 
 def choose_folder(

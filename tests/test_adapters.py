@@ -23,8 +23,11 @@ ADAPTERS = {
     "tied embedding": ("--lora.modules_to_save", "[embed_tokens]"),
     "head and norms": ("--lora.modules_to_save", "[lm_head, input_layernorm]"),
     "dora and embedding": ("--lora.dora", "true", "--lora.modules_to_save", "[embed_tokens]"),
+    "on the embedding": ("--lora.targets", "[embed_tokens, q_proj]"),
+    "half frozen": ("--model.freeze", '["*lora_A*"]'),
+    "dora on the embedding": ("--lora.targets", "[embed_tokens, q_proj]", "--lora.dora", "true"),
 }
-QUICK = [("dora", 1), ("tied embedding", 3), ("dora and embedding", 2)]
+QUICK = [("dora", 1), ("tied embedding", 3), ("dora and embedding", 2), ("on the embedding", 3)]
 heavy = pytest.mark.matrix
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")
 LENGTH = ("--train.steps", "6", "--checkpoint.every", "3", "--optim.schedule", "cosine")
@@ -49,7 +52,7 @@ def words(name: str, inputs: Inputs, untied: Path, output: Path, *more: str) -> 
 
 
 def cases() -> list[Any]:
-    stages = {"dora": (1, 2), "dora and embedding": (2,)}
+    stages = {"dora": (1, 2), "dora and embedding": (2,), "dora on the embedding": (2,)}
     every = [(name, stage) for name in ADAPTERS for stage in stages.get(name, (2, 3))]
     return [case if case in QUICK else pytest.param(*case, marks=heavy) for case in every]
 
@@ -80,7 +83,11 @@ def test_the_curve_is_that_of_plain_torch_and_resume_is_exact(
 
 
 @pytest.mark.parametrize(
-    "name", [name if "dora" in name else pytest.param(name, marks=heavy) for name in ADAPTERS]
+    "name",
+    [
+        pytest.param(name, marks=heavy) if name in ("tied embedding", "head and norms") else name
+        for name in ADAPTERS
+    ],
 )
 def test_the_exported_and_the_merged_model_are_the_adapted_one(
     name: str, inputs: Inputs, untied: Path, one: Ranks, tmp_path: Path
@@ -103,7 +110,7 @@ def test_the_exported_and_the_merged_model_are_the_adapted_one(
             )
         )
     assert torch.allclose(adapted, merged, atol=1e-4)
-    assert (adapted - base).abs().max() > 0.1
+    assert (adapted - base).abs().max() > 0.05
     # The merged model begins at the loss at which the run ended.
     again = sft_runs.words(inputs, tmp_path / "again", "--train.steps", "1")
     again += ["--model", str(tmp_path / "merged"), "--train.eval_at_start", "true"]
@@ -111,7 +118,8 @@ def test_the_exported_and_the_merged_model_are_the_adapted_one(
     first = next(row["eval/loss"] for row in after if "eval/loss" in row)
     assert first == pytest.approx(metrics[-1]["eval/loss"], abs=1e-5)
     card = (run / "model" / "README.md").read_text()
-    assert "first merge the adapter with `rlhf merge MODEL MERGED`" in card
+    needs_merge = "first merge the adapter with `rlhf merge MODEL MERGED`" in card
+    assert needs_merge == (name not in ("on the embedding", "half frozen"))
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=heavy), 3])

@@ -18,6 +18,7 @@ from rlhf.loop.checkpointing import check_data, check_frozen
 from rlhf.rank.context import RunContext
 from rlhf.reference import digest
 from rlhf.reference.digest import quick_digests
+from rlhf.testing import tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 WEIGHTS = "model.safetensors"
@@ -196,3 +197,20 @@ def test_random_weights_and_absent_ones_have_no_quick_digest(folder: Path) -> No
     assert quick_digests(model, adapter=True) == {}
     (folder / "model" / WEIGHTS).unlink()
     assert quick_digests(attrs.evolve(model, init="pretrained"), adapter=True) == {}
+
+
+def test_a_checkpoint_with_weights_that_the_model_has_no_place_for_is_not_resumed(
+    tmp_path: Path, cache: Path
+) -> None:
+    words = [*tiny.short_run(tmp_path, "demonstration"), "--output", str(tmp_path / "run")]
+    tiny.run("sft", [*words, "--train.stop_at", "1"], str(cache), plain=True)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    with pytest.raises(RLHFError) as error:
+        tiny.run("sft", [*words, "--resume"], str(cache), plain=True)
+    assert str(error.value) == (
+        f"{tmp_path}/run/checkpoints/step-000001 is a checkpoint of another model: this run has no "
+        "place for model.model.layers.1.input_layernorm.weight, "
+        "model.model.layers.1.mlp.down_proj.weight, model.model.layers.1.mlp.gate_proj.weight and "
+        "6 others; restore the old model, or start again with --overwrite"
+    )

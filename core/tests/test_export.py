@@ -1,5 +1,6 @@
 """`rlhf export`: the files of the run, and run folders that are not as a run leaves them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -192,3 +193,18 @@ def test_a_run_that_continues_an_adapter_is_exported_with_its_settings(
     tiny.run("sft", [*words, *adapter], str(cache), plain=True)
     export_command(str(run), str(tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(run / "model")
+
+
+def test_a_checkpoint_with_weights_that_the_model_has_no_place_for_is_refused(
+    tmp_path: Path, cache: Path
+) -> None:
+    run = exported_run(tmp_path, cache)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    folder = run / "checkpoints" / "step-000001"
+    assert message(run, tmp_path / "out") == (
+        f"{folder} has weights that LlamaForCausalLM has no place for: "
+        "model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.gate_proj.weight and 6 others; restore the model.path with which it "
+        "was trained"
+    )

@@ -18,7 +18,7 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError
-from rlhf.model.extra import first_values, save_extra
+from rlhf.model.extra import first_values, notes_on_extra, save_extra
 from rlhf.model.head import Head
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
@@ -150,6 +150,18 @@ def test_parameters_of_another_shape_are_refused(base: str, tmp_path: Path) -> N
         "head has 4 (LABEL_0, LABEL_1, LABEL_2, LABEL_3); choose the language model it was trained "
         "from"
     )
+
+
+def test_parameters_that_are_not_those_of_the_trainer_are_named(base: str, tmp_path: Path) -> None:
+    folder = export(load(base), tmp_path / "model")
+    own = config_of(str(folder))
+    assert [*notes_on_extra(own, EXTRA), *notes_on_extra(config_of(base), EXTRA)] == []
+    assert [*notes_on_extra(own, {})] == [
+        f"extra      {folder} has parameters that this trainer does not use: mixing and thresholds"
+    ]
+    assert [*notes_on_extra(own, {**EXTRA, "scale": torch.ones(1)})] == [
+        f"extra      {folder} has no scale, so this trainer's own values are used"
+    ]
 
 
 def test_an_adapter_on_the_hub_has_a_revision_of_its_own(

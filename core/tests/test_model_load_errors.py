@@ -7,6 +7,8 @@ from typing import Any
 
 import peft
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small_models import SIZES, config_of, load, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +24,7 @@ from transformers import (
 )
 
 from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, listed
 from rlhf.model.adapters import check_uncompiled
 from rlhf.model.architecture import check_unquantized
 from rlhf.model.tokenizer import load_tokenizer
@@ -130,11 +132,10 @@ def test_a_torn_file_of_weights_is_reported(
     path = changed(llama, tmp_path / "model")
     with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(left)
-    message = failing(config_of(path), stage=stage)
-    assert message.startswith(
-        f"cannot load the weights of {path}: Error while deserializing header"
+    problem = "truncated, or not a safetensors file" if left else "empty"
+    assert failing(config_of(path), stage=stage) == (
+        f"{path}/model.safetensors is {problem}; download it again"
     )
-    assert message.endswith("; check model.path, or set model.init to random for new weights")
 
 
 def test_unused_weights_are_reported(
@@ -143,9 +144,34 @@ def test_unused_weights_are_reported(
     path = changed(llama, tmp_path / "model", num_hidden_layers=1)
     load(config_of(path))
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"warning: {path} has 9 weights that LlamaForCausalLM does not use, such as "
-        "model.layers.1.input_layernorm.weight"
+        f"warning: {path} has 9 weights that LlamaForCausalLM does not use: "
+        "model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.gate_proj.weight and 6 others"
     )
+
+
+def test_weights_that_transformers_lists_as_harmless_are_not_reported(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(llama, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(8) for n in (0, 1)}
+    save_file(load_file(file) | old, file, {"format": "pt"})
+    load(config_of(path))
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "a"),
+        (["a", "b"], "a and b"),
+        (["a", "b", "c", "d"], "a, b, c and d"),
+        ([*"abcde"], "a, b, c and 2 others"),
+    ],
+)
+def test_a_few_names_are_listed_and_then_counted(names: list[str], text: str) -> None:
+    assert listed(names) == text
 
 
 @pytest.mark.parametrize("settings", [{"hidden_size": "x"}, {"num_attention_heads": 3}])
@@ -167,14 +193,19 @@ def test_an_adapter_that_does_not_load_is_reported(llama: str, tmp_path: Path) -
         f"{start}Error(s) in"
     )
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
-    assert failing(config_of(llama, model={"adapter": str(tmp_path)})).startswith(
-        f"{start}Error while"
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path}/adapter_model.safetensors is truncated, or not a safetensors file; download "
+        "it again"
     )
     (tmp_path / "adapter_model.safetensors").unlink()
     assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
         f"{tmp_path} has no adapter_model.safetensors; pass a complete adapter folder"
     )
     (tmp_path / "adapter_config.json").write_text("{")
+    assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
+        f"{tmp_path}/adapter_config.json is truncated, or not a JSON file; download it again"
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "NONSENSE"}')
     assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
         f"{tmp_path} is not an adapter folder: it has no readable adapter_config.json"
     )

@@ -1,12 +1,14 @@
 """The probe's ladder: what it finds out, and what it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from attrs import evolve
-from engines import BareEngine
+from engines import BareEngine, Shards
 from small_models import SIZES, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -16,14 +18,17 @@ from transformers import (
     Phi3Config,
 )
 
+from rlhf import sharding
 from rlhf.config.sections import Config, LoraConfig, ModelConfig
-from rlhf.engine import Mesh
+from rlhf.engine import Mesh, register_sharding
 from rlhf.errors import RLHFError
 from rlhf.model import probe
+from rlhf.model.finite import check_finite
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path, probe_batch
 from rlhf.rank.context import RunContext, probed_alike
 from rlhf.registry.gateway import build_gateways
+from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
 
 
@@ -251,3 +256,91 @@ def test_a_policy_with_an_adapter_does_not_vouch_for_a_model_without(
     own = ModelConfig(path=write_model(tmp_path, LlamaConfig(**SIZES)), dtype="fp32")
     run_with_policy(own, lora=LoraConfig()).load("teacher", model=own, trained=False)
     assert probed == ["policy", "teacher"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"],
+)
+@pytest.mark.parametrize("known", [None, AttentionPath(path="tree", reason="")])
+def test_a_weight_that_is_not_finite_is_named_with_its_file(
+    known: AttentionPath | None, name: str, value: float, tmp_path: Path
+) -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
+    causal.get_parameter(name).data[..., -1] = value
+    causal.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        choose_path(engine_of(loaded), Mesh(), known=known)
+    assert str(caught.value) == (
+        f"{tmp_path}/{index['weight_map'][name]} has NaN or infinity in the weight {name}; "
+        "download it again, or choose another one"
+    )
+
+
+def test_an_adapter_that_is_not_finite_is_named() -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
+    settings = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(causal, settings)
+    model.get_parameter(
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    ).data[0, 0] = float("nan")
+    with pytest.raises(RLHFError) as caught:
+        choose_path(engine_of(model), Mesh())
+    assert str(caught.value) == (
+        "the adapter has NaN or infinity in the weight "
+        "model.layers.0.self_attn.q_proj.lora_A.default.weight; download it again, or choose "
+        "another one"
+    )
+
+
+def test_a_shard_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "_shardings", [])
+    module = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)})
+    shards = Shards(module.parameters())
+    register_sharding(shards)
+    shards.parts[module["second"].weight][1] = float("inf")
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+    with pytest.raises(RLHFError, match=r"^the model has NaN or infinity in the weight second\.w"):
+        check_finite(module, Mesh())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "remedy"),
+    [
+        (torch.float32, "fp32", "choose another model.path"),
+        (torch.float16, "fp16", "set model.dtype to fp32, or choose another model.path"),
+    ],
+)
+def test_weights_that_are_finite_are_not_blamed_for_an_overflow(
+    dtype: torch.dtype, precision: str, remedy: str
+) -> None:
+    causal = seeded(AutoModelForCausalLM.from_config, LlamaConfig(**SIZES, pad_token_id=0))
+    causal.to(dtype).model.norm.weight.data.fill_(torch.finfo(dtype).max)
+    with pytest.raises(RLHFError) as caught:
+        choose_path(engine_of(causal, precision), Mesh())
+    assert str(caught.value) == (
+        f"LlamaForCausalLM computes NaN or infinity in {precision}, although its weights are "
+        f"finite; {remedy}"
+    )
+
+
+def test_a_weight_that_only_the_rows_of_the_run_use_is_named_by_the_step(
+    tmp_path: Path, cache: Path
+) -> None:
+    words = tiny.short_run(tmp_path, "demonstration")
+    config = LlamaConfig.from_pretrained(tmp_path / "model", tie_word_embeddings=False)
+    causal = seeded(AutoModelForCausalLM.from_config, config)
+    batch = probe_batch(engine_of(causal), 512)
+    unused = sorted({*range(config.vocab_size)} - {*batch.tokens.tolist()})
+    causal.model.embed_tokens.weight.data[unused] = float("nan")
+    causal.save_pretrained(tmp_path / "model")
+    with pytest.raises(RLHFError) as caught:
+        tiny.run("sft", [*words, "--output", str(tmp_path / "run")], str(cache), plain=True)
+    assert str(caught.value) == (
+        f"{tmp_path}/model/model.safetensors has NaN or infinity in the weight "
+        "model.embed_tokens.weight; download it again, or choose another one"
+    )

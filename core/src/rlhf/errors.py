@@ -1,7 +1,7 @@
 """Errors that a user can fix: what is wrong, where, and what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 CLOSE = 0.65
 """Least similarity (difflib's ratio) of a known name that an error suggests."""
@@ -31,6 +31,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, as in `1 row` and `2,000 rows`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return up to four names, as in `a and b` and `a, b, c and 6 others`."""
+    shown = [*names] if len(names) <= 4 else [*names[:3], f"{len(names) - 3:,} others"]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def first_line(error: BaseException) -> str:

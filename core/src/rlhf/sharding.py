@@ -41,7 +41,12 @@ def is_sharded(parameter: Tensor) -> bool:
     return any(sharding.whole_shape(parameter) is not None for sharding in _shardings)
 
 
+def held(parameter: Tensor) -> list[Tensor]:
+    """Return the tensors of this rank that have values of a parameter: itself and its shards."""
+    return [parameter, *chain(*(sharding.shards(parameter) for sharding in _shardings))]
+
+
 def free(parameter: Tensor) -> None:
     """Release the memory of a parameter that is not used again, and that of its shards."""
-    for held in (parameter, *chain(*(sharding.shards(parameter) for sharding in _shardings))):
-        held.data = held.data.new_empty(0)
+    for part in held(parameter):
+        part.data = part.data.new_empty(0)

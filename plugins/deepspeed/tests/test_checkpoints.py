@@ -31,7 +31,7 @@ def run(case):
     """The outcome and the final weights, on whichever rank this is."""
     backend = DeepSpeedBackend()
     outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     backend.close_mesh(mesh)
     return outcome, weights
 

@@ -84,7 +84,7 @@ def run(case, folder=None):
     backend = DeepSpeedBackend()
     with disk_measured_quickly():
         outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     state = backend.save_checkpoint(engine).fragments
     moments = [item.values for item in state if item.kind.startswith("exp_avg")]
     trained = {item.name for item in state if item.kind.startswith("exp_avg")}

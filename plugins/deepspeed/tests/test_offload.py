@@ -55,7 +55,7 @@ class Restless(DeepSpeedBackend):
 def train(backend, case):
     """The outcome and the final weights."""
     outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     backend.close_mesh(mesh)
     return outcome, weights
 

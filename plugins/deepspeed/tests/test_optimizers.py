@@ -54,7 +54,7 @@ def run(case, kind=DeepSpeedBackend):
     backend = kind()
     try:
         outcome, engine, mesh = follow(backend, case)
-        weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+        weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     except RLHFError as error:
         return str(error)
     backend.close_mesh(mesh)

@@ -58,7 +58,7 @@ def run(case):
     with torch.no_grad():
         frozen = float(reference(batch, losses)["loss"].sum()) / 8
     del loss
-    weights = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     backend.close_mesh(mesh)
     assert groups._get_zero_param_intra_parallel_group() is None
     return outcome, weights, frozen, seen

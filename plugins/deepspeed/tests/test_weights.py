@@ -55,7 +55,7 @@ def sharded(change, dtype="fp32"):
         return str(error), {}, 0
     elements = sum(parameter.ds_tensor.numel() for parameter in module.parameters())
     engine = backend.prepare(module, None, None, "reference", plan, mesh)
-    values = {name: value.clone() for name, value in gathered(engine, trained_only=False)}
+    values = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
     backend.close_mesh(mesh)
     return found, values, elements
 

@@ -7,7 +7,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder
-from rlhf.model.adapters import adapter_settings
+from rlhf.model.adapters import adapter_settings, merged
 from rlhf.model.exported import exported_model, exported_tokenizer, task_of
 from rlhf.model.extra import exported_extra, save_extra
 from rlhf.model.save import save_weights
@@ -24,8 +24,8 @@ def merge_command(source: str, output: str) -> int:
     with new_folder(Path(output)) as target:
         adapter = adapter_folder(Path(source))
         settings = adapter_settings(str(adapter))
-        merged = exported_model(adapter, task_of(settings.task_type)).merge_and_unload()
-        save_weights(merged, merged.state_dict(), target)
+        model = merged(exported_model(adapter, task_of(settings.task_type)))
+        save_weights(model, model.state_dict(), target)
         if (adapter / "tokenizer_config.json").is_file():
             exported_tokenizer(adapter).save_pretrained(target)
         save_extra(exported_extra(adapter), target)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf.config.sections import ModelConfig
 from rlhf.config.structure import structure
 from rlhf.engine import Mesh, save_weights
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, listed
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
@@ -22,7 +22,7 @@ from rlhf.loop.fragments import SavedEngine
 from rlhf.loop.session import Session
 from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import PREFIX, PackedModel
 from rlhf.model.role import POLICY, ModelSpec
 from rlhf.model.save import SCORED_BY, save_tokenizer_and_config, verify_export
 from rlhf.model.shape import empty_model
@@ -96,6 +96,7 @@ def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     trainer = load_object(request.plugin.trainer, request.origin)(config.own, tokenizer)
     spec = ModelSpec(role=role, config=config, task=task, labels=plan.get("labels"))
     module = _plain_model(spec, weights)
+    check_no_others(folder, weights, module)
     module.save_weights(_with_tied(weights, module), target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
@@ -117,7 +118,21 @@ def _plain_model(spec: ModelSpec, weights: Mapping[str, Tensor]) -> PackedModel:
         for name, value in weights.items()
         if name.startswith(EXTRA_PREFIX)
     }
-    return empty_model(attrs.evolve(spec, config=config, extra=extra), Mesh())
+    # An adapter's checkpoint has no weights of its base.
+    adapted = config.lora is not None or config.model.adapter is not None
+    whole = None if adapted else {n.removeprefix(PREFIX): value for n, value in weights.items()}
+    return empty_model(attrs.evolve(spec, config=config, extra=extra), Mesh(), whole)
+
+
+def check_no_others(folder: Path, weights: Mapping[str, Tensor], module: PackedModel) -> None:
+    """Raise RLHFError if a checkpoint has weights that its model has no place for."""
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    if others := sorted(weights.keys() - own.keys()):
+        names = listed([name.removeprefix(PREFIX) for name in others])
+        raise RLHFError(
+            f"{folder} has weights that {type(module.causal).__name__} has no place for: {names}; "
+            "restore the model.path with which it was trained"
+        )
 
 
 def _add_tokenizer_and_config(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf.engine import GIB, Engine, EngineState, Fragment, Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.errors import RLHFError, SameOnAllRanks, listed
 from rlhf.registry.gateway import BackendGateway
 from rlhf.sharding import whole_shape
 
@@ -93,7 +93,7 @@ def num_bytes(
 
 def check_model(folder: Path, module: nn.Module) -> None:
     """Raise RLHFError unless the engine in `folder` was trained on parameters of the same names and
-    shapes as those of `module`."""
+    shapes as those of `module`, which has a place for each of its weights."""
     if not (folder / PLAIN).is_file():
         raise SameOnAllRanks(
             f"{folder.parent} has no {folder.name}, which this run trains; start again with "
@@ -108,6 +108,15 @@ def check_model(folder: Path, module: nn.Module) -> None:
                 f"{folder.parent} is a checkpoint of another model: {name} is {has} in it but has "
                 f"the shape {shape} in this run; restore the old model, or start again with "
                 "--overwrite"
+            )
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    if left := saved.keys() - own.keys():
+        # Buffers that are computed have shapes but no values.
+        kinds = SavedEngine(folder).kinds
+        if names := sorted(name for name in left if kinds(name)):
+            raise SameOnAllRanks(
+                f"{folder.parent} is a checkpoint of another model: this run has no place for "
+                f"{listed(names)}; restore the old model, or start again with --overwrite"
             )
 
 

@@ -12,6 +12,7 @@ from rlhf.journal.journal import StepResult
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, Totals, by_role, poison_unless_finite, weighted_loss
 from rlhf.loop.session import Session
+from rlhf.model.finite import check_finite
 
 
 class Stepper:
@@ -56,6 +57,8 @@ class Stepper:
             if not outcome.moved and not outcome.skipped_by_scaler:
                 moved = any(other.moved for other in outcomes.values())
                 weight = f"weight of the {role}" if moved else "weight"
+                for model in self._session.trained.values():
+                    check_finite(model.engine.module, self._session.mesh)
                 raise _not_finite(self._session, pending, outcome.grad_norm, weight)
 
 

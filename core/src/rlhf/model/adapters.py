@@ -1,21 +1,24 @@
 """LoRA adapters: new ones from `train.seed`, and the adapter folders of peft."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.config.sections import Config, ModelConfig
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.kernels.layers import compiles, setting
+from rlhf.model.stored import ADAPTER_FILES, damaged_file
 from rlhf.model.task import FORMS, Task, label_head
-from rlhf.model.weights import quiet_transformers
-from rlhf.sharding import whole_shape
+from rlhf.model.tying import differ, untie
+from rlhf.model.weights import quiet_transformers, warn_of_unused
+from rlhf.sharding import is_sharded, whole_shape
 
 
 def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
@@ -43,11 +46,18 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
             model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
         except ValueError as error:
             raise no_such_target(causal, sorted(as_names(settings.target_modules))) from error
+        except Exception as error:  # The settings of an adapter folder may raise anything.
+            raise RLHFError(
+                f"cannot put the adapter {adapter} on {type(causal).__name__} "
+                f"({first_line(error)}); merge it into its base first, or choose another adapter"
+            ) from error
         if was_tied and tied_head(causal) is None:
+            remedy = f"remove {', '.join(settings.modules_to_save or ())} from lora.modules_to_save"
+            if adapter is not None:
+                remedy = f"merge the adapter {adapter} into its base first"
             raise RLHFError(
                 f"{type(causal).__name__} shares one weight between embedding and head, which peft "
-                f"would separate; remove {', '.join(settings.modules_to_save)} from "
-                "lora.modules_to_save"
+                f"would separate; {remedy}"
             )
         return model
 
@@ -73,22 +83,79 @@ def tied_head(causal: Any) -> nn.Parameter | None:
 
 
 def load_adapter(causal: Any, folder: str, *, trained: bool) -> Any:
-    """Return the model under peft with the adapter of a folder, in the model's dtype."""
+    """Return the model under peft with the adapter of a folder, in the model's dtype.
+
+    Raises RLHFError for weights that the folder lacks, and for other values of the base's weights
+    if the adapter is `trained`, since an export would not have them.
+    """
     if Path(folder).is_dir() and not list(Path(folder).glob("adapter_model.*")):
         raise RLHFError(
             f"{folder} has no adapter_model.safetensors; pass a complete adapter folder"
         )
+    missing, unexpected = list[str](), list[str]()
+
+    def note(_: nn.Module, keys: Any) -> None:
+        missing.extend(name for name in keys.missing_keys if ".lora_" in name)
+        unexpected.extend(keys.unexpected_keys)
+
+    checks = [causal.register_load_state_dict_post_hook(note)]
+    if trained:
+        check = partial(check_base, folder=folder)
+        checks.append(causal.register_load_state_dict_pre_hook(check))
     try:
         with quiet_transformers():
-            return PeftModel.from_pretrained(
+            adapted = PeftModel.from_pretrained(
                 causal, folder, is_trainable=trained, autocast_adapter_dtype=False
             )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, RLHFError):
         raise
     except Exception as error:  # A damaged file may raise anything.
-        raise RLHFError(
+        raise damaged_file(folder, ADAPTER_FILES) or RLHFError(
             f"cannot load the adapter {folder} into {type(causal).__name__}: {first_line(error)}"
         ) from error
+    finally:
+        for each in checks:
+            each.remove()
+    if missing:
+        names = listed([name.replace(".default", "") for name in missing])
+        raise RLHFError(
+            f"the adapter {folder} has no weights for {names}; pass a complete adapter folder"
+        )
+    warn_of_unused(folder, causal, unexpected)
+    return adapted
+
+
+def check_base(
+    causal: nn.Module, weights: Mapping[str, Tensor], prefix: str, *_: Any, folder: str
+) -> None:
+    """Raise RLHFError if an adapter that is about to be loaded into the model changes weights of
+    its base: peft may save these too, but we export only the adapter."""
+    frozen = {prefix + n: p for n, p in causal.named_parameters() if not p.requires_grad}
+    both = sorted(frozen.keys() & weights.keys())
+    if unknown := [name for name in both if is_sharded(frozen[name])]:
+        raise RLHFError(
+            f"the adapter {folder} has copies of {listed(unknown)} of its base, which cannot be "
+            "compared at ZeRO stage 3; choose stage 2 or lower"
+        )
+    if changed := [n for n in both if differ(frozen[n], weights[n].to(frozen[n]))]:
+        raise RLHFError(
+            f"the adapter {folder} has other values of {listed(changed)} than its base, which the "
+            "export of an adapter would lose; merge it with rlhf merge and train the merged model"
+        )
+
+
+def merged(adapted: Any) -> Any:
+    """Return the base with its adapter merged into its weights. If the adapter is on an embedding
+    that is also the head, these become separate: the other one keeps the base's values."""
+    causal = adapted.get_base_model()
+    head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
+    is_adapted = any(hasattr(module, "base_layer") for module in (head, embedding))
+    if is_adapted and tied_head(causal) is not None:
+        getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.detach().clone())
+        untie(causal.config)
+        causal.all_tied_weights_keys = {}
+    with quiet_transformers():
+        return adapted.merge_and_unload()
 
 
 def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraConfig:
@@ -216,7 +283,7 @@ def adapter_settings(folder: str) -> PeftConfig:
     """Return the settings in the adapter_config.json of a folder."""
     try:
         return PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
-        raise RLHFError(
+    except Exception as error:  # A damaged file may raise anything.
+        raise damaged_file(folder, ["adapter_config.json"]) or RLHFError(
             f"{folder} is not an adapter folder: it has no readable adapter_config.json"
         ) from error

@@ -1,39 +1,48 @@
 """The architecture of a configured model: transformers' config of its folder, and empty models."""
 
-from contextlib import suppress
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from rlhf.config.sections import Config
+from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import (
     DEMO_MODEL,
     check_model_folder,
     check_not_missing,
     local_path,
 )
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, listed
+from rlhf.model.stored import damaged_file, model_files, stored_weights
 from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
+from rlhf.model.tying import is_tied, separate, untie
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def read_architecture(config: Config, task: Task = "causal", labels: int | None = None) -> Any:
+def read_architecture(
+    config: Config,
+    task: Task = "causal",
+    labels: int | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Any:
     """Return transformers' config of `model.path` with the labels of `task`, or so many `labels`.
+
+    It ties weights only if `weights` agree, by default those of `model.path`.
 
     Raises RLHFError for a folder without a readable config, a model that is not a causal language
     model, quantized weights, and a family without a class for the task.
     """
-    path = resolved(config.model.path)
+    model, path = config.model, resolved(config.model.path)
     check_model_folder(path)
-    try:
-        architecture = _saved_config(config)
-    except Exception as error:  # A damaged folder may raise anything.
-        raise RLHFError(
-            f"model.path {path} is neither a folder with a config.json nor a readable model on the "
-            f"hub: {first_line(error)}"
-        ) from error
+    architecture = saved_config(model)
     written = written_class(architecture)
     if not FORMS["causal"].supports(architecture) or written.endswith("ForMaskedLM"):
         raise RLHFError(
@@ -42,7 +51,83 @@ def read_architecture(config: Config, task: Task = "causal", labels: int | None 
         )
     check_unquantized(architecture, path)
     prepare_architecture(architecture, task, labels, path)
+    if model.init != "random":
+        settle_tying(architecture, model, task, weights)
     return architecture
+
+
+def saved_config(model: ModelConfig) -> Any:
+    """Return transformers' config of `model.path`. Raises RLHFError if it cannot be read."""
+    path = resolved(model.path)
+    try:
+        options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        architecture = config_in(path, **options)
+        architecture.get_text_config(decoder=True).to_dict()
+    except Exception as error:  # A damaged folder may raise anything.
+        raise damaged_file(path, ["config.json"]) or unreadable_config(path, error) from error
+    return architecture
+
+
+def config_in(path: Path | str, **options: Any) -> Any:
+    """Return transformers' config of a folder or of a model on the hub, without the attention that
+    it names: that may need a library that is not here, and we have our own."""
+    architecture = AutoConfig.from_pretrained(path, **options)
+    architecture._attn_implementation = None
+    return architecture
+
+
+def unreadable_config(path: str, error: Exception) -> RLHFError:
+    """Return the error for a folder or a name on the hub without a readable config."""
+    if (Path(path) / "config.json").is_file():
+        # Only the key is the text of a KeyError.
+        kind = "KeyError: " if isinstance(error, KeyError) else ""
+        return RLHFError(
+            f"{path}/config.json describes no model that transformers can open "
+            f"({kind}{first_line(error)}); correct it, or choose another model.path"
+        )
+    return RLHFError(
+        f"model.path {path} is neither a folder with a config.json nor a readable model on the "
+        f"hub: {first_line(error)}"
+    )
+
+
+def settle_tying(
+    architecture: Any, model: ModelConfig, task: Task, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Untie in `architecture` what config.json ties although `weights`, by default those of
+    `model.path`, have different values of it."""
+    if not is_tied(architecture):
+        return
+    if weights is None:
+        files = model_files(resolved(model.path), model.revision)
+        known = tuple((file, file.stat().st_mtime_ns) for file in files if file.exists())
+        found = _separate_in_files(model, task, known)
+    else:
+        found = _separate(model, task, weights)
+    if found:
+        untie(architecture)
+
+
+@lru_cache
+def _separate_in_files(
+    model: ModelConfig, task: Task, files: tuple[tuple[Path, int], ...]
+) -> Sequence[str]:
+    """Compare stored weights. A later call only compares names and times of `files`."""
+    path = resolved(model.path)
+    found = _separate(model, task, stored_weights(path, model.revision))
+    if found and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: {path} has {listed(found)} with different values although its config.json "
+            "ties them; they are separate weights here and in what is exported",
+            file=sys.stderr,
+        )
+    return found
+
+
+def _separate(model: ModelConfig, task: Task, weights: Mapping[str, Tensor]) -> Sequence[str]:
+    with torch.device("meta"):
+        causal = _unfilled(saved_config(model), model, task, torch.float32)
+    return separate(causal, weights)
 
 
 def check_unquantized(architecture: Any, path: str) -> None:
@@ -60,7 +145,7 @@ def check_unquantized(architecture: Any, path: str) -> None:
 def known_tokens(config: Config) -> int | None:
     """Return the vocabulary size of `model.path`; None if it cannot be read."""
     try:
-        return int(_saved_config(config).get_text_config().vocab_size)
+        return int(saved_config(config.model).get_text_config().vocab_size)
     except Exception:  # A damaged folder may raise anything.
         return None
 
@@ -68,15 +153,30 @@ def known_tokens(config: Config) -> int | None:
 def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.dtype) -> Any:
     """Return a model of this architecture and task without loaded weights, with the generation
     config of `model.path` as transformers' own loaders read it."""
-    causal = FORMS[task].auto.from_config(
-        architecture, dtype=dtype, trust_remote_code=config.model.trust_remote_code
-    )
-    causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
+    causal, path = _unfilled(architecture, config.model, task, dtype), resolved(config.model.path)
     if causal.can_generate():
-        with suppress(OSError):  # Not every folder has one.
+        try:
             causal.generation_config = GenerationConfig.from_pretrained(
-                resolved(config.model.path), revision=config.model.revision
+                path, revision=config.model.revision
             )
+        except OSError as error:  # Not every folder has one.
+            if damaged := damaged_file(path, ["generation_config.json"]):
+                raise damaged from error
+    return causal
+
+
+def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dtype) -> Any:
+    """Return a model of this architecture without loaded weights. Raises RLHFError for a config
+    that transformers reads but cannot follow."""
+    try:
+        causal = FORMS[task].auto.from_config(
+            architecture, dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # A damaged config may raise anything.
+        raise unreadable_config(resolved(model.path), error) from error
+    causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
     return causal
 
 
@@ -92,10 +192,3 @@ def resolved(path: str, setting: str = "model.path") -> str:
     check_not_missing(path, setting)
     folder = local_path(path)
     return str(folder) if folder.is_dir() else path
-
-
-def _saved_config(config: Config) -> Any:
-    model = config.model
-    return AutoConfig.from_pretrained(
-        resolved(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
-    )

@@ -3,12 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from rlhf.errors import RLHFError, first_line
-from rlhf.model.architecture import DTYPES
-from rlhf.model.task import FORMS, Task
-from rlhf.model.weights import quiet_transformers
+from rlhf.config.sections import ModelConfig
+from rlhf.errors import RLHFError, first_line, listed
+from rlhf.model.architecture import DTYPES, config_in, settle_tying
+from rlhf.model.stored import TOKENIZER, WEIGHTS, damaged_file
+from rlhf.model.task import FORMS, Task, head_weights
+from rlhf.model.tying import check_tied
+from rlhf.model.weights import quiet_transformers, warn_of_unused
+
+READ = ("config.json", *WEIGHTS)
+"""Files of a model folder that are read to load it."""
 
 
 def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> Any:
@@ -31,30 +37,41 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
     described = (folder / "config.json").is_file()
     try:
         with quiet_transformers():
-            options = {"config": AutoConfig.from_pretrained(folder)} if described else {}
+            architecture = config_in(folder) if described else config_in(base, revision=revision)
+            settle_tying(architecture, ModelConfig(path=base, revision=revision), task)
             model, report = FORMS[task].auto.from_pretrained(
                 base,
+                config=architecture,
                 revision=revision,
                 dtype=DTYPES.get(dtype, dtype),
                 weights_only=True,
                 output_loading_info=True,
-                **options,
             )
     except Exception as error:  # A damaged folder may raise anything.
+        damaged = damaged_file(folder, READ) or damaged_file(base, READ)
         if not adapted:
-            raise RLHFError(
+            raise damaged or RLHFError(
                 f"cannot load {folder} ({first_line(error)}); pass the model/ folder of a run"
             ) from error
-        raise RLHFError(
+        raise damaged or RLHFError(
             f"cannot load the base model {base} of {folder} ({first_line(error)}); correct "
             "base_model_name_or_path in its adapter_config.json"
         ) from error
+    check_tied(model, base)
+    warn_of_unused(base, model, report["unexpected_keys"])
     if adapted:
+        missing = sorted(report["missing_keys"] - head_weights(model))
+        if missing:
+            raise RLHFError(
+                f"the base model {base} of {folder} has no weights for {listed(missing)} of "
+                f"{type(model).__name__}; restore it, or correct base_model_name_or_path in "
+                "adapter_config.json"
+            )
         return load_adapter(model, str(folder), trained=False)
     if report["missing_keys"]:
         # transformers would continue with random numbers.
         raise RLHFError(
-            f"{folder} has no {min(report['missing_keys'])}, so it is not a "
+            f"{folder} has no {listed(sorted(report['missing_keys']))}, so it is not a "
             f"{type(model).__name__}; pass the model/ folder of a run that trained one"
         )
     return model
@@ -65,7 +82,7 @@ def exported_tokenizer(folder: Path | str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # A damaged folder may raise anything.
-        raise RLHFError(
+        raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"cannot load the tokenizer in {folder} ({first_line(error)}); pass the model/ folder "
             "of a run"
         ) from error

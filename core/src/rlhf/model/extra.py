@@ -4,17 +4,19 @@ They are parameters of the wrapper around the model, so a backend trains, shards
 any other. An exported model has them in a file of its own, which transformers does not read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from rlhf.config.sections import Config
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, listed
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.architecture import resolved
+from rlhf.model.stored import damage
 
 EXTRA_PREFIX = "extra."
 """Prefix of their names in the state dict of a PackedModel."""
@@ -37,6 +39,19 @@ def first_values(config: Config, extra: Mapping[str, Tensor]) -> dict[str, Tenso
                 f"trainer's has {list(extra[name].shape)}; choose the model it was trained from"
             )
     return {name: saved.get(name, value).detach() for name, value in extra.items()}
+
+
+def notes_on_extra(config: Config, extra: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield lines for the start of the run on parameters in the folder that is trained further that
+    are not those of this trainer."""
+    source = config.model.adapter or resolved(config.model.path)
+    if not (Path(source) / EXTRA_FILE).is_file():
+        return
+    saved = exported_extra(source)
+    if unused := sorted(saved.keys() - extra.keys()):
+        yield f"extra      {source} has parameters that this trainer does not use: {listed(unused)}"
+    if new := sorted(extra.keys() - saved.keys()):
+        yield f"extra      {source} has no {listed(new)}, so this trainer's own values are used"
 
 
 def check_extra(extra: Mapping[str, Tensor]) -> None:
@@ -63,7 +78,12 @@ def exported_extra(folder: Path | str, *, revision: str | None = None) -> dict[s
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return {} if file is None else load_file(file)
+    if file is None:
+        return {}
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise RLHFError(f"{file} {damage(Path(file))}") from error
 
 
 def save_extra(weights: Mapping[str, Tensor], directory: Path) -> None:

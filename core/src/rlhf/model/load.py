@@ -9,7 +9,7 @@ from transformers.initialization import no_init_weights
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, listed
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
 from rlhf.model.kernels.layers import change_layers, check_layers
@@ -97,10 +97,23 @@ def load_sharded(
         lambda: load_whole(architecture, config, task, dtype, device=host), share=False
     )
     weights = source.state_dict() if source is not None else None
+    check_same_weights(config.model.path, causal, source, mesh)
     missing = hooks.load_weights(module=causal, weights=weights, plan=plan, mesh=mesh)
     assert not missing, f"transformers' loader returned no {missing}"
     copy_buffers(causal, source, mesh)
     return causal
+
+
+def check_same_weights(path: str, causal: Any, source: Any, mesh: Mesh) -> None:
+    """Raise RLHFError unless this rank's module has a place for each weight of rank 0's whole
+    model: its host may have other files. Collective."""
+    names = mesh.on_rank_zero(lambda: [name for name, _ in source.named_parameters()])
+    own = {name for name, _ in causal.named_parameters()}
+    if others := [name for name in names if name not in own]:
+        raise RLHFError(
+            f"model.path {path} has {listed(others)} on the host of rank 0, but not on that of "
+            f"rank {mesh.rank}; copy the same files to all hosts"
+        )
 
 
 def check_shardable(model: ModelConfig, task: Task) -> None:

@@ -1,5 +1,6 @@
 """The start-up probe: runs a small batch on each path and takes the best path that is correct."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from rlhf.data.packing import blank_batch
 from rlhf.devices import fused_on
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
+from rlhf.model.finite import check_finite
 from rlhf.model.head import Head
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
@@ -74,6 +76,7 @@ def choose_path(
     assert isinstance(module, PackedModel)
     engine.eval()
     if known is not None:
+        check_finite(module, mesh)
         module.path = known.path
         return known
     batch = probe_batch(engine, min(longest, MOST_TOKENS))
@@ -81,6 +84,13 @@ def choose_path(
     with torch.no_grad(), without_cudnn():
         truth = engine(batch, partial(hidden_and_head_error, module))
         worst = max(mesh.gather(float(truth["head_error"])))
+        if not math.isfinite(worst):
+            check_finite(module, mesh)
+            other = "set model.dtype to fp32, or " if engine.precision != "fp32" else ""
+            raise RLHFError(
+                f"{type(module.causal).__name__} computes NaN or infinity in {engine.precision}, "
+                f"although its weights are finite; {other}choose another model.path"
+            )
         if not worst <= TOLERANCE[engine.precision]:
             raise RLHFError(
                 f"the logits of {type(module.causal).__name__} are not its head's weight, bias, "
@@ -177,7 +187,9 @@ def hidden_and_head_error(
         # A sequence classifier returns only the scores [1, 1] of the last token but padding.
         place = last_token(module.causal, tokens[0]) if expected.dim() == 2 else slice(None)
         error = (logits[place] - expected[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
-    return {"hidden": hidden, "head_error": error.max()}
+    used = sum(length for prompt, answers in batch.spans for length in (prompt, *answers))
+    is_finite = hidden[:used].isfinite().all()
+    return {"hidden": hidden, "head_error": error.max().where(is_finite, torch.inf)}
 
 
 def last_token(classifier: Any, tokens: Tensor) -> int:

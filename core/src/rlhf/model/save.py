@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.data.clock import without_day
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.parts import has_adapter, unwrapped
 from rlhf.model.task import label_head
@@ -40,11 +40,8 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     causal: Any = model
     with _quiet_deepspeed():
         if has_adapter(model):
-            # True or False keeps peft from asking the hub whether the vocabulary has changed.
-            embeddings = has_adapted_embeddings(model)
-            causal.save_pretrained(
-                str(directory), state_dict=state, save_embedding_layers=embeddings
-            )
+            # The base is frozen, also where the adapter is on an embedding.
+            causal.save_pretrained(str(directory), state_dict=state, save_embedding_layers=False)
         else:
             causal.save_pretrained(directory, state_dict=without_tied(causal, state))
 
@@ -64,12 +61,7 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def has_adapted_embeddings(model: nn.Module) -> bool:
-    """Return whether the adapter changes the input embeddings, which are then saved with it."""
-    return hasattr(unwrapped(model).get_input_embeddings(), "base_layer")
-
-
-def without_tied(causal: Any, state: dict[str, Any]) -> dict[str, Any]:
+def without_tied(causal: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict in which a tied weight has only the name that transformers reads."""
     tied: Mapping[str, str] = causal.all_tied_weights_keys
     return {
@@ -155,20 +147,54 @@ def written_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def exported_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of an export, as the writers rename them."""
-    causal = unwrapped(model)
-    state: dict[str, Tensor] = {
+    exported = exported_state(model, without_values(model))
+    return {name: tuple(value.shape) for name, value in exported.items()}
+
+
+def without_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole state dict on the meta device."""
+    return {
         name: torch.empty(tuple(whole_shape(value)), device="meta")
         for name, value in model.state_dict(keep_vars=True).items()
     }
+
+
+def exported_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `save_weights` writes of a state dict, by the names that it writes."""
     if has_adapter(model):
         from peft.utils import get_peft_model_state_dict  # late: start-up time
 
-        state = get_peft_model_state_dict(
-            model, state_dict=state, save_embedding_layers=has_adapted_embeddings(model)
+        return get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
+    causal = unwrapped(model)
+    kept = without_tied(causal, state)
+    for name in causal._keys_to_ignore_on_save or ():
+        kept.pop(name, None)
+    return revert_weight_conversion(causal, kept)
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Raise RLHFError if the export would fail at the end of training. `model` needs no values."""
+    kind, state = type(unwrapped(model)).__name__, without_values(model)
+    try:
+        expected = exported_state(model, state)
+    except Exception as error:  # A family's own conversion may raise anything.
+        raise RLHFError(
+            f"{kind} cannot be trained, because its weights cannot be written: {first_line(error)}"
+        ) from error
+    if not has_adapter(model):
+        return
+    # A backend gathers what is trained, and of the frozen weights those that peft has added.
+    adapter = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad or "default" in name.split(".")
+    }
+    written = exported_state(model, {name: state[name] for name in adapter})
+    sources = {id(state[name]): parameter for name, parameter in adapter.items()}
+    kept = {sources.get(id(value)) for value in written.values()}
+    lost = {name for name, parameter in adapter.items() if parameter not in kept}
+    if wrong := sorted(lost | (expected.keys() - written.keys())):
+        raise RLHFError(
+            f"the adapter of {kind} cannot be exported, because peft does not write "
+            f"{listed(wrong)}; change lora, or choose another model.adapter"
         )
-    else:
-        state = without_tied(causal, state)
-        for name in causal._keys_to_ignore_on_save or ():
-            state.pop(name, None)
-        state = revert_weight_conversion(causal, state)
-    return {name: tuple(value.shape) for name, value in state.items()}

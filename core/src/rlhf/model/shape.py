@@ -1,10 +1,11 @@
 """What is known of a configured model before any weight is read: its shape and its positions."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
@@ -27,10 +28,13 @@ more than linear layers, or nobody has tried them. Models that also read images 
 their `model_type` is another."""
 
 
-def empty_model(spec: ModelSpec, mesh: Mesh) -> PackedModel:
-    """Return a model on the meta device: its parameters have shapes and no values."""
+def empty_model(
+    spec: ModelSpec, mesh: Mesh, weights: Mapping[str, Tensor] | None = None
+) -> PackedModel:
+    """Return a model on the meta device: its parameters have shapes and no values. `weights`, by
+    default those of `model.path`, decide whether its head is its embedding."""
     config, task, meta = spec.config, spec.head_task, torch.device("meta")
-    architecture = read_architecture(config, task, spec.labels)
+    architecture = read_architecture(config, task, spec.labels, weights=weights)
     dtype = DTYPES[config.model.dtype]
     with meta:
         causal = from_config(architecture, config, task, dtype=dtype)

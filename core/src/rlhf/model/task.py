@@ -109,7 +109,9 @@ def check_classifier(architecture: Any, task: Task, names: Sequence[str], path: 
 
 def written_class(architecture: Any) -> str:
     """Return the model class that a config names for its weights, or an empty string."""
-    return (getattr(architecture, "architectures", None) or [""])[0]
+    names = getattr(architecture, "architectures", None)
+    first = names[0] if isinstance(names, list) and names else names
+    return first if isinstance(first, str) else ""
 
 
 def label_head(model: Any) -> tuple[str, nn.Module] | None:
@@ -122,6 +124,12 @@ def label_head(model: Any) -> tuple[str, nn.Module] | None:
                 return name, trained[child.active_adapters[0]]
             return name, getattr(child, "original_module", child)
     return None
+
+
+def head_weights(model: Any) -> set[str]:
+    """Return the names of the weights of a classifier's linear layer; none of a language model."""
+    labels = label_head(model)
+    return {f"{labels[0]}.{part}" for part, _ in labels[1].named_parameters()} if labels else set()
 
 
 def draw_head(model: Any, seed: int) -> None:

@@ -14,7 +14,8 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.clock import with_day
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.architecture import resolved
+from rlhf.model.architecture import resolved, saved_config
+from rlhf.model.stored import TEMPLATES, TOKENIZER, damaged_file, model_folder
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
@@ -53,12 +54,17 @@ def read_tokenizer(model: ModelConfig) -> Any:
     path = resolved(model.tokenizer or model.path, setting)
     if not model.tokenizer:
         check_model_folder(path)
+    folder = model_folder(path, revision) or path
+    if damaged := damaged_file(folder, TEMPLATES):
+        raise damaged
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:  # A damaged folder may raise anything.
-        raise RLHFError(
+        if not model.tokenizer:
+            saved_config(model)  # It is read with the tokenizer, and may be what is wrong.
+        raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"no tokenizer in {path} ({first_line(error)}); check the name, or set model.tokenizer"
         ) from error
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):

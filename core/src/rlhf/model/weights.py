@@ -15,9 +15,16 @@ from transformers import core_model_loading
 
 from rlhf.config.sections import Config
 from rlhf.devices import through_pinned_memory
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, counted, first_line, listed
 from rlhf.model.architecture import from_config, resolved
-from rlhf.model.task import FORMS, Task, draw_head, label_head, written_class
+from rlhf.model.stored import WEIGHTS, damaged_file, model_folder
+from rlhf.model.task import FORMS, Task, draw_head, head_weights, label_head, written_class
+from rlhf.model.tying import check_tied
+
+OWN_CHECKS = (
+    ".*is_gradient_checkpointing", ".*tie_word_embeddings", "Found missing adapter keys.*\\.lora_",
+)  # fmt: skip
+"""What peft warns of: a deprecated name, an adapter on tied weights, weights that one lacks."""
 
 
 def random_model(architecture: Any, config: Config, task: Task, dtype: torch.dtype) -> Any:
@@ -62,10 +69,12 @@ def pretrained_model(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # A damaged file may raise anything.
-        raise RLHFError(
+        folder = model_folder(path, config.model.revision) or path
+        raise damaged_file(folder, WEIGHTS) or RLHFError(
             f"cannot load the weights of {path}: {first_line(error)}; check model.path, or set "
             f"model.init to random for new weights"
         ) from error
+    check_tied(causal, path)
     if check_loading_report(path, architecture, causal, report, task):
         draw_head(causal, config.train.seed)
     return causal
@@ -108,29 +117,27 @@ def check_loading_report(
             f"{path} has {name} of shape {list(actual)} where its config.json specifies "
             f"{list(expected)}: weights and config must belong to one model"
         )
-    warn_of_unused(path, causal, report["unexpected_keys"], task)
-    missing, new_head = sorted(report["missing_keys"]), set[str]()
-    labels = label_head(causal)
-    if labels is not None and not written_class(architecture).endswith(FORMS[task].suffix):
-        # A language model that becomes a classifier.
-        new_head = {f"{labels[0]}.{part}" for part, _ in labels[1].named_parameters()}
-    if missing and {*missing} != new_head:
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+    warn_of_unused(path, causal, report["unexpected_keys"])
+    missing = sorted(report["missing_keys"])
+    # A language model becomes a classifier with a new head.
+    is_classifier = written_class(architecture).endswith(FORMS[task].suffix)
+    if missing and {*missing} != (set() if is_classifier else head_weights(causal)):
         raise RLHFError(
-            f"{path} has no weights for {missing[0]}{others} of {type(causal).__name__}: "
+            f"{path} has no weights for {listed(missing)} of {type(causal).__name__}: "
             "model.path must be a complete causal language model"
         )
     return bool(missing)
 
 
-def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str], task: Task) -> None:
+def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str]) -> None:
     """Print a warning on rank 0 if a folder has weights that the model does not use."""
     # A classifier does not use the vocabulary's head.
-    unused = sorted(key for key in unexpected if task == "causal" or "lm_head." not in key)
-    if unused and os.environ.get("RANK", "0") == "0":
+    is_causal = label_head(causal) is None
+    names = sorted(name for name in unexpected if is_causal or "lm_head." not in name)
+    if names and os.environ.get("RANK", "0") == "0":
         print(
-            f"warning: {path} has {len(unused)} weights that {type(causal).__name__} does not use, "
-            f"such as {unused[0]}",
+            f"warning: {path} has {counted(len(names), 'weight')} that {type(causal).__name__} "
+            f"does not use: {listed(names)}",
             file=sys.stderr,
         )
 
@@ -138,13 +145,13 @@ def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str], task: Task
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' warnings about a model folder and about positions past the model's
-    context, since we check both ourselves, and peft's about a name that transformers has
-    deprecated."""
+    context, and peft's in OWN_CHECKS, since we check them ourselves."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+            for text in OWN_CHECKS:
+                warnings.filterwarnings("ignore", message=text)
             yield
     finally:
         transformers.utils.logging.set_verbosity(verbosity)

@@ -26,6 +26,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
+from rlhf.model.save import check_exportable
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
@@ -67,6 +68,8 @@ class RunContext(RunModels):
     @without_collections()
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
+        if spec.trained:
+            check_exportable(empty.model)
         self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"

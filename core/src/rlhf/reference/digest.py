@@ -2,8 +2,6 @@
 content, and checkpoints have a quick digest of files with frozen weights."""
 
 import hashlib
-import json
-import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -19,14 +17,12 @@ from rlhf.errors import RLHFError
 from rlhf.folder.disk import sha256
 from rlhf.launch.caches import cache_root
 from rlhf.model.architecture import resolved
+from rlhf.model.stored import ADAPTER, tensor_bytes, weight_files
 
 FORMAT = 1
 """Changes with the format of what is stored."""
 WEIGHTS = ("*.safetensors", "*.bin")
 WEIGHT_FILES = ("config.json", "adapter_config.json", *WEIGHTS, "*.py")
-MODEL = ("model.safetensors", "pytorch_model.bin")
-ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
-"""Weights of a model and of an adapter, in the order in which they are looked for."""
 BLOCK = 4096
 """Bytes of each tensor that a quick digest reads."""
 MOST_BLOCKS = 1024
@@ -66,23 +62,11 @@ def quick_digests(model: ModelConfig, *, adapter: bool) -> dict[str, str]:
     It reads names, sizes and a block in the middle of each tensor: a change of other elements of a
     tensor is missed, if no other tensor changes.
     """
-    weights = {} if model.init == "random" else {model.path: _loaded(_folder(model), MODEL)}
+    weights = {} if model.init == "random" else {model.path: weight_files(_folder(model))}
     if adapter and model.adapter is not None:
-        weights[model.adapter] = _loaded(_adapter_folder(model.adapter), ADAPTER)
+        weights[model.adapter] = weight_files(_adapter_folder(model.adapter), ADAPTER)
     # A model whose outputs are cached may not have been downloaded.
     return {name: _quick_digest(files) for name, files in weights.items() if files}
-
-
-def _loaded(folder: Path, names: Sequence[str]) -> list[Path]:
-    """Return the files that transformers and peft load: the first of these names or its shards."""
-    for path in (folder / name for name in names):
-        index = path.with_name(f"{path.name}.index.json")
-        if path.is_file():
-            return [path]
-        if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"].values()
-            return sorted({folder / shard for shard in shards})
-    return []
 
 
 def _folder(model: ModelConfig) -> Path:
@@ -144,12 +128,9 @@ def _sampled(path: Path) -> str:
 
 def _tensors(file: BinaryIO) -> Iterator[int]:
     """Yield the starts of the blocks in the middle of the tensors of a safetensors file, of which
-    shorter tensors fill less. The format: docs of safetensors, "Format"."""
-    (length,) = struct.unpack("<Q", file.read(8))
-    tensors = json.loads(file.read(length))
-    tensors.pop("__metadata__", None)
-    for first, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
-        yield 8 + length + max(first, (first + end - BLOCK) // 2)
+    shorter tensors fill less."""
+    for first, end in tensor_bytes(file):
+        yield max(first, (first + end - BLOCK) // 2)
 
 
 def _evenly(size: int) -> Iterator[int]:

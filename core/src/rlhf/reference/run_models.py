@@ -15,7 +15,7 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.order import RunOrder, rounding_on, survey_draw
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
-from rlhf.model.extra import first_values
+from rlhf.model.extra import first_values, notes_on_extra
 from rlhf.model.kernels.layers import for_reference
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
@@ -75,6 +75,8 @@ class RunModels(ABC):
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
+        if trained:
+            self.notes += notes_on_extra(config, extra or {})
         spec = ModelSpec(
             role=role, config=config, trained=trained, model=model, optim=optim, task=task,
             labels=labels, extra=first_values(config, extra or {}), dropout=dropout,

@@ -18,7 +18,7 @@ from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.weights import buffers, gathered
+from rlhf_plugin_deepspeed.weights import buffers, gathered, of_adapter
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
@@ -119,14 +119,14 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
 
 def export(engine: InferenceEngine, directory: Path) -> None:
     """Write the whole weights, or those of an adapter, into a model folder. Collective."""
-    values = dict(gathered(engine, trained_only=is_adapter(engine.module)))
+    values = dict(gathered(engine, adapter_only=is_adapter(engine.module)))
     if engine.mesh.rank == 0:
         save_weights(engine.module, values, directory)
     engine.mesh.barrier()
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether only an adapter of peft's is trained, so that the base is not written."""
+    """Return whether the module has an adapter of peft's, so that its base is not written."""
     return any(hasattr(part, "peft_config") for part in module.modules())
 
 
@@ -201,11 +201,10 @@ def _whole(engine: TrainingEngine, optimizer: Any) -> Iterator[Piece]:
 
 
 def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
-    """Yield frozen weights and the buffers of the state dict; none beside an adapter."""
-    if is_adapter(engine.module):
-        return
+    """Yield frozen weights and the buffers of the state dict, but nothing of an adapter's base."""
+    adapter_only = is_adapter(engine.module)
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad or (adapter_only and not of_adapter(name)):
             continue
         shard = getattr(parameter, "ds_tensor", None)
         if shard is None:
@@ -216,6 +215,8 @@ def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
         yield Fragment(
             name=name, kind="weight", offset=offset, values=values, replicated=shard is None
         )
+    if adapter_only:
+        return
     for name, buffer in buffers(engine.module):
         yield Fragment(name=name, kind="weight", offset=0, values=buffer.view(-1), replicated=True)
 

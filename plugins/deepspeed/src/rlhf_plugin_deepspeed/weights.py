@@ -83,12 +83,13 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     )
 
 
-def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[str, Tensor]]:
+def gathered(engine: InferenceEngine, *, adapter_only: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole value of each weight and buffer, on the host; values are empty except on
-    rank 0. A tied weight is yielded under each of its names, as one tensor. Collective."""
+    rank 0. A tied weight is yielded under each of its names, as one tensor. `adapter_only` leaves
+    out frozen weights that peft has not added. Collective."""
     first = engine.mesh.rank == 0
     for parameter, aliases in _names(engine.module).items():
-        if trained_only and not parameter.requires_grad:
+        if adapter_only and not (parameter.requires_grad or of_adapter(aliases[0])):
             continue
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             part, value = part_of(parameter), parameter.detach()
@@ -96,10 +97,15 @@ def gathered(engine: InferenceEngine, *, trained_only: bool) -> Iterator[tuple[s
             value = value.to("cpu", copy=True) if first else torch.empty(0)
         for name in aliases:
             yield name, value
-    if trained_only:
+    if adapter_only:
         return
     for name, buffer in buffers(engine.module):
         yield name, buffer.detach().cpu()
+
+
+def of_adapter(name: str) -> bool:
+    """Return whether peft has added the parameter: it has the adapter's name in its own."""
+    return "default" in name.split(".")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import peft
 import pytest
-from small_models import SIZES, config_of, load, write_model
+from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -240,6 +240,45 @@ def test_only_a_lora_adapter_is_trained_further(stage: int, llama: str, tmp_path
     assert failing(config_of(llama, model={"adapter": str(tmp_path)}), stage=stage) == (
         f"model.adapter {tmp_path} is not a LoRA adapter; merge it into its base first, or choose "
         "another adapter"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"init_lora_weights": "pissa"},
+            "was initialized by pissa, which may have changed the weights of its base",
+        ),
+        (
+            {"init_lora_weights": "olora"},
+            "was initialized by olora, which may have changed the weights of its base",
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "adapts the output head, whose adapter would not affect the log-probabilities",
+        ),
+        (
+            {"trainable_token_indices": [3, 5]},
+            "adapts the output head, whose adapter would not affect the log-probabilities",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens"]},
+            "separates the embedding from the head, although both share one weight",
+        ),
+    ],
+)
+def test_an_existing_adapter_whose_losses_would_be_wrong_is_refused(
+    settings: dict[str, Any], problem: str, llama: str, tmp_path: Path
+) -> None:
+    causal = AutoModelForCausalLM.from_pretrained(llama)
+    adapter = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | settings)
+    peft.get_peft_model(causal, adapter).save_pretrained(tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        empty(config_of(llama, model={"adapter": str(tmp_path)}))
+    assert str(caught.value) == (
+        f"model.adapter {tmp_path} {problem}; merge it into its base first with rlhf merge, and "
+        "set lora to train a new adapter"
     )
 
 

@@ -348,6 +348,22 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
         rendered(str(own))
 
 
+def test_chat_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    templates = [{"name": name, "template": "a"} for name in ("rag", "tool_use")]
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": templates}))
+    config = config_of("", model={"tokenizer": path})
+    with pytest.raises(RLHFError) as caught:
+        load_tokenizer(config)
+    assert str(caught.value) == (
+        "the tokenizer has the chat templates rag, tool_use, and none is called default; set "
+        "data.chat_template to a file with one of them"
+    )
+    chosen = config_of("", model={"tokenizer": path}, data=DataConfig(chat_template="chatml"))
+    assert load_tokenizer(chosen).chat_template
+
+
 def test_a_chat_template_has_the_arguments_of_the_configuration_as_defaults(tmp_path: Path) -> None:
     path = tokenizer_folder(tmp_path)
     own = tmp_path / "own.jinja"
@@ -435,6 +451,20 @@ def test_an_adapter_or_a_run_folder_in_place_of_a_model_is_named(read: Any, tmp_
         read(config_of(str(tmp_path)))
     assert str(caught.value) == (
         f"model.path {tmp_path} is a run folder; did you mean {tmp_path}/model?"
+    )
+
+
+@pytest.mark.parametrize("read", [load, load_tokenizer])
+def test_a_model_with_an_adapter_beside_it_is_refused(
+    read: Any, llama: str, tmp_path: Path
+) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RLHFError) as caught:
+        read(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} has the weights of a model and an adapter_config.json, whose "
+        "adapter transformers would put on them; move the adapter's files to a folder of their own"
     )
 
 

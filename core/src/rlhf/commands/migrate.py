@@ -29,7 +29,7 @@ def migrate_command(
     else:
         with writing(Path(output)):
             Path(output).parent.mkdir(parents=True, exist_ok=True)
-            Path(output).write_text(text)
+            Path(output).write_text(text, encoding="utf-8")
     print(f"{path} is {migration.title}: {_check(migration, text)}", file=sys.stderr)
     return 0
 
@@ -41,7 +41,7 @@ def _check(migration: Migration, text: str) -> str:
         return f"to be completed, because these have no value: {', '.join(migration.incomplete)}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "migrated.yaml"
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         try:
             read_config(trainer, overrides=[str(file)])
         except NotInstalled as error:

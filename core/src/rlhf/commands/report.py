@@ -13,6 +13,6 @@ def report_command(runs: Sequence[str], output: str) -> int:
     text, path = page([read_run(Path(folder)) for folder in runs]), Path(output)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     print(f"wrote {output}")
     return 0

@@ -79,7 +79,7 @@ def part_of(target: Path) -> Path:
 def write_whole(path: Path, text: str) -> None:
     """Replace a file by `text`; a kill leaves either the old one or the new one."""
     part = part_of(path)
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 

@@ -1,8 +1,10 @@
 """Sampled answers: they end where trained ones do, on ranks that end at different lengths too."""
 
 import functools
+import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +174,22 @@ def test_an_answer_ends_with_the_trained_turn_though_it_is_not_eos(
     inputs: Inputs, chained: list[str], one: Ranks
 ) -> None:
     (found,) = one.run(answers, chained, str(inputs.cache), [[9, 24], [25]], 512)
+    assert found == [[25, END], [END]]
+
+
+def test_the_distribution_is_the_model_s_own_whatever_its_folder_wants_of_generation(
+    inputs: Inputs, chained: list[str], one: Ranks, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(Path(chained[chained.index("--data.chat_template") + 1]).parent, folder)
+    wanted = {
+        "suppress_tokens": [25], "forced_bos_token_id": 40, "min_new_tokens": 7, "penalty_alpha": 1,
+        "stop_strings": ["2"], "token_healing": True, "return_dict_in_generate": True,
+        "repetition_penalty": 9.0, "sequence_bias": [[[40], 99.0]], "do_sample": True,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(wanted))
+    words = [*chained, "--model", str(folder)]
+    (found,) = one.run(answers, words, str(inputs.cache), [[9, 24], [25]], 512)
     assert found == [[25, END], [END]]
 
 

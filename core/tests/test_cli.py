@@ -426,6 +426,26 @@ def test_the_light_side_imports_nothing_heavy(toy: Path, words: str, code: int) 
     assert done.stderr.startswith("error: ") == (code == 2)
 
 
+def test_files_are_utf_8_and_every_text_can_be_printed_in_any_locale(toy: Path) -> None:
+    file = toy / "config.yaml"
+    file.write_text("output: gr\u00f6\u00dfe", encoding="utf-8")
+    program = (
+        "import sys\nfrom rlhf.commands.main import main\n"
+        "code = main(sys.argv[1:])\nprint('# \\u65e5')\nsys.exit(code)"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "config", "toy", str(file), "--backend", "plain"],
+        env=environment(toy) | ascii_only,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert yaml.safe_load(done.stdout)["output"] == "gr\u00f6\u00dfe"
+    assert done.stdout.endswith("# \\u65e5\n")
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlhf", "--version"], capture_output=True, text=True, check=True

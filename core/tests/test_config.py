@@ -64,6 +64,20 @@ def test_a_value_for_a_section_sets_its_first_field(toy: Path) -> None:
     assert read(file, "--lora", "null").lora is None
 
 
+def test_a_path_in_the_home_folder_is_that_path_wherever_it_is_written(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = yaml_file(toy, "output: ~/runs/a\nmodel: {adapter: ~/lora}")
+    data = ("--data.train", "~/rows.jsonl", "--data.eval", "[a~/b, {path: ~/c}]")
+    config = read(file, "--model=~/base", *data, "--data.chat_template", "~/chat.jinja")
+    assert config.output == "/home/me/runs/a"
+    assert (config.model.path, config.model.adapter) == ("/home/me/base", "/home/me/lora")
+    assert config.data.train == (DataEntry(path="/home/me/rows.jsonl"),)
+    assert config.data.eval == (DataEntry(path="a~/b"), DataEntry(path="/home/me/c"))
+    assert config.data.chat_template == "/home/me/chat.jinja"
+
+
 @pytest.mark.parametrize(
     ("value", "entries"),
     [

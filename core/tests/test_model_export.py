@@ -225,7 +225,22 @@ def test_merging_reports_what_is_wrong(tmp_path: Path) -> None:
     assert str(caught.value) == f"{tmp_path} is not empty; choose a new folder"
 
 
-@pytest.mark.parametrize(("template", "ends"), [(CHATML, [2, 1]), (None, 1)])
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message') }}{% endif %}"
+)
+PARTS = "{% for m in messages %}<|im_start|>{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, [2, 1]),
+        (NEEDS_SYSTEM + CHATML, [2, 1]),
+        (PARTS, [2, 1]),
+        ("{{ raise_exception('any row') }}", 1),
+        (None, 1),
+    ],
+)
 def test_generation_ends_where_the_trained_turn_ends(
     template: str | None, ends: Any, tmp_path: Path
 ) -> None:

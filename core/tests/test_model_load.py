@@ -151,6 +151,17 @@ def test_an_adapter_folder_is_trained_further(llama: str, tmp_path: Path) -> Non
     assert sum(p.numel() for p in trained.values()) == shape_of(empty(config)).trainable
 
 
+@pytest.mark.parametrize("read", [load, empty])
+def test_an_adapter_that_is_trained_further_names_the_base_that_it_is_trained_on(
+    read: Any, llama: str, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", LlamaConfig(**SIZES, tie_word_embeddings=True))
+    load(config_of(other, lora=LoraConfig(rank=4))).model.save_pretrained(tmp_path / "adapter")
+    module = read(config_of(llama, model={"adapter": str(tmp_path / "adapter")}))
+    settings = module.model.active_peft_config
+    assert (settings.base_model_name_or_path, settings.revision) == (llama, None)
+
+
 def test_the_shape_is_counted_without_weights(llama: str) -> None:
     config = config_of(llama)
     shape = shape_of(empty(config))

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import SIZES, config_of, load, write_model
+from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -275,6 +275,45 @@ def test_only_a_lora_adapter_is_trained_further(stage: int, llama: str, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"init_lora_weights": "pissa"},
+            "was initialized by pissa, which may have changed the weights of its base",
+        ),
+        (
+            {"init_lora_weights": "olora"},
+            "was initialized by olora, which may have changed the weights of its base",
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "adapts the output head, whose adapter would not affect the log-probabilities",
+        ),
+        (
+            {"trainable_token_indices": [3, 5]},
+            "adapts the output head, whose adapter would not affect the log-probabilities",
+        ),
+        (
+            {"modules_to_save": ["embed_tokens"]},
+            "separates the embedding from the head, although both share one weight",
+        ),
+    ],
+)
+def test_an_existing_adapter_whose_losses_would_be_wrong_is_refused(
+    settings: dict[str, Any], problem: str, llama: str, tmp_path: Path
+) -> None:
+    causal = AutoModelForCausalLM.from_pretrained(llama)
+    adapter = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | settings)
+    peft.get_peft_model(causal, adapter).save_pretrained(tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        empty(config_of(llama, model={"adapter": str(tmp_path)}))
+    assert str(caught.value) == (
+        f"model.adapter {tmp_path} {problem}; merge it into its base first with rlhf merge, and "
+        "set lora to train a new adapter"
+    )
+
+
+@pytest.mark.parametrize(
     ("settings", "model", "message"),
     [
         (
@@ -338,6 +377,22 @@ def test_a_chat_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
     own.write_bytes(b"\xe9")
     with pytest.raises(RLHFError, match=rf"^cannot read data.chat_template {own}: 'utf-8' codec"):
         rendered(str(own))
+
+
+def test_chat_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    templates = [{"name": name, "template": "a"} for name in ("rag", "tool_use")]
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": templates}))
+    config = config_of("", model={"tokenizer": path})
+    with pytest.raises(RLHFError) as caught:
+        load_tokenizer(config)
+    assert str(caught.value) == (
+        "the tokenizer has the chat templates rag, tool_use, and none is called default; set "
+        "data.chat_template to a file with one of them"
+    )
+    chosen = config_of("", model={"tokenizer": path}, data=DataConfig(chat_template="chatml"))
+    assert load_tokenizer(chosen).chat_template
 
 
 def test_a_chat_template_has_the_arguments_of_the_configuration_as_defaults(tmp_path: Path) -> None:
@@ -427,6 +482,20 @@ def test_an_adapter_or_a_run_folder_in_place_of_a_model_is_named(read: Any, tmp_
         read(config_of(str(tmp_path)))
     assert str(caught.value) == (
         f"model.path {tmp_path} is a run folder; did you mean {tmp_path}/model?"
+    )
+
+
+@pytest.mark.parametrize("read", [load, load_tokenizer])
+def test_a_model_with_an_adapter_beside_it_is_refused(
+    read: Any, llama: str, tmp_path: Path
+) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RLHFError) as caught:
+        read(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} has the weights of a model and an adapter_config.json, whose "
+        "adapter transformers would put on them; move the adapter's files to a folder of their own"
     )
 
 

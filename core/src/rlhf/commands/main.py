@@ -1,6 +1,7 @@
 """The command `rlhf`: parses the command line and turns errors into exit codes."""
 
 import argparse
+import io
 import os
 import select
 import sys
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for success, 2 for an error that the user can fix, 130 after Ctrl-C,
     141 if the output has no reader any more. A defect raises, which Python turns into 1."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _escape_what_cannot_be_printed()
     try:
         _check_current_folder()
         options = _parser(words).parse_args(words)
@@ -81,6 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+
+
+def _escape_what_cannot_be_printed() -> None:
+    """Have standard output escape the characters that the locale's encoding lacks, such as those of
+    a sample, as standard error does: they must not end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _check_current_folder() -> None:

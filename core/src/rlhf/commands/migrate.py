@@ -37,7 +37,7 @@ def _check(migration: Migration, text: str) -> str:
         return f"to be completed, because these have no value: {', '.join(migration.incomplete)}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "migrated.yaml"
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         try:
             read_config(trainer, overrides=[str(file)])
         except NotInstalled as error:

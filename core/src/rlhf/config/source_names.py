@@ -39,11 +39,18 @@ def check_not_missing(path: str, setting: str) -> None:
 
 def check_model_folder(path: str, setting: str = "model.path") -> None:
     """Raise RLHFError if `path`, the value of `setting`, is a local path without a model, such as
-    an adapter or a run folder. Names on the hub are accepted."""
+    an adapter or a run folder, or with an adapter beside the model. Names on the hub are
+    accepted."""
     check_not_missing(path, setting)
     folder = local_path(path)
     is_model = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    if (folder / "adapter_config.json").is_file() and not is_model:
+    if (folder / "adapter_config.json").is_file():
+        if is_model:
+            raise RLHFError(
+                f"{setting} {path} has the weights of a model and an adapter_config.json, whose "
+                "adapter transformers would put on them; move the adapter's files to a folder of "
+                "their own"
+            )
         adapter = "set model.adapter to it and model.path to its base, or "
         remedy = f"{adapter * (setting == 'model.path')}merge it first with rlhf merge"
         raise RLHFError(f"{setting} {path} is an adapter; {remedy}")

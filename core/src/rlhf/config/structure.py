@@ -10,6 +10,7 @@ import attrs
 import cattrs
 
 from rlhf.config.foreign import FOREIGN, REMOVED
+from rlhf.config.source_names import local_path
 from rlhf.errors import nearest
 
 Path = tuple[str, ...]
@@ -77,6 +78,13 @@ def _read_exactly(value: Any, kind: Any) -> Any:
     if type(value) is not kind:
         raise _wrong(value, kind)
     return value
+
+
+def _read_text(value: Any, kind: Any) -> str:
+    """Text that begins with `~/` is a path in the home folder, which a shell leaves as it is after
+    `=` and in a file."""
+    text: str = _read_exactly(value, kind)
+    return str(local_path(text)) if text.startswith("~/") else text
 
 
 def _read_float(value: Any, kind: Any) -> float:
@@ -258,8 +266,9 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 _converter = cattrs.Converter()
-for _kind in (bool, int, str):
+for _kind in (bool, int):
     _converter.register_structure_hook(_kind, _read_exactly)
+_converter.register_structure_hook(str, _read_text)
 _converter.register_structure_hook(float, _read_float)
 _converter.register_structure_hook_factory(attrs.has, _class_reader)
 _converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _read_literal)

@@ -85,7 +85,7 @@ def write_file(target: Path, text: str, *, replace: bool = False) -> None:
         if target.exists() and not replace:
             raise RLHFError(f"{target} exists; choose another file")
         if target.exists() and not target.is_file():  # Such as /dev/stdout.
-            target.write_text(text)
+            target.write_text(text, encoding="utf-8")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         place = target
@@ -114,7 +114,7 @@ def write_whole(path: Path, text: str) -> None:
     """Replace a file by `text`; a kill or a full disk leaves either the old one or the new one."""
     part = part_of(path)
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except BaseException:
         with suppress(OSError):

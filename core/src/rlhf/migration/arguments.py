@@ -66,7 +66,7 @@ def _command(path: Path) -> tuple[tuple[str, str], dict[str, Any], int | None]:
     """Return project and trainer, the keys, and the devices of the training that a shell script
     starts."""
     try:
-        text = path.read_text().replace("\\\n", " ")
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     except (OSError, UnicodeDecodeError) as error:
         raise RLHFError(f"cannot read {path}: {error}") from error
     text = _expanded(text)

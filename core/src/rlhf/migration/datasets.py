@@ -172,7 +172,7 @@ def _llama_factory(
 ) -> tuple[Entries, Entries]:
     place = located(str(keys.get("dataset_dir", "data")), folder)
     try:
-        text = (place / "dataset_info.json").read_text() if place.is_dir() else "{}"
+        text = (place / "dataset_info.json").read_text(encoding="utf-8") if place.is_dir() else "{}"
         known = json.loads(text)
     except (OSError, ValueError) as error:
         raise RLHFError(f"cannot read {place}/dataset_info.json: {error}") from error

@@ -279,7 +279,7 @@ def _deepspeed(migration: Migration, chosen: Any, folder: Path) -> Any:
         )
         return {}
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RLHFError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, Mapping):

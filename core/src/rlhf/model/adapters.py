@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import TrainableTokensWrapper
 from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import Tensor, nn
 
@@ -19,6 +21,11 @@ from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.tying import differ, untie
 from rlhf.model.weights import quiet_transformers, warn_of_unused
 from rlhf.sharding import is_sharded, whole_shape
+
+KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""peft's initial values of adapters that leave the base as it is. Others, such as pissa and olora,
+subtract the adapter's first values from it."""
+MERGE = "merge it into its base first with rlhf merge, and set lora to train a new adapter"
 
 
 def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
@@ -39,8 +46,9 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
             check_uncompiled(adapter, settings, config.model)
             if causal.device.type != "meta":
                 adapted = load_adapter(causal, adapter, trained=True)
-                adapted.active_peft_config.revision = config.model.revision
+                name_base(adapted.active_peft_config, causal, config.model)
                 return adapted
+            name_base(settings, causal, config.model)
         was_tied = tied_head(causal) is not None
         try:
             model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
@@ -51,15 +59,35 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
                 f"cannot put the adapter {adapter} on {type(causal).__name__} "
                 f"({first_line(error)}); merge it into its base first, or choose another adapter"
             ) from error
-        if was_tied and tied_head(causal) is None:
-            remedy = f"remove {', '.join(settings.modules_to_save or ())} from lora.modules_to_save"
-            if adapter is not None:
-                remedy = f"merge the adapter {adapter} into its base first"
+        if adapter is not None:
+            check_head(adapter, causal, was_tied=was_tied)
+        elif was_tied and tied_head(causal) is None:
             raise RLHFError(
                 f"{type(causal).__name__} shares one weight between embedding and head, which peft "
-                f"would separate; {remedy}"
+                f"would separate; remove {', '.join(settings.modules_to_save or ())} from "
+                "lora.modules_to_save"
             )
         return model
+
+
+def name_base(settings: PeftConfig, causal: Any, model: ModelConfig) -> None:
+    """Record the base that an existing adapter is trained on from now on, in place. It may be
+    another one than its folder names, or the same one in another place."""
+    settings.base_model_name_or_path = causal.name_or_path
+    settings.revision = model.revision
+
+
+def check_head(folder: str, causal: Any, *, was_tied: bool) -> None:
+    """Raise RLHFError if an existing adapter changes the logits other than through the hidden
+    states and the head's weight, from which losses compute them."""
+    head = causal.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer | TrainableTokensWrapper):
+        problem = "adapts the output head, whose adapter would not affect the log-probabilities"
+    elif was_tied and tied_head(causal) is None:
+        problem = "separates the embedding from the head, although both share one weight"
+    else:
+        return
+    raise RLHFError(f"model.adapter {folder} {problem}; {MERGE}")
 
 
 def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
@@ -274,6 +302,11 @@ def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
         raise RLHFError(
             f"model.adapter {folder} was trained for {settings.task_type}, but this trainer needs "
             f"{FORMS[task].peft}; choose another adapter, or merge it into its base first"
+        )
+    if settings.init_lora_weights not in KEEPS_BASE:
+        raise RLHFError(
+            f"model.adapter {folder} was initialized by {settings.init_lora_weights}, which may "
+            f"have changed the weights of its base; {MERGE}"
         )
     settings.inference_mode = False
     return settings

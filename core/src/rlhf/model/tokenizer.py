@@ -1,6 +1,7 @@
 """The tokenizer of a configuration: its chat template, the tokens that end answers, padding."""
 
 import copy
+import itertools
 import re
 from collections.abc import Mapping
 from datetime import date
@@ -40,6 +41,11 @@ def load_tokenizer(config: Config, day: date | None = None) -> Any:
     tokenizer, data = read_tokenizer(config.model), config.data
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
+    elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        raise RLHFError(
+            f"the tokenizer has the chat templates {', '.join(tokenizer.chat_template)}, and none "
+            "is called default; set data.chat_template to a file with one of them"
+        )
     if data.chat_template_kwargs:
         tokenizer.chat_template = with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     if day is not None:
@@ -146,9 +152,27 @@ def turn_end(tokenizer: Any) -> int | None:
     """Return the first special token after the assistant's message in the rendered template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    marker = "qwxz"
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
-    _, _, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(marker)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    tokens = tokenizer(after, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(after_answer(tokenizer), add_special_tokens=False)["input_ids"]
     return next((token for token in tokens if token in special), None)
+
+
+def after_answer(tokenizer: Any) -> str:
+    """Return what the chat template writes after an assistant's message; empty text if it renders
+    none of the conversations that are tried: with and without a system message, and with content
+    as text and as parts."""
+    marker = "qwxz"
+    turns = [("system", "a"), ("user", "a"), ("assistant", marker)]
+    for first, in_parts in itertools.product((1, 0), (False, True)):
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+            for role, text in turns[first:]
+        ]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # A template is a program of its author.
+            continue
+        _, found, after = rendered.rpartition(marker)
+        if found:
+            return str(after)
+    return ""

@@ -2,7 +2,8 @@
 
 import sys
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -25,21 +27,6 @@ from rlhf.model.tokenizer import end_tokens
 from rlhf.model.weights import quiet_transformers
 from rlhf.reference.run_models import RunModels
 from rlhf.trainer import Sample
-
-PLAIN = {
-    "do_sample": False,
-    "num_beams": 1,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "min_length": 0,
-    "use_cache": True,
-    "synced_gpus": False,
-}
-"""Overrides of a model's own generation config, so that its plain distribution is sampled.
-`synced_gpus` is False since transformers then grows the mask of a rank that has ended without new
-tokens, which fails without a key-value cache; `AllRanksEnded` replaces it."""
 
 
 def sample(
@@ -77,7 +64,7 @@ def sample(
         answers = _continued(
             run, engine, [prompts[place] for place in group],
             rooms=[rooms[place] for place in group], ends=ends,
-            max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]), **PLAIN,
+            max_new_tokens=max_new_tokens, logits_processor=LogitsProcessorList([noise]),
         )  # fmt: skip
         logprobs = torch.stack(noise.logprobs, 1).tolist()
         for place, answer, known in zip(group, answers, logprobs, strict=True):
@@ -181,17 +168,35 @@ def _continued(
         partial(_clamp_positions, last), with_kwargs=True
     )
     generating = run.hooks.generation_context(engine=engine)
-    with torch.no_grad(), quiet_transformers(), generating, clamped:
+    plain = own_distribution(engine.module.causal)
+    with torch.no_grad(), quiet_transformers(), generating, clamped, plain:
         out = engine.module.model.generate(
             input_ids=tokens.to(engine.device),
             attention_mask=mask.to(engine.device),
             pad_token_id=pad,
             eos_token_id=list(ends) or None,
             stopping_criteria=criteria,
+            do_sample=False,
+            use_cache=True,
+            # With it, transformers grows the mask of a rank that has ended without new tokens,
+            # which fails without a key-value cache; `AllRanksEnded` replaces it.
+            synced_gpus=False,
             **options,
         )
     answers: list[list[int]] = out[:, tokens.shape[1] :].tolist()
     return answers
+
+
+@contextmanager
+def own_distribution(causal: Any) -> Iterator[None]:
+    """Set aside how a model's folder wants it to generate, such as penalties, forced tokens and
+    stop texts, so that the model's own distribution is sampled."""
+    own = causal.generation_config
+    causal.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        causal.generation_config = own
 
 
 def _clamp_positions(last: int, module: Any, inputs: Any, options: dict[str, Any]) -> Any:

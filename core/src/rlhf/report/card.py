@@ -34,7 +34,8 @@ def write_card(
 ) -> None:
     """Write the card of the model in `folder`, which the run in `run` had trained up to the step
     `until`."""
-    (folder / "README.md").write_text(card(read_run(run, until=until), folder, role))
+    text = card(read_run(run, until=until), folder, role)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def card(run: Recorded, folder: Path, role: str) -> str:

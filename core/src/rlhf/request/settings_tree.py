@@ -19,7 +19,7 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        tree = yaml.load(path.read_text(), Loader=_Loader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise RLHFError(f"cannot read {path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:

@@ -1,14 +1,9 @@
-"""The order of a run and its loader: the same rows on any number of ranks and workers, from any
-step, and no hang."""
+"""The order of a run and its loader: the same rows on any number of ranks and threads, from any
+step."""
 
-import gc
-import multiprocessing
-import os
-import signal
-import subprocess
-import tempfile
+import threading
 import time
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 from numbered_rows import NUM_ROWS, config_in, numbered_examples, order
-from torch.utils.data import _utils
 
 from rlhf.config.sections import Config
-from rlhf.data import loader
 from rlhf.data.loader import batches_from
 from rlhf.data.tokenise import Examples
 
@@ -113,164 +106,71 @@ def test_accelerators_see_few_lengths_within_the_budget(examples: Examples, conf
     assert lengths <= {8, 16, 24, 32, 40}
 
 
-class Deadly(Examples):
-    """Kills the process that reads example 5."""
+class Failing(Examples):
+    """Raises at example 5."""
 
     def __getitem__(self, number: Any) -> Any:
         if number == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("example 5 is damaged")
         return super().__getitem__(number)
 
 
-def test_a_worker_that_dies_is_an_error_and_no_hang(
-    examples: Examples, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_a_thread_raises_is_raised_in_the_step(
+    examples: Examples, config: Config, workers: int
 ) -> None:
-    # A killed process cannot remove the folder of its sockets.
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    deadly = Deadly(*examples.__reduce__()[1])
-    course = order(deadly, config, shuffle=False)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(batches_from(course, workers=1))
+    course = order(Failing(*examples.__reduce__()[1]), config, shuffle=False)
+    source = batches_from(course, workers=workers)
+    with pytest.raises(RuntimeError, match="example 5 is damaged"):
+        list(islice(source, 20))
 
 
-def test_a_worker_dies_with_its_run(examples: Examples, config: Config) -> None:
-    course = order(examples, config, shuffle=False)
-    slow = course.step(0).micro[1]
+def test_threads_end_with_their_run(examples: Examples, config: Config) -> None:
+    before = {*threading.enumerate()}
+    source = batches_from(order(examples, config), workers=2)
+    next(source)
+    threads = {*threading.enumerate()} - before
+    assert threads
+    assert all(thread.daemon for thread in threads)
+    del source
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
 
-    class Slow(Examples):
+
+def test_threads_pack_only_a_little_ahead(examples: Examples, config: Config) -> None:
+    read: list[int] = []
+
+    class Noted(Examples):
         def __getitem__(self, number: Any) -> Any:
-            time.sleep(60.0 * (number in slow))
+            read.append(number)
             return super().__getitem__(number)
 
-    course = attrs.evolve(course, examples=Slow(*examples.__reduce__()[1]))
-    fork = multiprocessing.get_context("fork")
-    pids = fork.SimpleQueue()
-
-    def run() -> None:
-        batches = batches_from(course, workers=1)
-        next(batches)
-        pids.put(multiprocessing.active_children()[0].pid)
-        time.sleep(60)
-
-    killed = fork.Process(target=run)
-    killed.start()
-    worker = Path(f"/proc/{pids.get()}/exe")
-    killed.kill()
-    killed.join()
-    deadline = time.monotonic() + 120
-    while _alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(worker)
+    course = order(Noted(*examples.__reduce__()[1]), config, shuffle=False)
+    sizes = [len(rows) for n in range(6) for rows in course.step(n).micro]
+    source = batches_from(course, workers=1)
+    next(source)
+    most = sum(sizes[: 1 + 3])
+    deadline = time.monotonic() + 60
+    while len(read) < sum(sizes[:3]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert sum(sizes[:3]) <= len(read) <= most < len(examples)
+    del source
 
 
-def test_a_worker_outlives_a_stop_signal_but_not_its_run(
-    examples: Examples, config: Config
-) -> None:
+def test_an_order_is_the_same_for_threads_in_two_epochs(examples: Examples, config: Config) -> None:
+    """The step is at the end of an epoch while a thread packs the beginning of the next one."""
     course = order(examples, config)
-    fork = multiprocessing.get_context("fork")
-    kept = []
+    last = course.steps_per_epoch - 1
+    expected = [order(examples, config).step(n).rows.tolist() for n in (last, last + 1)]
 
-    def run() -> None:
-        kept.append(batches_from(course, workers=1))
-        next(kept[0])
-        (worker,) = multiprocessing.active_children()
-        # Another process than the worker's parent sends it.
-        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
-        worker.join(0.5)
-        assert worker.is_alive()
-        next(kept[0])
+    def rows_of(number: int) -> list[list[int]]:
+        return [course.step(number).rows.tolist() for _ in range(300)]
 
-    # Its end does not shut the loader down, which is still referred to.
-    ends = fork.Process(target=run)
-    ends.start()
-    ends.join(loader.START_SECONDS + 20)
-    assert ends.exitcode == 0
-
-
-def test_a_run_ends_although_a_worker_does_not_get_its_signal(
-    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "_end_with_loader", lambda parent, stopping: None)
-    course = order(examples, config)
-    kept = []
-
-    def run() -> None:
-        kept.append(batches_from(course, workers=1))
-        next(kept[0])
-
-    ends = multiprocessing.get_context("fork").Process(target=run)
-    ends.start()
-    ends.join(loader.START_SECONDS + 20)
-    hangs = ends.exitcode is None
-    ends.kill()
-    assert not hangs
-
-
-def test_nothing_is_kept_of_a_worker_that_has_ended(examples: Examples, config: Config) -> None:
-    others = set(multiprocessing.active_children())  # Earlier tests may have left some.
-    batches = batches_from(order(examples, config, shuffle=False), workers=1)
-    (worker,) = map(weakref.ref, {*multiprocessing.active_children()} - others)
-    assert worker() is not None
-    assert next(batches)
-    del batches
-    gc.collect()
-    assert {*multiprocessing.active_children()} <= others
-    assert worker() is None
-
-
-def _alive(executable: Path) -> bool:
-    """Return whether a process exists and is not a zombie, which has no executable."""
-    try:
-        return bool(executable.readlink())
-    except FileNotFoundError:
-        return False
-
-
-def test_a_worker_that_hangs_in_its_fork_is_replaced(
-    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "START_SECONDS", 1)
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
-    hanging = [True]
-
-    def hang() -> None:
-        """Ignore SIGTERM, as a process does in which no Python code runs."""
-        if hanging:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            time.sleep(600)
-
-    os.register_at_fork(after_in_parent=hanging.clear, after_in_child=hang)
-    course = order(examples, config)
-    batch = next(batches_from(course, workers=1))
-    assert batch.rows == tuple(course.step(0).micro[0])
-
-
-def test_a_slow_batch_is_waited_for(
-    examples: Examples, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "START_SECONDS", 1)
-
-    class Slow(Examples):
-        def __getitem__(self, number: Any) -> Any:
-            time.sleep(2.0 * (number == 0))
-            return super().__getitem__(number)
-
-    slow = Slow(*examples.__reduce__()[1])
-    course = order(slow, config, shuffle=False)
-    assert next(batches_from(course, workers=1)).rows[0] == 0
-
-
-def test_workers_keep_to_one_thread_and_to_their_own_garbage(
-    examples: Examples, config: Config
-) -> None:
-    class Threads(Examples):
-        def __getitem__(self, number: Any) -> Any:
-            assert torch.get_num_threads() == 1
-            assert gc.get_freeze_count()
-            return super().__getitem__(number)
-
-    course = order(Threads(*examples.__reduce__()[1]), config, shuffle=False)
-    assert len(list(islice(batches_from(course, workers=1), 5))) == 5
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(rows_of, (last, last + 1))]
+    assert found == [[rows] * 300 for rows in expected]
 
 
 def test_rows_are_named_by_file_and_line(examples: Examples, config: Config) -> None:

@@ -160,7 +160,7 @@ class Trainer(abc.ABC):
         Another sequence of the same length is packed for the survey only; its i-th example counts
         for the i-th example of the data. `draw` is new in every epoch and the same on every rank;
         with a cached reference that knows the survey, the examples of the first epoch are those of
-        every epoch. Called in loader processes too.
+        every epoch. Called in threads too.
         """
         return examples
 

@@ -154,8 +154,8 @@ class DataConfig:
     """Arguments of the chat template, such as {enable_thinking: false}, for rows that do not set
     them; the exported template has them as defaults."""
     workers: int = field(default=1, validator=not_negative)
-    """Loader processes per rank, which prepare batches ahead of the step; with a rollout each step
-    prepares its own."""
+    """Threads per rank that pack micro-batches ahead of the step; 0: the step packs its own, as
+    with a rollout."""
     processes: int | None = field(default=None, validator=optional(positive))
     """Processes that tokenise the rows before the run; default: one per core."""
 

@@ -1,7 +1,7 @@
 """The order of a run: the micro-batches that this rank sees in each step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
@@ -19,6 +19,7 @@ from rlhf.data.packing import num_labels, num_predictions, pack
 if TYPE_CHECKING:
     from rlhf.trainer import Trainer
 
+Made = TypeVar("Made")
 ROUND_ON_ACCELERATOR = 128
 """T is rounded up to a multiple of this: whole tiles of tree attention's kernel."""
 NO_GRADIENT_FACTOR = 4
@@ -84,7 +85,7 @@ class SurveyRows:
 
 @frozen(kw_only=True)
 class RunOrder:
-    """The steps of a run over its examples. Any can be planned; one epoch's order is kept."""
+    """The steps of a run over its examples. Any can be planned, by any thread."""
 
     examples: Examples
     config: Config
@@ -133,11 +134,12 @@ class RunOrder:
     def rows(self, number: int) -> Rows:
         """Return the numbers of the examples of step `number`, counted from 0 over all epochs."""
         epoch, place = divmod(number, self.steps_per_epoch)
-        if epoch not in self._epochs:
-            self._epochs.clear()
+
+        def drawn() -> list[Rows]:
             size, seed = self.config.batch.size, self.config.train.seed
-            self._epochs[epoch] = steps(len(self.examples), size, seed, epoch, shuffle=self.shuffle)
-        return self._epochs[epoch][place]
+            return steps(len(self.examples), size, seed, epoch, shuffle=self.shuffle)
+
+        return _kept(self._epochs, epoch, drawn)[place]
 
     def step_of(
         self, examples: Sequence[Example], rows: Rows, number: int = 0, *, passes: int = 1
@@ -195,11 +197,13 @@ class RunOrder:
             return None
         if self.fixed_survey is not None:
             return self.fixed_survey
-        if epoch not in self._surveyed:
-            draw = survey_draw(self.config.train.seed, epoch)
-            self._surveyed.clear()
-            self._surveyed[epoch] = self.trainer.survey_examples(self.examples, draw)
-        return self._surveyed[epoch]
+
+        def drawn(trainer: "Trainer" = self.trainer) -> Packable:
+            return trainer.survey_examples(
+                self.examples, survey_draw(self.config.train.seed, epoch)
+            )
+
+        return _kept(self._surveyed, epoch, drawn)
 
     @property
     def _budget(self) -> int:
@@ -224,3 +228,15 @@ class RunOrder:
     ) -> list[list[Rows]]:
         """Return positions within a step as `[micro][rank]`."""
         return layout(lengths, self.ranks, tokens, costs(lengths, paths))
+
+
+def _kept(kept: dict[int, Made], epoch: int, make: Callable[[], Made]) -> Made:
+    """Return what is kept of an epoch, made if needed. Two epochs are kept: a thread that packs
+    ahead comes to the next one before the step does."""
+    value = kept.get(epoch)
+    if value is None:
+        value = kept[epoch] = make()
+        for other in [*kept]:
+            if abs(other - epoch) > 1:
+                kept.pop(other, None)
+    return value

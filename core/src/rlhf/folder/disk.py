@@ -26,7 +26,7 @@ SAFETENSORS = re.compile(r"while serializing: .*\(os error (\d+)\)")
 """What safetensors says about an error of the system."""
 SPEED_BLOCK, SPEED_SECONDS = 2**20, 1.0
 SHARED_MEMORY = re.compile(r"/dev/shm|</torch_|nccl", re.IGNORECASE)
-"""Signs that shared memory is full and not a disk: segments of data loaders and NCCL."""
+"""Signs that shared memory is full and not a disk: segments of NCCL."""
 
 
 @contextmanager
@@ -165,10 +165,7 @@ def _refusal(error: BaseException, place: Path) -> str | None:
         chain.append(following)
     for one in chain:
         if SHARED_MEMORY.search(str(one)) and "No space left" in str(one):
-            return (
-                "shared memory /dev/shm is full; enlarge it (docker --shm-size), or set "
-                "data.workers to 0"
-            )
+            return "shared memory /dev/shm is full; enlarge it (docker --shm-size)"
         if _number(one) in FULL or any(sign in str(one) for sign in SIGNS):
             where = _where(one, place)
             return f"cannot write to {where}: the disk is full; free some space and start again"

@@ -81,7 +81,7 @@ def _shared_memory() -> Finding:
         subject="shared memory",
         here=here,
         state="optional",
-        feature="data.workers, and NCCL between the devices of a host",
+        feature="NCCL between the devices of a host",
         remedy="docker run --shm-size 8g",
     )
 

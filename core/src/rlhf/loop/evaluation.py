@@ -59,7 +59,6 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
     for number in range(order.steps_per_epoch):
         if session.rollouts is None:
             plan = order.step(number)
-            # In this process: a fork while threads of the training's loader run may never return.
             packed = [*map(order.__getitem__, plan.survey), *map(order.__getitem__, plan.micro)]
         else:
             session.place.enter("rollout", step=step)

@@ -128,7 +128,7 @@ def _planned_steps(
         order,
         first_step=first_step,
         workers=session.config.data.workers,
-        pin=session.engine.device.type != "cpu",
+        device=session.engine.device,
     )
 
     def step(number: int) -> tuple[StepPlan, list[PackedBatch]]:

@@ -132,7 +132,7 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(self.world),
             }
             arguments = (theirs, str(store), self.environment | place)
-            # Not daemons, which may have no loader workers of their own.
+            # Not daemons, which may have no processes of their own.
             process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()

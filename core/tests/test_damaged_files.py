@@ -13,12 +13,14 @@ from safetensors.torch import load_file
 from small_models import config_of, empty, load
 from transformers import AutoModelForCausalLM
 
+from rlhf.commands.merge import merge_command
 from rlhf.config.sections import LoraConfig
 from rlhf.errors import RLHFError
 from rlhf.model.exported import exported_model, exported_tokenizer
 from rlhf.model.extra import exported_extra, save_extra
 from rlhf.model.stored import damage
 from rlhf.model.tokenizer import load_tokenizer
+from rlhf.scorer import open_scorer
 from rlhf.testing import make_model
 
 POINTER = (
@@ -84,6 +86,7 @@ CASES = [
     (as_it_is, "config.json", lambda config: exported_model(config.model.path, "causal")),
     (as_it_is, "model.safetensors", lambda config: exported_model(config.model.path, "causal")),
     (as_it_is, "tokenizer.json", lambda config: exported_tokenizer(config.model.path)),
+    (as_it_is, "chat_template.jinja", lambda config: exported_tokenizer(config.model.path)),
 ]
 
 
@@ -125,6 +128,26 @@ def test_files_that_are_not_read_may_be_pointers(folder: Path) -> None:
         (folder / name).write_text(POINTER)
     load_tokenizer(config_of(str(folder)))
     load(config_of(str(folder)))
+
+
+def test_a_pointer_in_place_of_the_config_of_a_scorer_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text(POINTER)
+    with pytest.raises(RLHFError) as error:
+        open_scorer(folder, device="cpu", dtype="fp32")
+    assert str(error.value) == (
+        f"{folder}/config.json is a git-lfs pointer, not the file itself; run git lfs pull in "
+        f"{folder}"
+    )
+
+
+def test_a_pointer_is_not_copied_into_a_merged_model(folder: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    module = load(config_of(str(folder), lora=LoraConfig(rank=2)))
+    module.save_weights(module.state_dict(), adapter)
+    (adapter / "generation_config.json").write_text(POINTER)
+    with pytest.raises(RLHFError, match=r"generation_config\.json is a git-lfs pointer, not the"):
+        merge_command(str(adapter), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

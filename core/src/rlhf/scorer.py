@@ -26,6 +26,7 @@ from rlhf.model.head import Head
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.save import SCORED_BY
+from rlhf.model.stored import damaged_file
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 
@@ -140,7 +141,7 @@ def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
         if not isinstance(name, str):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError):
-        raise RLHFError(
+        raise damaged_file(folder, ["config.json"]) or RLHFError(
             f"{folder} has no config.json that names a trainer with a scorer; pass the model/ "
             "folder of a run of rm or prm, or of another trainer with a scorer"
         ) from None

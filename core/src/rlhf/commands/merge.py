@@ -11,6 +11,7 @@ from rlhf.model.adapters import adapter_settings, merged
 from rlhf.model.exported import exported_model, exported_tokenizer, task_of
 from rlhf.model.extra import exported_extra, save_extra
 from rlhf.model.save import save_weights
+from rlhf.model.stored import damaged_file
 from rlhf.report.card import write_card
 from rlhf.report.recorded import is_run
 
@@ -24,6 +25,8 @@ def merge_command(source: str, output: str) -> int:
     with new_folder(Path(output)) as target:
         adapter = adapter_folder(Path(source))
         settings = adapter_settings(str(adapter))
+        if damaged := damaged_file(adapter, ["generation_config.json"]):
+            raise damaged
         model = merged(exported_model(adapter, task_of(settings.task_type)))
         save_weights(model, model.state_dict(), target)
         if (adapter / "tokenizer_config.json").is_file():

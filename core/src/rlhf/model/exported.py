@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.architecture import DTYPES, config_in, settle_tying
-from rlhf.model.stored import TOKENIZER, WEIGHTS, damaged_file
+from rlhf.model.stored import TEMPLATES, TOKENIZER, WEIGHTS, damaged_file
 from rlhf.model.task import FORMS, Task, head_weights
 from rlhf.model.tying import check_tied
 from rlhf.model.weights import quiet_transformers, warn_of_unused
@@ -79,6 +79,8 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
 
 def exported_tokenizer(folder: Path | str) -> Any:
     """Return the tokenizer in a run's `model/` folder. Raises RLHFError if it does not load."""
+    if damaged := damaged_file(folder, TEMPLATES):
+        raise damaged
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # A damaged folder may raise anything.

@@ -25,7 +25,6 @@ from rlhf.sharding import is_sharded, whole_shape
 KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """peft's initial values of adapters that leave the base as it is. Others, such as pissa and olora,
 subtract the adapter's first values from it."""
-MERGE = "merge it into its base first with rlhf merge, and set lora to train a new adapter"
 
 
 def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
@@ -87,7 +86,7 @@ def check_head(folder: str, causal: Any, *, was_tied: bool) -> None:
         problem = "separates the embedding from the head, although both share one weight"
     else:
         return
-    raise RLHFError(f"model.adapter {folder} {problem}; {MERGE}")
+    raise RLHFError(f"model.adapter {folder} {problem}; choose another adapter")
 
 
 def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
@@ -306,7 +305,8 @@ def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:
     if settings.init_lora_weights not in KEEPS_BASE:
         raise RLHFError(
             f"model.adapter {folder} was initialized by {settings.init_lora_weights}, which may "
-            f"have changed the weights of its base; {MERGE}"
+            f"have changed the weights of its base; merge it into its base first with rlhf merge, "
+            "and set lora to train a new adapter"
         )
     settings.inference_mode = False
     return settings

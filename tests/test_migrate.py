@@ -389,6 +389,13 @@ def test_a_command_line_with_a_yaml_file_has_precedence_over_it(tmp_path: Path) 
     assert translate(arguments, folder=tmp_path).settings["optim.lr"] == 2e-4
 
 
+def test_a_long_path_and_a_date_are_written_as_text(tmp_path: Path) -> None:
+    model = f"/models/{'long-' * 20}"
+    text = f"model_name_or_path: {model}\ndataset_name: a\noutput_dir: 2026-11-28\n"
+    ours, _ = migrated(tmp_path / "a.yaml", text, "--from", "trl/sft")
+    assert (ours["model"]["path"], ours["output"]) == (model, "2026-11-28")
+
+
 def test_fractional_epochs_and_fractional_save_steps_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_train_epochs: 0.5\nsave_steps: 0.1\nlr_scheduler_type: constant\n")

@@ -164,7 +164,12 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
         ("optim.lr", "null", "expected a number, got null"),
         ("optim.betas", "[0.9]", "expected a list of 2 values, got 1"),
         ("optim.betas", "0.9", "expected a list, got 0.9"),
-        ("model.path", "2024-01-02", 'expected text, got "2024-01-02"'),
+        (
+            "model.path",
+            "2024-01-02",
+            "expected text, got a date; quote it: '2024-01-02' in YAML, \"'2024-01-02'\" in a "
+            "shell",
+        ),
         ("lora.rank", "1.5", "expected a whole number, got 1.5"),
         ("plain.stage", "true", "expected one of auto, 0, 1, got true"),
         ("lora.targets", "{a: b}", 'expected text or a list, got {"a": "b"}'),

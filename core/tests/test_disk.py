@@ -146,11 +146,16 @@ def test_a_new_folder_is_complete_or_does_not_exist(tmp_path: Path) -> None:
     assert (target / "weights").read_text() == "whole"
 
 
-def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "runs\udcff"
+@pytest.mark.parametrize(
+    ("name", "problem"), [("runs\udcff", "is not UTF-8"), ("a\0b", "contains the character NUL")]
+)
+def test_a_folder_whose_name_no_file_can_have_is_refused(
+    name: str, problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / name
     with pytest.raises(RLHFError) as error, new_folder(folder):
         pass
-    assert str(error.value) == f"the path {str(folder)!a} is not UTF-8; choose another"
+    assert str(error.value) == f"the path {str(folder)!a} {problem}; choose another"
 
 
 def test_a_new_folder_replaces_only_an_empty_one(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.importing import importing, importing_rank
 from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
+from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import DAY, FOLDER, PARENT, die_with
 from rlhf.launch.slurm import join_slurm
 from rlhf.launch.startup import Startup
@@ -90,6 +91,7 @@ def run(
     request = reader.read_config(config.trainer_key, overrides=words, argv=argv)
     try:
         with same_environment():
+            bypass_proxies()
             folder, ended = start(request)
     except RanksFailed as failure:
         if failure.code == 130:

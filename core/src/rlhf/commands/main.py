@@ -12,6 +12,7 @@ from typing import Any, Never
 
 from rlhf.commands.parsing import positive
 from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks
+from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import PROBLEMS
 
 WORDS = "[CONFIG.yaml] [--section.field VALUE ...]"
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _escape_what_cannot_be_printed()
     try:
         _check_current_folder()
+        bypass_proxies()
         options = _parser(words).parse_args(words)
         code = _act(options, words)
         sys.stdout.flush()

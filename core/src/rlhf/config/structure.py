@@ -4,6 +4,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
@@ -63,14 +64,25 @@ def expected(kind: Any) -> str:
 
 
 def _wrong(value: Any, kind: Any) -> ValueError:
-    text = f"expected {expected(kind)}, got {json.dumps(value, default=str)}"
+    text = f"expected {expected(kind)}, got {_shown(value)}"
     if get_origin(kind) is Literal and (near := nearest(str(value), map(str, get_args(kind)))):
         text += f"; did you mean {near}?"
     if REMOVED.get(str(value)) in get_args(kind):
         text += f"; {value} was removed, use {REMOVED[str(value)]}"
-    if kind is str and isinstance(value, int | float):
-        text += f"; quote it: '{value}' in YAML, \"'{value}'\" in a shell"
+    if str in (kind, *_members(kind)) and isinstance(value, int | float | date):
+        # Others may be written in several ways.
+        written = value if type(value) in (int, date) else "..."
+        text += f"; quote it: '{written}' in YAML, \"'{written}'\" in a shell"
     return ValueError(text)
+
+
+def _shown(value: Any) -> str:
+    """Return what an error says that a value is: its text, or what YAML made of it."""
+    if isinstance(value, date):
+        return "a date"
+    if isinstance(value, bytes):
+        return "binary data"
+    return "a set" if isinstance(value, set) else json.dumps(value, default=str)
 
 
 def _read_exactly(value: Any, kind: Any) -> Any:
@@ -91,7 +103,7 @@ def _read_float(value: Any, kind: Any) -> float:
     """Accept numeric text too, since YAML 1.1 reads 1e-6 as text."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise _wrong(value, kind)
@@ -114,7 +126,8 @@ def _read_union(value: Any, kind: Any) -> Any:
         try:
             return _converter.structure(value, member)
         except ValueError:
-            if len(members) == 1:
+            is_list = isinstance(value, list) and get_origin(member) is tuple
+            if len(members) == 1 or is_list:
                 raise
     raise _wrong(value, kind)
 
@@ -130,6 +143,18 @@ def _read_tuple(value: Any, kind: Any) -> Any:
         raise ValueError(f"expected a list of {len(inner)} values, got {len(items)}")
     kinds = inner if fixed else inner[:1] * len(items)
     return tuple(_read_all(zip(map(str, range(len(items))), items, kinds, strict=True)).values())
+
+
+def _read_any(value: Any, _: Any) -> Any:
+    """Accept what JSON has: YAML also makes dates, binary data and sets."""
+    if isinstance(value, Mapping):
+        return _read_all((str(key), item, Any) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        numbered = ((str(number), item, Any) for number, item in enumerate(value))
+        return [*_read_all(numbered).values()]
+    if isinstance(value, date | bytes | set):
+        raise _wrong(value, str)
+    return value
 
 
 def _read_dict(value: Any, kind: Any) -> Any:
@@ -271,6 +296,7 @@ for _kind in (bool, int):
 _converter.register_structure_hook(str, _read_text)
 _converter.register_structure_hook(float, _read_float)
 _converter.register_structure_hook_factory(attrs.has, _class_reader)
+_converter.register_structure_hook_func(lambda kind: kind is Any, _read_any)
 _converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _read_literal)
 _converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _read_tuple)
 _converter.register_structure_hook_func(lambda kind: get_origin(kind) is dict, _read_dict)

@@ -97,7 +97,10 @@ def write_file(target: Path, text: str, *, replace: bool = False) -> None:
 
 
 def check_name(folder: Path) -> None:
-    """Raise RLHFError for a path that is not UTF-8, which safetensors cannot write to."""
+    """Raise RLHFError for a path that is not UTF-8, which safetensors cannot write to, or that the
+    system refuses."""
+    if "\0" in str(folder):
+        raise RLHFError(f"the path {str(folder)!a} contains the character NUL; choose another")
     try:
         os.fspath(folder.absolute()).encode()
     except UnicodeEncodeError as error:

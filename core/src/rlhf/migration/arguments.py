@@ -13,6 +13,7 @@ from attrs import frozen
 from rlhf.config.foreign import PROJECTS
 from rlhf.errors import RLHFError
 from rlhf.request.settings_tree import load_yaml
+from rlhf.request.yaml_loader import parse_yaml
 
 DEVICES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[ =](\d+)")
 """Options of launchers that say how many devices there are."""
@@ -150,7 +151,7 @@ def _value(values: list[str]) -> Any:
 def parse(text: str) -> Any:
     """Return the value that a text has in YAML; the text itself if it is not YAML."""
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         return text
     return text if isinstance(value, dict) and not text.startswith("{") else value

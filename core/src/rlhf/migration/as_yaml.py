@@ -63,7 +63,7 @@ def _sections(migration: Migration) -> Iterator[str]:
         texts = [f"{indent}{flow({name: value})}" for name, value, _ in entries]
         width = max((len(text) for text in texts if len(text) <= 50), default=0)
         for text, (name, value, origin) in zip(texts, entries, strict=True):
-            if len(text) <= 70:
+            if len(text) <= 70 or not isinstance(value, list):
                 yield f"{text:<{width}}  # {origin}"
                 continue
             yield f"{indent}{name}:  # {origin}"

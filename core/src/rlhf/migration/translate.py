@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ def translate(arguments: Arguments, *, folder: Path, devices: int | None = None)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number with an exponent in place of its text, which is how YAML 1.1 reads 1e-5, and
-    None in place of the text that Python's command lines have for it."""
+    """Return a number with an exponent in place of its text, which is how YAML 1.1 reads 1e-5, the
+    text in place of a date, and None in place of the text that Python's command lines have for
+    it."""
     if value == "None":
         return None
+    if isinstance(value, date):
+        return str(value)
     if isinstance(value, str) and EXPONENT.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     return value

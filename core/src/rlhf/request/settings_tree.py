@@ -12,6 +12,7 @@ import yaml
 from rlhf.config.sections import DataConfig, DataEntry
 from rlhf.config.structure import as_mapping, section_class, setting_name
 from rlhf.errors import RLHFError, first_line
+from rlhf.request.yaml_loader import parse_yaml
 
 
 def load_yaml(path: Path | None) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RLHFError(f"cannot read {path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -166,17 +167,3 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, of which YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark
-                )
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)

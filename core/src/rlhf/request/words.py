@@ -10,6 +10,7 @@ from attrs import frozen
 
 from rlhf.errors import RLHFError, nearest
 from rlhf.request.settings_tree import flow
+from rlhf.request.yaml_loader import parse_yaml
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),
@@ -98,10 +99,13 @@ def _parse(name: str, value: str | None) -> Any:
         near = nearest(name, ("resume", "overwrite", "help"))
         hint = f"did you mean --{near}?" if near else f"write --{name} VALUE"
         raise RLHFError(f"--{name} needs a value; {hint}")
+    plain = not value.startswith(("[", "{", '"', "'"))
+    if plain and "#" in value:  # It begins no comment here.
+        return value
     try:
-        return yaml.safe_load(value)
+        return parse_yaml(value)
     except yaml.YAMLError as error:
-        if value[0] not in "[{\"'":  # A pattern such as `*.bias` is not an alias here.
+        if plain:  # A pattern such as `*.bias` is not an alias here.
             return value
         problem = getattr(error, "problem", None) or "bad YAML"
         raise RLHFError(f"--{name} {value}: the value is not valid YAML ({problem})") from error

@@ -18,6 +18,7 @@ from rlhf.data.encode import Encoder
 from rlhf.data.files import Source
 from rlhf.data.other_rows import with_our_columns
 from rlhf.errors import RLHFError, counted, first_line
+from rlhf.launch.proxies import is_local
 from rlhf.scorer import Scorer
 
 ROWS = 64
@@ -141,8 +142,10 @@ def post(url: str, body: Mapping[str, Any], token: str | None, where: str) -> An
     headers = {"Content-Type": "application/json"}
     headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    # Without handlers of its own, it takes the proxies of the environment.
+    own = [urllib.request.ProxyHandler({})] if is_local(urlsplit(url).hostname or "") else []
     try:
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:
+        with urllib.request.build_opener(*own).open(request, timeout=SECONDS) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         reason = " ".join(error.read().decode(errors="replace").split())[:300]

@@ -4,11 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rlhf.rank.run as rank_run
 import sft_runs
+from rlhf.api import start as start_rank
+from rlhf.folder.run_folder import read_json
+from rlhf.request.reader import read_config
 from rlhf.testing import Ranks, column
 from sft_runs import Inputs
 
@@ -225,6 +231,54 @@ def test_a_stop_signal_to_all_processes_saves(start, tmp_path: Path) -> None:  #
     assert "stopped by a signal after saving; continue with --resume" in output
     # A worker that ends is an error wherever its run is, such as in an observer.
     assert errors == ""
+
+
+def stopped_in(place: str, words: list[str], cache: str) -> tuple[object, str]:
+    """Start a run on this rank that gets USR1 when it calls a function of rlhf.rank.run. Returns
+    how the process would end, and what it prints last."""
+    own = getattr(rank_run, place)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return own(*arguments, **options)
+
+    os.environ["RLHF_CACHE"] = cache
+    setattr(rank_run, place, signalled)
+    before = os.dup(1)
+    try:
+        with tempfile.TemporaryFile("w+") as output:
+            os.dup2(output.fileno(), 1)
+            with pytest.raises(SystemExit) as ended:
+                start_rank(read_config("sft", overrides=words))
+            output.seek(0)
+            return ended.value.code, output.read()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        setattr(rank_run, place, own)
+
+
+BEFORE = (
+    "stopped before the first step: nothing was trained; continue with --resume, or start again if "
+    "there is no run folder\n"
+)
+AFTER = "stopped after the last step; --resume writes what is missing\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "line"), [("prepare_data", BEFORE), ("set_up", BEFORE), ("export_at_end", AFTER)]
+)
+def test_a_signal_outside_of_the_steps_ends_the_run_with_143(
+    place: str, line: str, one: Ranks, inputs: Inputs, tmp_path: Path
+) -> None:
+    more = ("--train.steps", "1", "--checkpoint.stop_signals", "[USR1]")
+    words = sft_runs.words(inputs, tmp_path / "run", *more)
+    assert one.run(stopped_in, place, words, str(inputs.cache)) == [(143, line)]
+    if place == "set_up":
+        assert read_json(tmp_path / "run" / "summary.json")["ended"] == "signal"
+    if place == "export_at_end":
+        one.run(sft_runs.run, [*words, "--resume"], str(inputs.cache))
+        assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.matrix), "2"])

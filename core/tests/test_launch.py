@@ -100,6 +100,21 @@ def test_another_stop_signal_while_the_ranks_still_start_is_143_too(
     assert capfd.readouterr() == (STOPPED_LINE, "")
 
 
+STOPS_ITSELF = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(143)
+time.sleep(60)
+"""
+
+
+def test_a_signal_to_one_rank_before_the_steps_stops_the_others(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert ranks(STOPS_ITSELF).wait() == 143
+    assert capfd.readouterr() == (STOPPED_LINE, "")
+
+
 def test_ranks_get_the_variables_of_their_launcher(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", f"import os; print(os.environ['{FOLDER}'])"]
     assert Ranks(command, 2, 10.0, variables={FOLDER: "runs/sft-1"}).wait() == 0
@@ -194,6 +209,116 @@ def test_a_port_is_kept_for_the_ranks() -> None:
         "else: sys.exit('taken')"
     )
     assert Ranks([sys.executable, "-c", code], 1, 10.0).wait() == 0
+
+
+SIGNALS = """
+import ctypes, os, signal, sys, time
+from rlhf.launch import signals
+signals.PATIENCE = 0.3
+def send(name="USR1"):
+    os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
+"""
+"""Names for the processes below."""
+NOTHING_TRAINED = (
+    "stopped before the first step: nothing was trained; continue with --resume, or start again if "
+    "there is no run folder\n"
+)
+
+
+def process_of(code: str, *, rank: str = "0") -> tuple[int, str]:
+    """Return the exit code and the output of a process that runs this code."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS + code],
+        env={**os.environ, "RANK": rank}, capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_signal_that_comes_before_the_configuration_is_read_is_obeyed_afterwards() -> None:
+    code = """
+signals.hold_back()
+send()
+print("read", flush=True)
+with signals.ending_at_once({names}):
+    time.sleep(50)
+"""
+    assert process_of(code.format(names=["TERM", "USR1"])) == (143, f"read\n{NOTHING_TRAINED}")
+    assert process_of(code.format(names=["TERM", "USR1"]), rank="1") == (143, "read\n")
+    # It is no signal that stops this run.
+    assert process_of(code.format(names=["TERM"])) == (-signal.SIGUSR1, "read\n")
+
+
+def test_another_signal_does_not_interrupt_the_end() -> None:
+    code = """
+with signals.ending_at_once(["TERM"]):
+    try:
+        send("TERM")
+    finally:
+        send("TERM")
+        print("cleaned up", flush=True)
+"""
+    assert process_of(code) == (143, f"{NOTHING_TRAINED}cleaned up\n")
+
+
+@pytest.mark.parametrize(("name", "code"), [("USR1", 143), ("INT", 130)])
+def test_a_signal_ends_a_process_that_waits_in_a_library(name: str, code: int) -> None:
+    waits = f"""
+signals.end_late()
+if (child := os.fork()) == 0:
+    time.sleep(0.5)
+    os.kill(os.getppid(), signal.SIG{name})
+    os._exit(0)
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with signals.ending_at_once(["USR1"]):
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+"""
+    assert process_of(waits) == (code, NOTHING_TRAINED if code == 143 else "")
+
+
+def test_a_library_that_catches_everything_does_not_lose_a_signal() -> None:
+    code = """
+signals.end_late()
+with signals.ending_at_once(["TERM"]):
+    try:
+        send("TERM")
+    except:
+        pass
+    time.sleep(50)
+"""
+    assert process_of(code) == (143, NOTHING_TRAINED)
+
+
+def test_a_signal_to_a_process_that_a_rank_has_forked_does_not_end_the_rank() -> None:
+    code = """
+signals.end_late()
+with signals.ending_at_once(["TERM"]):
+    if (child := os.fork()) == 0:
+        time.sleep(50)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    time.sleep(0.6)
+"""
+    assert process_of(code) == (0, f"{-signal.SIGTERM}\n")
+
+
+def test_a_signal_after_the_run_keeps_its_exit_code() -> None:
+    code = """
+import atexit
+import rlhf.__main__ as script
+
+def main():
+    atexit.register(print, "not reached")
+    atexit.register(send)
+    return 3
+
+script.main = main
+sys.argv = ["rlhf", "run"]
+script.run_process()
+"""
+    assert process_of(code) == (3, "")
 
 
 def test_slurm_without_scontrol_says_what_to_set(

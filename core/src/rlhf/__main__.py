@@ -7,11 +7,18 @@ from contextlib import suppress
 from typing import Never
 
 from rlhf.commands.main import main
+from rlhf.config.stop_signals import STOP_SIGNALS
+from rlhf.launch.signals import catch, end_late, hold_back, release
 
 
 def run_process() -> Never:
     """Run the command and end the process, without the interpreter's own end: before CPython 3.14
     that aborts the process if a thread of a collective waits for the interpreter's lock."""
+    # DeepSpeed's launcher puts its own argument first.
+    trains = "run" in sys.argv[1:3]
+    if trains:
+        hold_back()
+        end_late()
     code = 1
 
     def leave() -> None:
@@ -27,6 +34,11 @@ def run_process() -> Never:
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         raise
+    finally:
+        if trains:
+            # The run is over: a signal ends what libraries do at their end, and keeps its code.
+            catch(lambda *_: leave(), STOP_SIGNALS)
+            release()
     sys.exit(code)
 
 

@@ -20,9 +20,9 @@ from rlhf.folder.disk import new_folder
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.importing import importing, importing_rank
-from rlhf.launch.local import STOPPED, Ranks, num_devices, wait_at_gate
+from rlhf.launch.local import Ranks, num_devices, wait_at_gate
 from rlhf.launch.proxies import bypass_proxies
-from rlhf.launch.signals import DAY, FOLDER, PARENT, die_with
+from rlhf.launch.signals import DAY, FOLDER, PARENT, STOPPED, die_with, ending_at_once
 from rlhf.launch.slurm import join_slurm
 from rlhf.launch.startup import Startup
 from rlhf.request import reader
@@ -81,7 +81,8 @@ def run(
     signal handlers and process groups are afterwards what they were before. The first Ctrl-C saves
     and returns.
 
-    Raises RLHFError for a mistake that the user can fix, KeyboardInterrupt for a second Ctrl-C, and
+    Raises RLHFError for a mistake that the user can fix, KeyboardInterrupt for a second Ctrl-C or
+    one outside of the steps, SystemExit with 143 for another signal there that stops runs, and
     RuntimeError if a process that was started has failed with a defect, whose traceback it prints.
     """
     words = [option(name, value) for name, value in to_tree(config).items()]
@@ -126,9 +127,15 @@ def export(source: str | Path, output: str | Path, *, role: str = "policy") -> P
 
 def start(request: reader.Request) -> tuple[Path, str]:
     """Start the ranks of a run on this machine, or join those that a launcher has started. Returns
-    the run folder and why the run ended. Raises RanksFailed with what the ranks have printed."""
-    startup = Startup()
+    the run folder and why the run ended. Raises RanksFailed with what the ranks have printed, and
+    Stopped after a signal outside of the steps."""
     join_slurm()
+    with ending_at_once(request.config.checkpoint.stop_signals):
+        return _start(request)
+
+
+def _start(request: reader.Request) -> tuple[Path, str]:
+    startup = Startup()
     check_world(request.nproc)
     if "RANK" in os.environ:
         return _join(request, startup)

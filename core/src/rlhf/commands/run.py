@@ -1,7 +1,7 @@
 """`rlhf run`: train."""
 
 from rlhf.api import start
-from rlhf.launch.local import STOPPED
+from rlhf.launch.signals import STOPPED
 from rlhf.request.reader import Request
 
 

@@ -24,8 +24,8 @@ from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
 from rlhf.folder.run_folder import RANKS, RECORDED, logged
 from rlhf.launch.hosts import place_of_host
-from rlhf.launch.local import STOPPED, Ranks, num_devices
-from rlhf.launch.signals import DAY, catch
+from rlhf.launch.local import Ranks, num_devices
+from rlhf.launch.signals import DAY, STOPPED, catch
 from rlhf.launch.slurm import join_slurm
 from rlhf.rank.comparison import (
     BOUNDS,

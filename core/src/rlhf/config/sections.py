@@ -9,6 +9,7 @@ from attrs import field, frozen, validators
 
 from rlhf.config.field_docs import documented
 from rlhf.config.objective import objective
+from rlhf.config.stop_signals import STOP_SIGNALS
 from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
@@ -52,9 +53,8 @@ def _arguments(instance: object, attribute: Any, value: Mapping[str, Any]) -> No
 
 
 def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:
-    allowed = ("TERM", "USR1", "USR2", "HUP", "QUIT", "XCPU")
-    if not value or set(value) - set(allowed):
-        raise ValueError(f"must be a list of {', '.join(allowed)}")
+    if not value or set(value) - set(STOP_SIGNALS):
+        raise ValueError(f"must be a list of {', '.join(STOP_SIGNALS)}")
 
 
 def _has_direction(instance: object, attribute: object, value: str) -> None:

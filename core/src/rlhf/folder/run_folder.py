@@ -23,7 +23,7 @@ from rlhf.config.structure import structure
 from rlhf.errors import RLHFError, first_line
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
-from rlhf.launch.signals import DAY
+from rlhf.launch.signals import DAY, Stopped
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import (
     changed_keys,
@@ -351,7 +351,9 @@ class RunFolder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(OSError):  # The disk may be full, which `error` says.
             if error is not None and self._waiting is None:
-                self.write_summary(ended="failed", error=first_line(error))
+                stopped = isinstance(error, Stopped)
+                ended = "signal" if stopped else "failed"
+                self.write_summary(ended=ended, error=None if stopped else first_line(error))
         self.close()
 
 

@@ -27,9 +27,8 @@ def slurm_script(
     """Return a batch script that runs `command` once per device and continues it when time is up.
 
     The ranks get the signal `seconds_to_save` before the end, save, and exit with 143; the script
-    then puts the job back into the queue, also if the signal ended ranks that had not begun to
-    train. `options` are further options of sbatch, such as
-    `partition=gpu`.
+    then puts the job back into the queue, also if the signal ended ranks before Python had started.
+    `options` are further options of sbatch, such as `partition=gpu`.
     """
     seconds = round(seconds_to_save)
     codes = dict.fromkeys([143, 128 + numbers([stop_signal])[0]])

@@ -20,9 +20,18 @@ from typing import IO
 
 from rlhf.launch import places
 from rlhf.launch.hosts import ONE_HOST, Place
-from rlhf.launch.signals import GATE, PARENT, PROBLEMS, catch, numbers, quit_on_next_ctrl_c
-
-STOPPED, INTERRUPTED = 143, 130
+from rlhf.launch.signals import (
+    GATE,
+    INTERRUPTED,
+    OUTSIDE_OF_STEPS,
+    PARENT,
+    PROBLEMS,
+    STOPPED,
+    Stopped,
+    catch,
+    numbers,
+    quit_on_next_ctrl_c,
+)
 
 
 def num_devices() -> int:
@@ -38,10 +47,6 @@ def wait_at_gate() -> None:
     gate = os.environ.get(GATE)
     if gate is not None and not os.read(int(gate), 1):
         sys.exit(1)  # The launcher has died or been stopped.
-
-
-class _Stopped(BaseException):
-    """A signal came during the preparation."""
 
 
 class Ranks:
@@ -102,11 +107,11 @@ class Ranks:
         self._preparing = True
         try:
             if self._deadline is not None:
-                raise _Stopped
+                raise Stopped
             prepare()
             with suppress(BrokenPipeError):  # All have ended.
                 os.write(opener, bytes(len(self.processes)))
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException:
             self._kill()
@@ -125,6 +130,8 @@ class Ranks:
                     return self._exit_code(codes)
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     return self._end(self._grace)
+                if STOPPED in codes and self._deadline is None:
+                    self._stop_ranks()  # A signal to one rank only.
                 if late := self._late():
                     print(f"error: {late}", file=sys.stderr)
                     self._kill()
@@ -145,12 +152,15 @@ class Ranks:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             quit_on_next_ctrl_c(announce=True)
+        self._stop_ranks()
+        if self._preparing:
+            raise Stopped
+
+    def _stop_ranks(self) -> None:
         self._deadline = self._deadline or time.monotonic() + self._patience
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(self._stop)
-        if self._preparing:
-            raise _Stopped
 
     def _late(self) -> str | None:
         """Return why a run that was stopped will not save any more, if so."""
@@ -188,8 +198,8 @@ class Ranks:
 
     def _exit_code(self, codes: Sequence[int | None]) -> int:
         if self._deadline is not None and {-self._stop, -signal.SIGTERM, INTERRUPTED} & set(codes):
-            remedy = "continue with --resume, or start again if there is no run folder"
-            print(f"stopped before or after training steps; {remedy}", flush=True)
+            if codes[0] != STOPPED:  # Else rank 0 has printed a line.
+                print(OUTSIDE_OF_STEPS, flush=True)
             return STOPPED
         for rank, code in enumerate(codes):
             if code is not None and code < 0:

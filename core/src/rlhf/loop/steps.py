@@ -9,6 +9,7 @@ from rlhf.data.loader import batches_from
 from rlhf.data.order import StepPlan
 from rlhf.errors import SameOnAllRanks
 from rlhf.launch.garbage import collect
+from rlhf.launch.signals import steps_are_over
 from rlhf.loop.checkpointing import complete_if_written, finish, save
 from rlhf.loop.evaluation import evaluate, evaluate_and_keep_best, evaluate_at_end, is_due
 from rlhf.loop.session import Session
@@ -24,9 +25,12 @@ def train(session: Session, *, first_step: int) -> tuple[str, int]:
     try:
         with stop.caught:
             reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
+            if reason == "signal":
+                finish(session)  # Another signal does not interrupt it.
     except SameOnAllRanks:
         finish(session)
         raise
+    steps_are_over()
     if reason != "signal" and evaluated != step:
         evaluate_at_end(session, step=step)
     session.journal.flush()

@@ -1,7 +1,5 @@
 """A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +15,7 @@ from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
+from rlhf.model.setting_names import name_in_errors, naming_model
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
 
@@ -31,17 +30,16 @@ when it loads them, and reading a tokenizer takes 0.3 s."""
 def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: int | None) -> None:
     """Raise RLHFError unless `model` predicts the policy's tokens, more than `top` of them. Reads
     configurations and tokenizers, no weights."""
-    teacher, policy = evolve(config, model=model), config.model.path
-    setting = f"{config.trainer_name}.teacher {model.path}"
-    check_model_folder(model.path, f"{config.trainer_name}.teacher")
+    policy = config.model.path
     size = read_architecture(config).get_text_config().vocab_size
-    with naming_teacher(config):
-        teachers = read_architecture(teacher).get_text_config().vocab_size
-    if size != teachers:
-        raise RLHFError(
-            f"{setting} has {teachers} tokens but the policy {policy} has {size}; "
-            "choose a teacher with the policy's vocabulary"
-        )
+    with naming_model(config, TEACHER, model):
+        check_model_folder(model.path, name_in_errors(config, model, "path"))
+        teachers = read_architecture(evolve(config, model=model)).get_text_config().vocab_size
+        if size != teachers:
+            raise RLHFError(
+                f"model.path {model.path} has {teachers} tokens but the policy {policy} has "
+                f"{size}; choose a teacher with the policy's vocabulary"
+            )
     known = SAME_TOKENS.setdefault(tokenizer, set())
     if model not in known:
         check_tokens(config, tokenizer, model, size)
@@ -56,25 +54,15 @@ def check_teacher(config: Config, model: ModelConfig, tokenizer: Any, *, top: in
 def check_tokens(config: Config, tokenizer: Any, model: ModelConfig, size: int) -> None:
     """Raise RLHFError unless the tokenizer of `model` has the tokens of the policy's, both for
     `size` logits."""
-    ours, other = tokenizer.get_vocab(), read_tokenizer(model).get_vocab()
-    if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
-        token, number = differ[0]
-        raise RLHFError(
-            f"{config.trainer_name}.teacher {model.path} has different tokens than the policy "
-            f"{config.model.path}, although both have {size} (the first is {token!r}, {number}); "
-            "choose a teacher with the policy's tokenizer"
-        )
-
-
-@contextmanager
-def naming_teacher(config: Config) -> Iterator[None]:
-    """Name the teacher's setting in an error about the model that is loaded in this block."""
-    try:
-        yield
-    except RLHFError as error:
-        setting = f"{config.trainer_name}.teacher"
-        error.args = (str(error).replace("model.path", setting, 1),)
-        raise
+    with naming_model(config, TEACHER, model):
+        ours, other = tokenizer.get_vocab(), read_tokenizer(model).get_vocab()
+        if differ := sorted(ours.items() ^ other.items(), key=lambda item: (item[1], item[0])):
+            token, number = differ[0]
+            raise RLHFError(
+                f"model.path {model.path} has different tokens than the policy "
+                f"{config.model.path}, although both have {size} (the first is {token!r}, "
+                f"{number}); choose a teacher with the policy's tokenizer"
+            )
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:

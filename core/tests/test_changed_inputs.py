@@ -124,10 +124,12 @@ def test_other_frozen_weights_in_the_old_folder_are_refused(folder: Path, read: 
         again.resumed = shapes_of(saved, first)
     with pytest.raises(RLHFError) as error:
         read(again)
+    roles = {reads_an_adapters_base: "", reads_a_teacher: "teacher: "}
+    role = (roles | {reads_a_cached_teacher: "teacher: "}).get(read, "reference: ")
     assert str(error.value) == (
-        f"{model} has other weights than when {saved} was written, which has no copy of these "
-        "frozen weights; restore the old files or set model.revision to the old commit, or start "
-        "again with --overwrite"
+        f"{role}{model} has other weights than when {saved} was written, which has no copy of "
+        "these frozen weights; restore the old files or set model.revision to the old commit, or "
+        "start again with --overwrite"
     )
 
 

@@ -27,6 +27,7 @@ from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
 from rlhf.model.save import check_exportable
+from rlhf.model.setting_names import naming_model
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
@@ -101,7 +102,7 @@ class RunContext(RunModels):
                 check_frozen(self.resumed, found)
             return found
 
-        with self.startup.part("loading"):
+        with self.startup.part("loading"), naming_model(self.config, role, model):
             found = self.mesh.on_rank_zero(sources)
             self._frozen[role] = {**self._frozen.get(role, {}), **found}
 

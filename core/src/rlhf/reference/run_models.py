@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
+from rlhf.config.source_names import check_model_folder
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.order import RunOrder, rounding_on, survey_draw
 from rlhf.engine import Engine, Mesh
@@ -19,11 +20,12 @@ from rlhf.model.extra import first_values, notes_on_extra
 from rlhf.model.kernels.layers import for_reference
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
+from rlhf.model.setting_names import name_in_errors, naming_model
 from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.surveyed import SurveyedExamples
-from rlhf.reference.teacher import TEACHER, naming_teacher, shared_tokens
+from rlhf.reference.teacher import TEACHER, shared_tokens
 from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Reference, Trainer
 
@@ -75,13 +77,16 @@ class RunModels(ABC):
     ) -> Engine:
         """See `rlhf.trainer.Run`."""
         config = config_with(self.config, model, optim)
-        if trained:
-            self.notes += notes_on_extra(config, extra or {})
-        spec = ModelSpec(
-            role=role, config=config, trained=trained, model=model, optim=optim, task=task,
-            labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
-        )  # fmt: skip
-        engine = self._load(spec, empty_model(spec, self.mesh))
+        with naming_model(self.config, role, model):
+            if model is not None:
+                check_model_folder(model.path, name_in_errors(self.config, model, "path"))
+            if trained:
+                self.notes += notes_on_extra(config, extra or {})
+            spec = ModelSpec(
+                role=role, config=config, trained=trained, model=model, optim=optim, task=task,
+                labels=labels, extra=first_values(config, extra or {}), dropout=dropout,
+            )  # fmt: skip
+            engine = self._load(spec, empty_model(spec, self.mesh))
         self._limit_tokens()
         return engine
 
@@ -154,12 +159,11 @@ class RunModels(ABC):
                 "their heads have different sizes"
             )
         if top is None:
-            with naming_teacher(self.config):
-                engine = self.load(TEACHER, model=model, trained=False)
+            engine = self.load(TEACHER, model=model, trained=False)
             size = self.roles[TEACHER].shape.parameters
             self.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
             return engine
-        with naming_teacher(self.config):
+        with naming_model(self.config, TEACHER, model):
             done = self._cache_teacher(model, top=top, temperature=temperature)
         self.notes.append(f"teacher    its {top} most likely tokens: {done}")
         return None

@@ -1,8 +1,7 @@
 """A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +18,7 @@ from rlhf.engine import Engine
 from rlhf.errors import RLHFError
 from rlhf.model.architecture import read_architecture
 from rlhf.model.head import Head
+from rlhf.model.setting_names import name_in_errors, naming_model
 from rlhf.model.tokenizer import read_tokenizer
 from rlhf.readouts.distillation import COMPARED_ROWS
 
@@ -45,10 +45,10 @@ def shared_tokens(
     weights. Raises RLHFError for a teacher with another tokenizer, for examples with a token that
     it does not know, and unless there are more than `top` tokens.
     """
-    name = f"{config.trainer_name}.teacher"
+    name = name_in_errors(config, model, "path")
     check_model_folder(model.path, name)
     own = vocabulary_size(config)
-    with naming_teacher(config):
+    with naming_model(config, TEACHER, model):
         size = vocabulary_size(evolve(config, model=model))
     known = SAME_TOKENIZER.setdefault(tokenizer, set())
     if model not in known:
@@ -83,7 +83,7 @@ def check_tokenizer(config: Config, tokenizer: Any, model: ModelConfig) -> None:
     What else a tokenizer does, such as adding BOS, differs within families. It does not matter,
     since the teacher reads the ids of the policy's tokenizer.
     """
-    name = f"{config.trainer_name}.teacher {model.path}"
+    name = f"{name_in_errors(config, model, 'path')} {model.path}"
     try:
         teacher = read_tokenizer(model)
     except RLHFError as error:
@@ -124,17 +124,6 @@ def model_of(tokenizer: Any) -> bytes:
     """Return vocabulary and merges of a fast tokenizer as JSON."""
     state: bytes = tokenizer.backend_tokenizer.model.__getstate__()
     return state
-
-
-@contextmanager
-def naming_teacher(config: Config) -> Iterator[None]:
-    """Name the teacher's setting in an error about the model that is loaded in this block."""
-    try:
-        yield
-    except RLHFError as error:
-        setting = f"{config.trainer_name}.teacher"
-        error.args = (str(error).replace("model.path", setting, 1),)
-        raise
 
 
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:

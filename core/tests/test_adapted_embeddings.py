@@ -105,6 +105,29 @@ def test_head_and_embedding_that_are_adapted_together_are_merged(base: str, tmp_
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_an_adapter_of_one_of_two_tied_matrices_is_merged(
+    settings: dict[str, Any], base: str, tmp_path: Path
+) -> None:
+    adapter = saved_by_peft(base, tmp_path / "adapter", **settings)
+    weights = load_file(adapter / FILE)
+    draw = torch.Generator().manual_seed(3)
+    for name in weights:
+        weights[name] = torch.randn(weights[name].shape, generator=draw) / 10
+    save_file(weights, adapter / FILE)
+    expected = logits(exported_model(adapter, "causal"))
+    merge_command(str(adapter), str(tmp_path / "merged"))
+    merged = exported_model(tmp_path / "merged", "causal")
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("frozen", ["*lora_A*", "*lora_embedding_B*", "*mlp*"])
 def test_an_adapter_of_which_a_part_is_frozen_is_exported(
     frozen: str, base: str, tmp_path: Path
@@ -129,7 +152,6 @@ def saved_by_peft(base: str, folder: Path, **settings: Any) -> Path:
     "settings",
     [
         {"target_modules": ["embed_tokens"]},
-        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
         {"target_modules": ["q_proj"], "bias": "all"},
         {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
         {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]},
@@ -150,14 +172,14 @@ def test_what_is_rehearsed_of_an_adapter_is_what_is_exported(
     [
         (
             {"target_modules": ["q_proj"], "init_lora_weights": "olora"},
-            "cannot put the adapter {adapter} on LlamaForCausalLM (Attempted to call "
-            "`variable.set_data(tensor)`, but `variable` and `tensor` have incompatible tensor "
-            "type); merge it into its base first, or choose another adapter",
+            "model.adapter {adapter} was initialized by olora, which may have changed the weights "
+            "of its base; merge it into its base first with rlhf merge, and set lora to train a "
+            "new adapter",
         ),
         (
             {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
-            "LlamaForCausalLM shares one weight between embedding and head, which peft would "
-            "separate; merge the adapter {adapter} into its base first",
+            "model.adapter {adapter} adapts the output head, whose adapter would not affect the "
+            "log-probabilities; choose another adapter",
         ),
     ],
     ids=str,

@@ -172,17 +172,21 @@ def check_base(
 
 
 def merged(adapted: Any) -> Any:
-    """Return the base with its adapter merged into its weights. If the adapter is on an embedding
-    that is also the head, these become separate: the other one keeps the base's values."""
+    """Return the base with its adapter merged into its weights. If the adapter changes only one of
+    an embedding and the head that share a weight, these become separate."""
     causal = adapted.get_base_model()
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     is_adapted = any(hasattr(module, "base_layer") for module in (head, embedding))
     if is_adapted and tied_head(causal) is not None:
+        # The adapter is added in place, and the other module keeps the base's values.
         getattr(head, "base_layer", head).weight = nn.Parameter(head.weight.detach().clone())
-        untie(causal.config)
-        causal.all_tied_weights_keys = {}
     with quiet_transformers():
-        return adapted.merge_and_unload()
+        whole = adapted.merge_and_unload()
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        untie(whole.config)
+        whole.all_tied_weights_keys = {}
+    return whole
 
 
 def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraConfig:

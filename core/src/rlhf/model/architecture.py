@@ -162,6 +162,10 @@ def from_config(architecture: Any, config: Config, task: Task, *, dtype: torch.d
         except OSError as error:  # Not every folder has one.
             if damaged := damaged_file(path, ["generation_config.json"]):
                 raise damaged from error
+        except (ValueError, TypeError) as error:
+            raise RLHFError(
+                f"{path}/generation_config.json cannot be read ({first_line(error)}); correct it"
+            ) from error
     return causal
 
 

@@ -1,6 +1,7 @@
 """What an adapter trains is exported: adapters on the embedding, and adapter folders whose weights
 are not those of the adapter."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,14 @@ def test_an_adapter_with_another_base_inside_is_used_but_not_trained_further(
         "base_model.model.model.embed_tokens.base_layer.weight than its base, which the export of "
         "an adapter would lose; merge it with rlhf merge and train the merged model"
     )
+
+
+def test_an_adapter_that_names_no_base_is_reported(adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"base_model_name_or_path": None}
+    file.write_text(json.dumps(settings))
+    with pytest.raises(RLHFError, match=rf"^cannot load the base model None of {adapter} \("):
+        exported_model(adapter, "causal")
 
 
 def test_a_base_that_lacks_weights_is_named_where_an_adapter_is_opened(

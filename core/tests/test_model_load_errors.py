@@ -211,6 +211,12 @@ def test_an_adapter_that_does_not_load_is_reported(llama: str, tmp_path: Path) -
     )
 
 
+def test_a_name_that_the_hub_does_not_allow_is_reported(llama: str) -> None:
+    with pytest.raises(RLHFError, match=r"^no tokenizer in two words \("):
+        load_tokenizer(config_of(llama, model={"tokenizer": "two words"}))
+    assert failing(config_of("two words")).startswith("model.path two words is neither a folder ")
+
+
 def test_every_target_of_an_adapter_must_exist(llama: str) -> None:
     modules = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     for targets, unknown in ((("q_proj", "nope"), "nope"), ((), "[]")):

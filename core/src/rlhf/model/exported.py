@@ -48,7 +48,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
                 output_loading_info=True,
             )
     except Exception as error:  # A damaged folder may raise anything.
-        damaged = damaged_file(folder, READ) or damaged_file(base, READ)
+        damaged = damaged_file(folder, READ) or damaged_file(base or folder, READ)
         if not adapted:
             raise damaged or RLHFError(
                 f"cannot load {folder} ({first_line(error)}); pass the model/ folder of a run"

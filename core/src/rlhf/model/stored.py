@@ -97,8 +97,10 @@ def model_folder(path: str, revision: str | None) -> Path | None:
     """Return a model folder, or that of a model on the hub if some of it has been downloaded."""
     if Path(path).is_dir():
         return Path(path)
-    config = try_to_load_from_cache(path, "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None
+    with suppress(ValueError):  # Not a name that the hub allows.
+        config = try_to_load_from_cache(path, "config.json", revision=revision)
+        return Path(config).parent if isinstance(config, str) else None
+    return None
 
 
 def _opened(file: Path) -> Any:

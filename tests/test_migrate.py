@@ -396,12 +396,12 @@ def test_a_long_path_and_a_date_are_written_as_text(tmp_path: Path) -> None:
     assert (ours["model"]["path"], ours["output"]) == (model, "2026-11-28")
 
 
-def test_fractional_epochs_and_fractional_save_steps_are_reported(tmp_path: Path) -> None:
+def test_fractional_epochs_are_ours_and_fractional_save_steps_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_train_epochs: 0.5\nsave_steps: 0.1\nlr_scheduler_type: constant\n")
     migration = translate(read_arguments(file, "trl/sft"), folder=tmp_path)
-    assert migration.settings["train.epochs"] == 1
-    assert migration.notes["0.5 epochs"] == "here epochs are whole; set train.steps instead"
+    assert migration.settings["train.epochs"] == 0.5
+    assert not any("epochs" in key for key in migration.notes)
     assert migration.notes["save_steps 0.1"] == (
         "a share of the run; set checkpoint.every to steps"
     )

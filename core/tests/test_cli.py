@@ -347,14 +347,14 @@ def test_a_default_that_is_not_a_setting_names_the_plugin(
         from rlhf.plugin import TrainerPlugin
         from toy_plugin import ToyConfig
 
-        defaults = {"optim.learning_rate": 1e-6, "train.epochs": 1.5}
+        defaults = {"optim.learning_rate": 1e-6, "train.log_every": 1.5}
         plugin = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Toy", defaults=defaults)
     """
     modules = {"toy_trainer": TRAINER, "toy_defaults": record}
     install("rlhf-more", {"trainers": {"more": "toy_defaults:plugin"}}, modules)
     wrong = (
         "has a wrong default: optim.learning_rate: 'learning_rate' is optim.lr here; "
-        "train.epochs: expected a whole number, got 1.5"
+        "train.log_every: expected a whole number, got 1.5"
     )
     assert main(["plugins", "check"]) == 2
     lines = capsys.readouterr().out.splitlines()

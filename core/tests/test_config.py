@@ -98,7 +98,7 @@ def test_data_take_a_path_an_entry_or_a_list(
 
 def test_all_problems_are_reported_at_once_with_path_and_near_match(toy: Path) -> None:
     words = ["--optm.lr", "1", "--optim.lrr", "1", "--optim.clip", "-1", "--learning-rate", "1"]
-    words += ["--train.max-epochs", "2", "--train.epochs", "2.7", "--toy.los", "x"]
+    words += ["--train.max-epochs", "2", "--train.steps", "2.7", "--toy.los", "x"]
     words += ["--toy.loss", "sigmiod", "--data.train", "[{pth: a}, {path: 3}]"]
     words += ["--train.beta", "1", "--zzz", "1", "--lora.rank", "0"]
     assert problems(*words) == [
@@ -113,7 +113,7 @@ def test_all_problems_are_reported_at_once_with_path_and_near_match(toy: Path) -
         "optim.clip: must be >= 0: -1.0",
         "train.max_epochs: 'max_epochs' is train.epochs here",
         "train.beta: 'beta' is toy.beta here",
-        "train.epochs: expected a whole number, got 2.7",
+        "train.steps: expected a whole number, got 2.7",
         "lora.rank: must be > 0: 0",
         "toy.los: unknown setting; did you mean toy.loss?",
         'toy.loss: expected one of sigmoid, hinge, got "sigmiod"; did you mean sigmoid?',
@@ -155,9 +155,12 @@ def test_tokens_at_once_are_a_positive_number_or_auto(toy: Path) -> None:
     [
         ("train.deterministic", "'false'", 'expected true or false, got "false"'),
         ("train.deterministic", "1", "expected true or false, got 1"),
-        ("train.epochs", "true", "expected a whole number, got true"),
-        ("train.epochs", "2.0", "expected a whole number, got 2.0"),
-        ("train.epochs", "'2'", 'expected a whole number, got "2"'),
+        ("train.log_every", "true", "expected a whole number, got true"),
+        ("train.log_every", "2.0", "expected a whole number, got 2.0"),
+        ("train.log_every", "'2'", 'expected a whole number, got "2"'),
+        ("train.epochs", "true", "expected a number, got true"),
+        ("train.epochs", "0", "must be > 0: 0.0"),
+        ("train.steps", "9" * 400, f"must be < {2**63}: {'9' * 400}"),
         ("train.hours", "soon", 'expected a number, got "soon"'),
         ("optim.lr", "true", "expected a number, got true"),
         ("optim.lr", ".nan", "expected a number, got NaN"),

@@ -22,7 +22,7 @@ WITH_8_BITS = (
     "AdamW8bit",
     "adamw8bit",
 )
-positive: Any = validators.gt(0)
+positive: Any = validators.and_(validators.gt(0), validators.lt(2**63))
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
@@ -42,6 +42,11 @@ def _no_settings(extensions: Any) -> str | None:
 def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
     if value != "auto":
         positive(instance, attribute, value)
+
+
+def _whole(value: float) -> float:
+    """Return a whole number as an int, which is printed without a point."""
+    return value if value % 1 else int(value)
 
 
 def _arguments(instance: object, attribute: Any, value: Mapping[str, Any]) -> None:
@@ -223,8 +228,9 @@ class TrainConfig:
     """Length, seed, logging and evaluation of the run."""
 
     removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"trace": (None,)}
-    epochs: int = field(default=1, validator=positive)
-    """Passes over the training rows."""
+    epochs: float = field(default=1, converter=_whole, validator=positive)
+    """Passes over the training rows. 0.5 is the first half of the optimizer steps of an epoch; a
+    part of a step counts as a step."""
     steps: int | None = field(default=None, validator=optional(positive))
     """Length of the schedule in optimizer steps; overrides epochs."""
     stop_at: int | None = field(default=None, validator=optional(positive))

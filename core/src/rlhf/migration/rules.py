@@ -72,7 +72,7 @@ def number_of(key: str, value: Any) -> float:
     """Return the value of a key. Raises RLHFError if it is not a number."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
         raise RLHFError(f"{key} is {value!r}; write the number that was used")

@@ -120,14 +120,12 @@ def _optimizer(migration: Migration, keys: Mapping[str, Any]) -> None:
 
 
 def _length(migration: Migration) -> None:
-    """Say how many epochs or steps there are; a length in steps has precedence."""
+    """Translate the length of the run, in which steps have precedence, and distances in steps."""
     if "train.steps" in migration.settings:
         migration.drop("train.epochs")
     if "train.epochs" in migration.settings:
         epochs = number_of(migration.origins["train.epochs"], migration.settings["train.epochs"])
-        migration.settings["train.epochs"] = math.ceil(epochs)
-        if epochs % 1:
-            migration.notes[f"{epochs:g} epochs"] = "here epochs are whole; set train.steps instead"
+        migration.settings["train.epochs"] = epochs if epochs % 1 else int(epochs)
     for name, per in (
         ("train.log_every", "logging_steps"),
         ("train.eval_every", "eval_steps"),

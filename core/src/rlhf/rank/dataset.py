@@ -1,6 +1,8 @@
 """The tokenised rows of a run, checked against its trainer and its model."""
 
+import math
 from datetime import date
+from fractions import Fraction
 
 import attrs
 from attrs import frozen
@@ -58,7 +60,9 @@ class Dataset:
 
     def num_steps(self, config: Config) -> int:
         """Return the number of optimizer steps of the whole schedule."""
-        return config.train.steps or self.steps_per_epoch(config) * config.train.epochs
+        # As it is written: 0.1 of 30 steps are 3, and 0.1 * 30 is more than 3 in floats.
+        epochs = Fraction(str(config.train.epochs))
+        return config.train.steps or math.ceil(epochs * self.steps_per_epoch(config))
 
     def warnings(self) -> list[str]:
         """Return a line for each part of the data of which many rows were dropped or cut."""

@@ -113,6 +113,15 @@ def test_an_output_on_a_full_disk_is_one_line(
     )
 
 
+def test_a_process_without_streams_runs_as_any_other() -> None:
+    command = [sys.executable, "-m", "rlhf", "--version"]
+    for closed in ("1>&-", "2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {closed}', "sh", *command], capture_output=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_refusal_of_another_file_is_a_defect(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(request: Request) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Never
 
 from rlhf.commands.main import main
@@ -14,6 +15,9 @@ from rlhf.launch.signals import catch, end_late, hold_back, release
 def run_process() -> Never:
     """Run the command and end the process, without the interpreter's own end: before CPython 3.14
     that aborts the process if a thread of a collective waits for the interpreter's lock."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # Closed by what has started this process.
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     # DeepSpeed's launcher puts its own argument first.
     trains = "run" in sys.argv[1:3]
     if trains:

@@ -3,10 +3,15 @@
 import atexit
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import Never
 
 from rlhf.commands.main import main
+
+EXIT_SECONDS, EXIT_SECONDS_HUNG = 60.0, 5.0
+"""How long threads and exit functions of libraries may take at the end, also if an observer of the
+run hangs: a tracker may wait for its server for ever."""
 
 
 def run_process() -> Never:
@@ -27,7 +32,20 @@ def run_process() -> Never:
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         raise
+    finally:
+        latest = threading.Timer(_exit_seconds(), leave)
+        latest.daemon = True
+        latest.start()
     sys.exit(code)
+
+
+def _exit_seconds() -> float:
+    if threading.active_count() == 1:
+        return EXIT_SECONDS
+    from rlhf.registry.observer_thread import ObserverThread  # late: start-up time
+
+    hung = any(isinstance(thread, ObserverThread) for thread in threading.enumerate())
+    return EXIT_SECONDS_HUNG if hung else EXIT_SECONDS
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def run_rank(
         shutil.rmtree(path / run_folder.RANKS, ignore_errors=True)
         if mesh.rank == 0:
             watching.on_finish(run=session.record, error=None)
-    if mesh.rank == 0 and request.demo and request.plugin.report is not None:
+    if mesh.rank == 0 and request.demo and request.plugin.report and reason != "signal":
         report_on_demo(request, path)
     return path, reason
 

@@ -2,6 +2,7 @@
 them."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import sft_runs
 from rlhf.commands.config import describe
 from rlhf.errors import RLHFError
+from rlhf.hookspecs import RunRecord
+from rlhf.registry import observers as limits
+from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.testing import Ranks, without_timings
 from sft_runs import Inputs
@@ -67,6 +71,29 @@ def test_observers_continue_a_resumed_run_and_change_nothing(
     assert (tmp_path / "run" / "tensorboard").is_dir()
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def test_a_server_that_does_not_answer_is_named_and_does_not_hold_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for limit in ("LIMIT", "LAST"):
+        monkeypatch.setattr(limits, limit, 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        words = ["--observers.mlflow.uri", address]
+        config = read_config("sft", overrides=words, inputs=False).config
+        _, observers = load_hooks(config)
+        run = RunRecord(name="sft", folder=tmp_path, config=config, steps=4, id="one")
+        observers.on_start(run=run)
+        observers.on_step(run=run, step=1, metrics={"loss": 1.0})
+        observers.on_finish(run=run, error=None)
+    late, lost = capsys.readouterr().err.splitlines()
+    remedy = f"without a connection to {address}, set observers.mlflow.uri to a local store"
+    assert late.startswith("warning: observer 'mlflow' has not returned from on_start for ")
+    assert remedy in late
+    assert "the run ends without it, and 3 calls did not get through; " + remedy in lost
+    assert "observer.py" in (tmp_path / "errors" / "observer-mlflow.txt").read_text()
 
 
 @pytest.mark.parametrize(

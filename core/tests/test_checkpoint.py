@@ -141,7 +141,11 @@ def test_a_name_is_a_number_with_or_without_its_zeros(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path, "step-000010") == folder
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"files": 3}', '{"fil'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", "3", '{"files": 3}', '{"fil', '{"files": {"a": {"size": 1e400}}}', "[" * 99_999],
+    ids=range(7),
+)
 def test_a_manifest_of_any_other_shape_is_damage(tmp_path: Path, text: str) -> None:
     folder = write(tmp_path, 10)
     (folder / "manifest.json").write_text(text)

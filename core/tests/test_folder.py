@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import RunFolder, check_resumable, choose, chosen
+from rlhf.folder.run_folder import RunFolder, check_resumable, choose, chosen, logged
 from rlhf.request.reader import Request, read_config
 from rlhf.request.settings_tree import to_tree
 
@@ -395,6 +396,38 @@ def test_metrics_are_cut_to_the_checkpoint_and_a_torn_line_is_removed(tmp_path: 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     folder.close()
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'{"step": 3, "lo', bytes(4096), b"\xff\xfe\n", b"[1]\n", b'{"loss": 1.0}\n', b"[" * 99_999,
+        b'{"step": "2"}\n', b'{"step": null}\n', b'{"step": 1e400}\n', b'{"step": -1}\n',
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_resumed_run_appends_whole_lines_after_damaged_ones(tmp_path: Path, tail: bytes) -> None:
+    folder = RunFolder(tmp_path, fresh=True)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        folder.append(name, {"step": 1, "loss": 1.0})
+        with (tmp_path / name).open("ab") as file:
+            file.write(tail)
+    folder.cut(2, evaluated=False)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        folder.append(name, {"step": 2, "loss": 0.5})
+        lines = (tmp_path / name).read_text().splitlines()
+        assert [json.loads(line) for line in lines] == logged(tmp_path, name=name)
+        assert [line["step"] for line in logged(tmp_path, name=name)] == [1, 2]
+    folder.close()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"id": 5}', '{"id": ""}', "[" * 99_999])
+def test_a_run_without_a_readable_id_gets_a_new_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    with RunFolder(tmp_path, fresh=False) as folder:
+        assert re.fullmatch("[0-9a-f]{12}", folder.identity())
+        folder.write_summary(ended="done")
+    assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "done"
 
 
 def test_an_evaluation_that_is_made_again_is_cut_from_the_metrics(tmp_path: Path) -> None:

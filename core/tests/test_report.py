@@ -1,8 +1,10 @@
 """`rlhf report` and `rlhf runs` read run folders, of any state, and write one page."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -200,6 +202,100 @@ def test_folders_of_runs_that_failed_at_once_or_have_odd_lines_are_read(tmp_path
     assert main(["runs", str(tmp_path)]) == 0
     assert read_run(odd).curves["loss"] == [(2, 3.0), (4, 2.0)]
     assert read_newest(old).state == "done"
+
+
+SAMPLES = [
+    {"step": step, "row": "r:1", "prompt": "a", "answers": ["b", "c"], "scores": [1.5, [0.5, 1.0]]}
+    for step in (0, 4)
+]
+ODD: list[Any] = [
+    None, "text", 3, -1.5, True, [], {}, [[1]], {"a": 1}, {"path": 3}, {"train": [5]}, 10**400,
+    1e308, float("inf"), float("nan"),
+]  # fmt: skip
+"""Values of other types, of which each is put where the run wrote something else."""
+
+
+def read_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The text of the page about a run, which `rlhf runs` lists too."""
+    text = re.sub(r"\s+", " ", report(folder).text)
+    for words in ([], ["--json"]):
+        assert main(["runs", str(folder.parent), *words]) == 0
+    capsys.readouterr()
+    return text
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "nul", "bytes", "list", "number", "deep"])
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "versions.json", "metrics.jsonl"])
+def test_a_page_names_the_damaged_file_that_it_leaves_out(
+    tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path / "a", samples=SAMPLES) / name
+    content = file.read_bytes()
+    contents = {
+        "half": content[: len(content) // 2 + 3], "empty": b"", "nul": bytes(4096),
+        "bytes": b"\xff\xfe" + content, "list": b"[1]\n", "number": b"3\n", "deep": b"[" * 99_999,
+    }  # fmt: skip
+    file.write_bytes(contents[damage])
+    text = read_damaged(tmp_path / "a", capsys)
+    left_out = name if file.suffix != ".jsonl" else f"1 line of {name}"
+    shown = f"left out, since it is damaged: {left_out}"
+    # Half of YAML is YAML here, and an empty file has no line that could be damaged.
+    unnoticed = {("config.yaml", "half"), ("metrics.jsonl", "empty")}
+    assert (shown in text) == ((name, damage) not in unnoticed)
+
+
+def test_damaged_lines_are_left_out_and_the_others_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "a", samples=SAMPLES)
+    lines = [
+        b"[1]", b'{"loss": 9.0}', b'{"step": "3", "loss": 9.0}', b'{"step": 1e400}', b"\0\0\0",
+        b'\0\0{"step": 5, "loss": 1.5}', b'{"step": 6, "loss": "text", "kl": 0.25}', b"",
+        b'{"step": 7, "lo',
+    ]  # fmt: skip
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join(lines))
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 4, "row": ["r"], "answers": 5}\n')
+    run = read_run(folder)
+    assert run.left_out == ["6 lines of metrics.jsonl", "1 line of samples.jsonl"]
+    assert run.curves["loss"] == [(2, 3.0), (4, 2.0), (5, 1.5)]
+    assert run.curves["kl"] == [(6, 0.25)]
+    assert list(run.samples) == SAMPLES
+    expected = "since it is damaged: 6 lines of metrics.jsonl, 1 line of samples.jsonl"
+    assert expected in read_damaged(folder, capsys)
+    with RunFolder(folder, fresh=False):  # Its last line may still be written.
+        assert read_run(folder).left_out == []
+
+
+def test_values_of_other_types_end_no_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for odd in ODD:
+        folder = write_run(tmp_path / "a", samples=SAMPLES, more={"model": odd, "data": odd})
+        values = dict.fromkeys(SUMMARY, odd) | {"memory": {"peak": odd, "device": 1, "parts": odd}}
+        (folder / "summary.json").write_text(json.dumps(values))
+        (folder / "versions.json").write_text(json.dumps({"trainer": odd, "torch": odd}))
+        (folder / "plan.json").write_text(json.dumps({"policy": odd}))
+        for name, records in (("metrics.jsonl", METRICS), ("samples.jsonl", SAMPLES)):
+            changed = [{**record, key: odd} for record in records for key in (*record, "unknown")]
+            (folder / name).write_text("".join(json.dumps(record) + "\n" for record in changed))
+        assert "left out, since it is damaged: " in read_damaged(folder, capsys), odd
+        shutil.rmtree(folder)
+
+
+def test_a_file_that_the_system_cannot_read_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "a")
+
+    def refused(self: Path, *arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert main(["report", str(folder)]) == 2
+    message = f"error: cannot read {folder / 'metrics.jsonl'}: Input/output error\n"
+    assert capsys.readouterr().err == message
 
 
 def test_the_runs_of_a_folder_are_listed(

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Never
@@ -10,6 +11,10 @@ from typing import Never
 from rlhf.commands.main import main
 from rlhf.config.stop_signals import STOP_SIGNALS
 from rlhf.launch.signals import catch, end_late, hold_back, release
+
+EXIT_SECONDS, EXIT_SECONDS_HUNG = 60.0, 5.0
+"""How long threads and exit functions of libraries may take at the end, also if an observer of the
+run hangs: a tracker may wait for its server for ever."""
 
 
 def run_process() -> Never:
@@ -43,7 +48,19 @@ def run_process() -> Never:
             # The run is over: a signal ends what libraries do at their end, and keeps its code.
             catch(lambda *_: leave(), STOP_SIGNALS)
             release()
+        latest = threading.Timer(_exit_seconds(), leave)
+        latest.daemon = True
+        latest.start()
     sys.exit(code)
+
+
+def _exit_seconds() -> float:
+    if threading.active_count() == 1:
+        return EXIT_SECONDS
+    from rlhf.registry.observer_thread import ObserverThread  # late: start-up time
+
+    hung = any(isinstance(thread, ObserverThread) for thread in threading.enumerate())
+    return EXIT_SECONDS_HUNG if hung else EXIT_SECONDS
 
 
 if __name__ == "__main__":

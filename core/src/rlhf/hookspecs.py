@@ -262,9 +262,14 @@ class ObserverHooks:
     `on_finish`. A resumed run begins with `on_start` too: it has the same `run.id`, and the steps
     after its checkpoint come again. The observers of a configuration are called in its order.
 
-    Every observer is called separately and gets its own copy of metrics and samples. If one raises,
-    the run continues without it: a warning names it, and `errors/observer-NAME.txt` in the run
-    folder has the traceback. KeyboardInterrupt and SystemExit end the run as always.
+    Every observer is created and called in a thread of its own, and gets its own copy of metrics
+    and samples. The run waits until a call returns, but at most 5 seconds. Then it continues with a
+    warning, and the observer gets its other calls, in order, when that call returns. If an observer
+    raises, the run continues without it: a warning names it, and `errors/observer-NAME.txt` in the
+    run folder has the traceback. KeyboardInterrupt and SystemExit end the run as always.
+
+    An observer may have an attribute `remedy`: what to do if its server does not answer, a text
+    with which these warnings end.
     """
 
     @hookspec

@@ -67,3 +67,15 @@ def test_an_address_with_a_password_is_refused_since_the_run_folder_records_it()
     with pytest.raises(ValueError, match=message):
         MlflowConfig(uri="https://me:secret@tracking.example")
     assert MlflowConfig(uri="https://tracking.example").uri == "https://tracking.example"
+
+
+def test_the_remedy_names_the_server_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@tracking.example:8443/path")
+    expected = (
+        "without a connection to {}, set observers.mlflow.uri to a local store, such as "
+        "sqlite:///mlflow.db"
+    )
+    assert Mlflow(MlflowConfig()).remedy == expected.format("https://tracking.example:8443")
+    config = MlflowConfig(uri="http://127.0.0.1:5000")
+    assert Mlflow(config).remedy == expected.format("http://127.0.0.1:5000")
+    assert Mlflow(MlflowConfig(uri="sqlite:///runs.db")).remedy == ""

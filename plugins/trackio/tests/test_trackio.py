@@ -46,5 +46,24 @@ def test_a_run_is_in_the_store_and_a_resumed_one_continues_it(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("store")
+def test_the_remedy_names_the_space_or_the_server_without_its_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlhf_observer_trackio import TrackioConfig
+    from rlhf_observer_trackio.observer import Trackio
+
+    assert Trackio(TrackioConfig()).remedy == ""
+    expected = "without a connection to {}, remove {} to log to this machine"
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "https://tracks.example:7860/?write_token=secret")
+    server = expected.format("tracks.example:7860", "TRACKIO_SERVER_URL")
+    assert Trackio(TrackioConfig()).remedy == server
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/tracks")
+    space = expected.format("the Space me/tracks", "TRACKIO_SPACE_ID")
+    assert Trackio(TrackioConfig()).remedy == space
+    other = expected.format("the Space me/other", "observers.trackio.space")
+    assert Trackio(TrackioConfig(space="me/other")).remedy == other
+
+
+@pytest.mark.usefixtures("store")
 class TestTrackio(ObserverConformance):
     observer = "trackio"

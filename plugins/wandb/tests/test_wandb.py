@@ -106,3 +106,14 @@ def test_no_file_has_the_key(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+def test_the_remedy_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    observer = Wandb(OFFLINE)
+    call_hooks(observer, tmp_path, [1])
+    wandb.teardown()
+    assert observer.remedy == (
+        "without a connection to https://wandb.example, set observers.wandb.mode to offline"
+    )

@@ -19,7 +19,12 @@ def print_before_and_after(folder: Path, title: str, shown: Mapping[str, tuple[s
     """Print under `title` a line for each of `shown`, {metric: (what it is, format)}, of the run in
     `folder`. Metrics are named without `eval/`. Prints nothing if metrics.jsonl has no evaluation
     of step 0."""
-    evaluations = [record for record in logged(folder) if "eval/loss" in record]
+    names = [f"eval/{name}" for name in shown]
+    evaluations = [
+        record
+        for record in logged(folder)
+        if all(isinstance(record.get(name), int | float) for name in names)
+    ]
     if not evaluations or evaluations[0]["step"] > 0:
         return
     before, after = evaluations[0], evaluations[-1]

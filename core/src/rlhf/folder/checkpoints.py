@@ -199,7 +199,7 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
         expected = {name: file["sha256"] for name, file in files.items()}
     except FileNotFoundError:
         return f"{folder} has no {MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return f"{folder / MANIFEST} cannot be read"
     for name, size in sizes.items():
         path = folder / name

@@ -236,23 +236,41 @@ def is_running(folder: Path) -> bool:
 def logged(
     folder: Path, *, until: float = math.inf, tail: int = 0, name: str = METRICS
 ) -> list[dict[str, Any]]:
-    """Return the records in a file of a run up to the step `until`, without incomplete lines; with
+    """Return the records in a file of a run up to the step `until`, without damaged lines; with
     `tail` only those in its last bytes."""
-    path, records = folder / name, []
-    if path.is_file():
+    lines = read_lines(folder / name, tail=tail)
+    return [line for line in lines if line is not None and line["step"] <= until]
+
+
+def read_lines(path: Path, *, tail: int = 0) -> list[dict[str, Any] | None]:
+    """Return the records in a file of a run, and None for each damaged line: after a kill, a full
+    disk or a power cut, a line may be incomplete or have NULs. Raises RLHFError if the system
+    cannot read the file."""
+    if not path.is_file():
+        return []
+    try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - tail) if tail else 0)
-            for line in file:
-                with suppress(ValueError):
-                    records.append(json.loads(line))
-    return [it for it in records if isinstance(it, dict) and it.get("step", 0) <= until]
+            return [_record(line) for line in file if line.strip()]
+    except OSError as error:
+        raise RLHFError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.strip(b"\0").decode())
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    # Larger numbers have no float.
+    return record if type(step) is int and 0 <= step < 2**53 else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of a run folder; empty if it is missing or damaged."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -327,7 +345,8 @@ class RunFolder:
     def identity(self) -> str:
         """Return the id of this run, which a resumed run has from before."""
         before = {} if self._waiting is not None else read_json(self.path / "summary.json")
-        return before.get("id") or uuid.uuid4().hex[:12]
+        known = before.get("id")
+        return known if isinstance(known, str) and known else uuid.uuid4().hex[:12]
 
     def cut(self, step: int, *, evaluated: bool) -> None:
         """Remove the lines after `step`, which a resumed run writes again, and an incomplete last

@@ -20,13 +20,9 @@ from rlhf.loop.stop import StopWatch
 def train(session: Session, *, first_step: int) -> tuple[str, int]:
     """Train from `first_step` to the end of the schedule or an earlier stop. Returns why it ended,
     "done", "stop_at", "hours", "patience" or "signal", and the last step. Collective."""
-    stop = StopWatch(session.config, session.mesh)
     collect(session.engine.device.type)
     try:
-        with stop.caught:
-            reason, step, evaluated = _take_steps(session, stop, first_step=first_step)
-            if reason == "signal":
-                finish(session)  # Another signal does not interrupt it.
+        reason, step, evaluated = _take_steps(session, first_step=first_step)
     except SameOnAllRanks:
         finish(session)
         raise
@@ -38,33 +34,43 @@ def train(session: Session, *, first_step: int) -> tuple[str, int]:
     return reason, step
 
 
-def _take_steps(
-    session: Session, stop: StopWatch, *, first_step: int
-) -> tuple[str, int, int | None]:
+def _take_steps(session: Session, *, first_step: int) -> tuple[str, int, int | None]:
     """Take all steps, with what is due between them. Returns why they ended, the last step, and
     the step of the last evaluation after `first_step`. Collective."""
     source = _planned_steps(session, first_step=first_step)
+    session.journal.start()
+    # Until all observers have started, a signal ends every rank at once: nothing is to be saved.
+    session.mesh.barrier()
+    stop = StopWatch(session.config, session.mesh, on_signal=session.journal.observers.hurry)
     stepper = Stepper(session)
     pause = _Pause(session, stop, stepper)
-    reason, step = pause.before_steps(first_step), first_step
-    while step < session.record.steps and reason is None:
-        began = time.perf_counter()
-        result = stepper.take(*next(source))
-        if step == first_step:
-            collect(session.engine.device.type)
-            session.place.startup.enter("steps")
-            if session.folder is not None:
-                # The start ends with the first step as the host sees it.
-                session.folder.write_summary(startup=session.place.startup.seconds)
-            if session.mesh.tensor.size == 1:
-                # An optimizer whose states the backend cannot save fails here and not at the first
-                # checkpoint. A tensor axis would gather the states.
-                for role in session.trained.values():
-                    session.hooks.save_checkpoint(engine=role.engine)
-        step += 1
-        session.journal.step(result)
-        reason = pause.after_step(step, seconds=time.perf_counter() - began)
+    with stop.caught:
+        reason, step = pause.before_steps(first_step), first_step
+        while step < session.record.steps and reason is None:
+            began = time.perf_counter()
+            result = stepper.take(*next(source))
+            if step == first_step:
+                _end_start(session)
+            step += 1
+            session.journal.step(result)
+            reason = pause.after_step(step, seconds=time.perf_counter() - began)
+        if reason == "signal":
+            finish(session)  # Another signal does not interrupt it.
     return reason or "done", step, pause.evaluated
+
+
+def _end_start(session: Session) -> None:
+    """Do what is due once, after the first step. Collective."""
+    collect(session.engine.device.type)
+    session.place.startup.enter("steps")
+    if session.folder is not None:
+        # The start ends with the first step as the host sees it.
+        session.folder.write_summary(startup=session.place.startup.seconds)
+    if session.mesh.tensor.size == 1:
+        # An optimizer whose states the backend cannot save fails here and not at the first
+        # checkpoint. A tensor axis would gather the states.
+        for role in session.trained.values():
+            session.hooks.save_checkpoint(engine=role.engine)
 
 
 class _Pause:
@@ -76,10 +82,9 @@ class _Pause:
         """Step of the last evaluation after the first step."""
 
     def before_steps(self, step: int) -> str | None:
-        """Start the journal, and evaluate what is due at the first step. Returns why no step
-        follows. Collective."""
+        """Evaluate what is due at the first step, and start the clock. Returns why no step follows.
+        Collective."""
         session, train = self.session, self.session.config.train
-        session.journal.start()
         if step == 0 and train.eval_at_start:
             session.place.startup.enter("evaluation")
             evaluate(session, step=0)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from rlhf.config.sections import Config
@@ -17,8 +18,9 @@ class StopWatch:
     """Decides after every step whether to stop. A signal on one rank reaches all ranks with the
     next step, so no rank waits for it and all of them stop after the same step."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, config: Config, mesh: Mesh, *, on_signal: Callable[[], None]) -> None:
+        """`on_signal` is called in the signal handler."""
+        self._mesh, self._on_stop = mesh, on_signal
         train = config.train
         self._stop_at = train.stop_at or math.inf
         self._timeout = config.checkpoint.stop_timeout
@@ -65,6 +67,7 @@ class StopWatch:
         if number == signal.SIGINT:
             quit_on_next_ctrl_c(announce=self._mesh.rank == 0 and PARENT not in os.environ)
         self._signalled = True
+        self._on_stop()
 
 
 def _reason(signals: float, clocks: float) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -31,15 +31,13 @@ def load_hooks(
 ) -> tuple[BackendGateway, ObserverGateway]:
     """Return the gateways of the plugins that `config` names; `backend` replaces its backend, and
     `observers` are called after its own."""
-    named = {
+    makers = {
         name: load_observer(find("observer", name), section)
         for name, section in config.observers.by_name.items()
     }
-    return build_gateways(
-        backend or load_plugin(find_backend(config.backend)),
-        [load_plugin(find("extension", name)) for name in config.extensions],
-        named | dict(observers),
-    )
+    extensions = [load_plugin(find("extension", name)) for name in config.extensions]
+    gateway = build_backend(backend or load_plugin(find_backend(config.backend)), extensions)
+    return gateway, ObserverGateway(makers | _makers(observers))
 
 
 def load_plugin(plugin: Installed) -> Any:
@@ -49,10 +47,12 @@ def load_plugin(plugin: Installed) -> Any:
     return loaded() if isinstance(loaded, type) else loaded
 
 
-def load_observer(plugin: Installed, section: Any) -> Any:
-    """Return an observer with its section of the configuration."""
+def load_observer(plugin: Installed, section: Any) -> Callable[[], object]:
+    """Return what creates an observer with its section of the configuration. Raises RLHFError for a
+    class that cannot work."""
     cls = observer_class(plugin)
-    return cls() if isinstance(section, NoSettings) else cls(section)
+    check_hooks("observer", cls)
+    return cls if isinstance(section, NoSettings) else functools.partial(cls, section)
 
 
 def observer_class(plugin: Installed) -> Any:
@@ -83,6 +83,11 @@ def build_gateways(
     The first extension is the outermost, the first observer is called first. Raises RLHFError for
     an implementation that pluggy would call wrongly or not at all.
     """
+    return build_backend(backend, extensions), ObserverGateway(_makers(observers))
+
+
+def build_backend(backend: object, extensions: Iterable[object]) -> BackendGateway:
+    """Return the gateway of a backend with the extensions around it."""
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(BackendHooks)
     check_backend(backend)
@@ -92,9 +97,14 @@ def build_gateways(
         check_hooks("extension", extension)
         manager.register(extension)
     manager.check_pending()
+    return BackendGateway(manager)
+
+
+def _makers(observers: Mapping[str, object]) -> dict[str, Callable[[], object]]:
+    """Return for each observer, which exists already, a function that returns it."""
     for observer in observers.values():
         check_hooks("observer", observer)
-    return BackendGateway(manager), ObserverGateway(observers)
+    return {name: lambda observer=observer: observer for name, observer in observers.items()}
 
 
 def check_backend(backend: object) -> None:

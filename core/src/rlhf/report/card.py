@@ -16,6 +16,8 @@ from rlhf.report.template import filled
 
 LEFT_OUT = ("output", "observers", "checkpoint", "extensions")
 """Sections that do not say how the model came about."""
+COUNTS = ("rows", "examples", "tokens", "trained")
+"""What the card says of data."""
 POINTS = 10
 """Rows of the table of the curve."""
 TASKS = {
@@ -58,10 +60,11 @@ def card(run: Recorded, folder: Path, role: str) -> str:
         head["datasets"] = published
     head |= {"pipeline_tag": pipeline, "license": "unknown", "tags": ["rlhf", trainer]}
     names, rows = _curve(run.curves)
+    counts_of = run.summary.get("data") or {}
     return filled(
         "card.jinja",
         run=run, head=head, base=base, trainer=trainer, kind=kind, pipeline=pipeline, data=data,
-        counts_of=run.summary.get("data") or {},
+        counts_of={part: it for part, it in counts_of.items() if {*COUNTS} <= {*it}},
         adapted=adapted, needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
         auto_class=f"{'AutoPeftModel' if adapted else 'AutoModel'}{suffix}",
         extra=EXTRA_FILE if (folder / EXTRA_FILE).is_file() else "", names=names, rows=rows,

@@ -10,12 +10,16 @@ from typing import Any
 
 from attrs import frozen
 
-from rlhf.errors import RLHFError
-from rlhf.folder.run_folder import SAMPLES, is_running, logged, read_json
+from rlhf.errors import RLHFError, counted
+from rlhf.folder.run_folder import METRICS, SAMPLES, is_running, read_json, read_lines
+from rlhf.report.shapes import CONFIG, PLAN, SAMPLE, SUMMARY, VERSIONS, fits, is_number
 from rlhf.request.settings_tree import load_yaml
 
 FILES = ("config.yaml", "summary.json", "metrics.jsonl")
 """Files of which each run has one, however early it failed."""
+SHAPES: Mapping[str, Mapping[Any, Any]] = {
+    "config.yaml": CONFIG, "plan.json": PLAN, "versions.json": VERSIONS, "summary.json": SUMMARY,
+}  # fmt: skip
 SHOWN_STATES = {
     "done": "done", "patience": "done", "failed": "failed",
     "stop_at": "stopped", "hours": "stopped", "signal": "stopped",
@@ -30,7 +34,7 @@ Curve = list[tuple[int, float]]
 
 @frozen(kw_only=True)
 class Recorded:
-    """What the folder of one run holds. Missing and damaged files count as empty."""
+    """What the folder of one run holds, without what is damaged. A missing file counts as empty."""
 
     path: Path
     config: Mapping[str, Any]
@@ -44,6 +48,8 @@ class Recorded:
     curves: Mapping[str, Curve]
     samples: Sequence[Mapping[str, Any]] = ()
     """The lines of samples.jsonl."""
+    left_out: Sequence[str] = ()
+    """What is damaged, such as `1 line of metrics.jsonl`."""
 
     @property
     def name(self) -> str:
@@ -57,8 +63,7 @@ class Recorded:
 
     @property
     def model(self) -> str | None:
-        model = self.config.get("model")
-        return str(model["path"]) if isinstance(model, Mapping) and "path" in model else None
+        return self.config.get("model", {}).get("path")
 
     @property
     def has_stepped(self) -> bool:
@@ -78,13 +83,12 @@ class Recorded:
 def read_run(path: Path, *, until: float = math.inf) -> Recorded:
     """Return a run with its curves and samples up to the step `until`. Raises RLHFError if `path`
     is not the folder of a run."""
-    samples = logged(path, until=until, name=SAMPLES)
-    return _recorded(path, logged(path, until=until), samples=samples)
+    return _recorded(path, until=until, samples=read_lines(path / SAMPLES))
 
 
 def read_newest(path: Path) -> Recorded:
     """Return a run with the end of its curves, which reads only the end of its metrics."""
-    return _recorded(path, logged(path, tail=TAIL))
+    return _recorded(path, tail=TAIL)
 
 
 def is_run(path: Path) -> bool:
@@ -92,29 +96,62 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in FILES)
 
 
-def _recorded(path: Path, records: Iterable[Mapping[str, Any]], **more: Any) -> Recorded:
+def _recorded(
+    path: Path,
+    *,
+    until: float = math.inf,
+    tail: int = 0,
+    samples: Sequence[dict[str, Any] | None] = (),
+) -> Recorded:
     if not is_run(path):
         raise RLHFError(
             f"{path} is not a run folder: it has no config.yaml; pass RUN, as in runs/sft-1"
         )
+    left_out: list[str] = []
+    files = {name: _entries(path / name, shape, left_out) for name, shape in SHAPES.items()}
+    summary = files["summary.json"]
+    state = _state(path, summary)
+    lines = read_lines(path / METRICS, tail=tail)
+    whole = [sample for sample in samples if sample is not None and fits(sample, SAMPLE)]
+    if state != "running":  # Else the last line may still be written.
+        for name, num in ((METRICS, lines.count(None)), (SAMPLES, len(samples) - len(whole))):
+            left_out += [f"{counted(num, 'line')} of {name}"] if num else []
+    last, curves = _curves(line for line in lines if line is not None and line["step"] <= until)
+    return Recorded(
+        path=path, config=files["config.yaml"], plan=files["plan.json"],
+        versions=files["versions.json"], summary=summary, state=state, last=last, curves=curves,
+        samples=[sample for sample in whole if sample["step"] <= until], left_out=left_out,
+    )  # fmt: skip
+
+
+def _entries(path: Path, shape: Mapping[Any, Any], left_out: list[str]) -> dict[str, Any]:
+    """Return the entries of a file without those that are damaged, which are added to `left_out`;
+    if the file as a whole is, its name."""
+    entries: dict[str, Any] = {}
+    with suppress(RLHFError):  # A file that is missing or damaged.
+        entries = load_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    if not entries and path.is_file():
+        left_out.append(path.name)
+    damaged = [
+        name
+        for name, value in entries.items()
+        if (expected := shape.get(name, shape.get(str))) and not fits(value, expected)
+    ]
+    left_out += [f"{name} of {path.name}" for name in damaged]
+    return {name: value for name, value in entries.items() if name not in damaged}
+
+
+def _curves(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, Curve]]:
+    """Return the newest value of every metric, and its finite values by step."""
     last: dict[str, float] = {}
     curves: dict[str, Curve] = defaultdict(list)
     for record in records:
-        values = {name: each for name, each in record.items() if type(each) in (int, float)}
-        last.update(values)
-        step = int(values.pop("step", 0))
-        for name, value in values.items():
-            if math.isfinite(value):
-                curves[name].append((step, value))
-    config: Mapping[str, Any] = {}
-    with suppress(RLHFError):  # A file that is missing or damaged.
-        config = load_yaml(path / "config.yaml")
-    summary = read_json(path / "summary.json")
-    return Recorded(
-        path=path, config=config, plan=read_json(path / "plan.json"),
-        versions=read_json(path / "versions.json"), summary=summary, state=_state(path, summary),
-        last=last, curves=curves, **more,
-    )  # fmt: skip
+        for name, value in record.items():
+            if type(value) is float or is_number(value):
+                last[name] = value
+            if is_number(value) and name != "step":
+                curves[name].append((record["step"], value))
+    return last, curves
 
 
 def _state(path: Path, summary: Mapping[str, Any]) -> str:

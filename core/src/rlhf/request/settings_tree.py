@@ -26,7 +26,7 @@ def load_yaml(path: Path | None) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise RLHFError(f"{path} line {line}: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RLHFError(f"{path} is not valid YAML: {first_line(error)}") from error
     if not isinstance(tree or {}, dict):
         expected = "expected sections such as `optim: {lr: 1e-5}`"

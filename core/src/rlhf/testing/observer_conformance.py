@@ -155,7 +155,7 @@ class ObserverConformance:
 
     @promise("an observer takes any metrics and a failed run", "testing.md, Observers")
     def test_it_takes_any_metrics_and_a_failed_run(self, runs: Watched) -> None:
-        run, gateway = runs.record("failed"), ObserverGateway({self.observer: self._made()})
+        run, gateway = runs.record("failed"), ObserverGateway({self.observer: self._made})
         gateway.on_start(run=run)
         gateway.on_step(run=run, step=1, metrics={"loss": math.nan, "grad_norm": math.inf})
         gateway.on_step(run=run, step=2, metrics={"loss": 1.0})
@@ -166,9 +166,8 @@ class ObserverConformance:
         """Return the observer with the settings of `words`."""
         observed = ["--observers", f"[{self.observer}]", *self.words]
         config = read_config(LIKELIHOOD, overrides=observed, inputs=False).config
-        return load_observer(
-            find("observer", self.observer), config.observers.by_name[self.observer]
-        )
+        section = config.observers.by_name[self.observer]
+        return load_observer(find("observer", self.observer), section)()
 
 
 def watched_by(kit: type[ObserverConformance], folder: Path) -> Watched:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
@@ -25,12 +27,21 @@ class Mlflow:
     newest checkpoint as a tag."""
 
     def __init__(self, config: MlflowConfig) -> None:
-        self._experiment = config.experiment
-        self._client = MlflowClient(tracking_uri=config.uri)
+        self._config = config
+        address = urlsplit(config.uri or mlflow.get_tracking_uri())
+        self.remedy = ""
+        if address.netloc:
+            # Without user and password.
+            server = f"{address.scheme}://{address.netloc.rpartition('@')[2]}"
+            self.remedy = (
+                f"without a connection to {server}, set observers.mlflow.uri to a local store, "
+                "such as sqlite:///mlflow.db"
+            )
 
     @hookimpl
     def on_start(self, run: RunRecord) -> None:
-        client, name = self._client, self._experiment
+        client = self._client = MlflowClient(tracking_uri=self._config.uri)
+        name = self._config.experiment
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'")

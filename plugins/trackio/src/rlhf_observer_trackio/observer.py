@@ -1,8 +1,10 @@
 """A Trackio run for each rlhf run, which a resumed run continues."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import trackio
 
@@ -16,6 +18,7 @@ class Trackio:
 
     def __init__(self, config: TrackioConfig) -> None:
         self._config = config
+        self.remedy = _remedy(config)
 
     @hookimpl
     def on_start(self, run: RunRecord) -> None:
@@ -50,3 +53,18 @@ class Trackio:
         if error is not None:
             self._run.alert("failed", text=str(error), level=trackio.AlertLevel.ERROR)
         self._run.finish()
+
+
+def _remedy(config: TrackioConfig) -> str:
+    """Return what to do if the Space or the server does not answer."""
+    space, server = os.environ.get("TRACKIO_SPACE_ID"), os.environ.get("TRACKIO_SERVER_URL")
+    if config.space is not None:
+        place, setting = f"the Space {config.space}", "observers.trackio.space"
+    elif space:
+        place, setting = f"the Space {space}", "TRACKIO_SPACE_ID"
+    elif server:
+        # Without the token.
+        place, setting = urlsplit(server).netloc, "TRACKIO_SERVER_URL"
+    else:
+        return ""
+    return f"without a connection to {place}, remove {setting} to log to this machine"

@@ -19,6 +19,10 @@ class Wandb:
     @hookimpl
     def on_start(self, run: RunRecord) -> None:
         config = self._config
+        self.remedy = (
+            f"without a connection to {wandb.setup().settings.base_url}, set observers.wandb.mode "
+            "to offline"
+        )
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from rlhf.commands.parsing import positive
-from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks
+from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks, first_line, place_of
 from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import PROBLEMS
 
@@ -56,12 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RLHFError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, SameOnAllRanks):
-            where = f" on rank {rank}" * (rank != "0")
-            print(f"error{where}: {error}", file=sys.stderr, flush=True)
-            if PROBLEMS in os.environ:
-                os.write(int(os.environ[PROBLEMS]), f"{error}\n".encode())
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, SameOnAllRanks):
+            _print_error(str(error))
         return 2
     except RanksFailed as failure:
         return failure.code
@@ -76,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _discard_output()
         return CLOSED_PIPE
-    except OSError:
+    except OSError as error:
         if not (problem := _refusal_of_output()):
+            _print_place(error)
             raise
         _discard_output()
         print(
@@ -85,6 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except Exception as error:
+        _print_place(error)
+        raise
+
+
+def _print_place(error: Exception) -> None:
+    """Print which method of a plugin raised the error and where, if that is known."""
+    if place := place_of(error):
+        _print_error(f"{place}: {type(error).__name__}: {first_line(error)}")
+
+
+def _print_error(text: str) -> None:
+    """Print an error of this rank, and tell it to the process that has started the ranks."""
+    rank = os.environ.get("RANK", "0")
+    where = f" on rank {rank}" * (rank != "0")
+    print(f"error{where}: {text}", file=sys.stderr, flush=True)
+    if PROBLEMS in os.environ:
+        os.write(int(os.environ[PROBLEMS]), f"{text}\n".encode())
 
 
 def _escape_what_cannot_be_printed() -> None:

@@ -20,7 +20,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rlhf.config.structure import structure
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, place_of
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
 from rlhf.launch.signals import DAY, Stopped
@@ -371,8 +371,9 @@ class RunFolder:
         with suppress(OSError):  # The disk may be full, which `error` says.
             if error is not None and self._waiting is None:
                 stopped = isinstance(error, Stopped)
+                text = ": ".join(filter(None, [place_of(error), first_line(error)]))
                 ended = "signal" if stopped else "failed"
-                self.write_summary(ended=ended, error=None if stopped else first_line(error))
+                self.write_summary(ended=ended, error=None if stopped else text)
         self.close()
 
 

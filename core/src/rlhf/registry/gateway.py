@@ -104,7 +104,11 @@ def _makers(observers: Mapping[str, object]) -> dict[str, Callable[[], object]]:
     """Return for each observer, which exists already, a function that returns it."""
     for observer in observers.values():
         check_hooks("observer", observer)
-    return {name: lambda observer=observer: observer for name, observer in observers.items()}
+    return {name: functools.partial(_same, observer) for name, observer in observers.items()}
+
+
+def _same(observer: object) -> object:
+    return observer
 
 
 def check_backend(backend: object) -> None:

@@ -300,8 +300,11 @@ def test_an_adapter_that_names_no_base_is_reported(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     settings = json.loads(file.read_text()) | {"base_model_name_or_path": None}
     file.write_text(json.dumps(settings))
-    with pytest.raises(RLHFError, match=rf"^cannot load the base model None of {adapter} \("):
+    with pytest.raises(RLHFError) as error:
         exported_model(adapter, "causal")
+    assert str(error.value) == (
+        f"{adapter} names no base model; set base_model_name_or_path in its adapter_config.json"
+    )
 
 
 def test_a_base_that_lacks_weights_is_named_where_an_adapter_is_opened(

@@ -32,6 +32,11 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
 
         settings = adapter_settings(base)
         base, revision = settings.base_model_name_or_path, settings.revision
+        if not base:
+            raise RLHFError(
+                f"{folder} names no base model; set base_model_name_or_path in its "
+                "adapter_config.json"
+            )
     # A classifier's adapter folder has a config.json for its head and padding. A language model's
     # has one only if its trainer wrote settings there.
     described = (folder / "config.json").is_file()
@@ -48,7 +53,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
                 output_loading_info=True,
             )
     except Exception as error:  # A damaged folder may raise anything.
-        damaged = damaged_file(folder, READ) or damaged_file(base or folder, READ)
+        damaged = damaged_file(folder, READ) or damaged_file(base, READ)
         if not adapted:
             raise damaged or RLHFError(
                 f"cannot load {folder} ({first_line(error)}); pass the model/ folder of a run"

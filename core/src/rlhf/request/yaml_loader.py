@@ -22,7 +22,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuse duplicate keys, of which YAML would silently take the last, and read keys as they
         are written: `on` is not true."""
         node = super().compose_mapping_node(anchor)

@@ -154,7 +154,7 @@ configs:
   data_files: de/*
 ---
 """
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "one split": {"b.jsonl": letters("b"), "a/c.jsonl": letters("c"), "trains.jsonl": letters("t")},
     "names of files": {
         "train.jsonl": letters("tu"), "test.jsonl": letters("e"), "extra.jsonl": letters("x"),

@@ -122,7 +122,7 @@ def test_merged_keys_are_no_duplicates(toy: Path) -> None:
         "lora: {<<: [{rank: 4}, {alpha: 2}]}\n"
         "toy: {<<: {beta: 0.5}}\n"
     )
-    config = read_config("toy", overrides=[str(file)], inputs=False).config
+    config: Any = read_config("toy", overrides=[str(file)], inputs=False).config
     assert config.data.chat_template_kwargs == {"a": {"path": "other", "dtype": "fp32"}}
     assert (config.optim.lr, config.optim.clip) == (0.5, 2.0)
     assert (config.lora.rank, config.lora.alpha, config.own.beta) == (4, 2.0, 0.5)

@@ -1,22 +1,29 @@
 """What the author of a trainer can mend is one sentence that names the trainer and the method."""
 
+import contextlib
+import io
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sft_runs
+from rlhf.commands.main import main
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
+from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, place_of
 from rlhf.journal.sums import RESERVED
-from rlhf.loop.checks import check_names, check_rollout, check_setup
+from rlhf.loop.checks import Moment, check_names, check_rollout, check_setup
 from rlhf.loop.contract import Contract
 from rlhf.loop.session import Session
 from rlhf.rank.run import run_rank
@@ -347,35 +354,159 @@ def test_a_run_of_an_invalid_trainer_ends_with_the_error(
 
 
 GOOD = [Example([5], [Answer([7, 8])], {"reward": [0.5]}), Example([6], [Answer([9])])]
+NAMED = "step 3, rows.jsonl line 2: Mine.rollout() returned "
+NUMBERS = "; return a finite number or a list of them"
 ROLLOUTS: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "Mine.rollout() returned NoneType for the 2 rows of the step"),
-    "fewer": (GOOD[:1], "Mine.rollout() returned 1 example for the 2 rows of the step"),
-    "no example": (
-        [GOOD[0], [7, 8]],
-        "example 1 of the step: Mine.rollout() returned list instead of an Example",
-    ),
-    "no answers": (
-        [GOOD[0], Example([5], [])],
-        "example 1 of the step: Mine.rollout() returned an Example without answers",
-    ),
+    "nothing": (None, "step 3: Mine.rollout() returned NoneType for 2 rows"),
+    "fewer": (GOOD[:1], "step 3: Mine.rollout() returned 1 example for 2 rows"),
+    "no example": ([GOOD[0], [7, 8]], f"{NAMED}list instead of an Example"),
+    "no answers": ([GOOD[0], Example([5], [])], f"{NAMED}an Example without answers"),
     "no tokens": (
         [Example([5], [Answer([7]), Answer([])]), GOOD[1]],
-        "example 0 of the step: Mine.rollout() returned an answer without tokens",
+        "step 3, rows.jsonl line 8: Mine.rollout() returned an answer without tokens",
     ),
     "too many values": (
         [GOOD[0], Example([5], [Answer([7])], {"reward": [0.5, 0.5]})],
-        "example 1 of the step: Mine.rollout() returned 2 values 'reward' for 1 answer",
+        f"{NAMED}2 values 'reward' for 1 answer",
     ),
+} | {
+    f"a reward of {shown}": (
+        [GOOD[0], Example([5], [Answer([7])], {"reward": value})],
+        f"{NAMED}{shown} as the value 'reward'{NUMBERS}",
+    )
+    for value, shown in (
+        (None, "None"),
+        ([None], "[None]"),
+        ("good", "'good'"),
+        (["good"], "['good']"),
+        (float("nan"), "nan"),
+        ([float("nan")], "[nan]"),
+        (np.array([np.inf]), "array([inf])"),
+        ([[0.5, None]], "[[0.5, None]]"),
+        ({"score": 1.0}, "{'score': 1.0}"),
+        (torch.tensor(0.5), "tensor(0.5000)"),
+        ([torch.tensor(0.5)], "[tensor(0.5000)]"),
+    )
 }
+
+
+class Rows(list[Example]):
+    """Examples with names."""
+
+    def name(self, number: int) -> str:
+        return f"rows.jsonl line {number + 1}"
+
+    def names(self, numbers: Iterable[int]) -> str:
+        return ", ".join(map(self.name, numbers))
+
+
+def moment(when: str = "step 3") -> Moment:
+    examples: Any = Rows()
+    return Moment(when, examples)
 
 
 @pytest.mark.parametrize("fault", ROLLOUTS)
 def test_a_rollout_that_core_cannot_use_is_refused(fault: str) -> None:
     examples, text = ROLLOUTS[fault]
     with pytest.raises(RLHFError) as error:
-        check_rollout(examples, Mine(None, None), num_rows=2, step=0, mesh=Mesh())
+        check_rollout(examples, Mine(None, None), moment(), [7, 1], Mesh())
     assert str(error.value) == text
-    check_rollout(GOOD, Mine(None, None), num_rows=2, step=0, mesh=Mesh())
+    check_rollout(GOOD, Mine(None, None), moment(), [7, 1], Mesh())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        0.5,
+        np.float32(0.5),
+        [0.5],
+        np.array([0.5]),
+        [[0.5, np.nan]],
+        np.array([[0.5, np.nan]]),
+        [torch.tensor([0.5, 1.0])],
+    ],
+)
+def test_numbers_of_any_library_are_values(value: Any) -> None:
+    check_example(Example([5], [Answer([7, 8])], {"reward": value}), "Mine.rollout()")
+
+
+@pytest.mark.parametrize("method", ["survey", "loss"])
+def test_an_error_in_a_method_is_noted_with_the_step_and_its_rows(
+    method: str, session: Session
+) -> None:
+    mine = contract(session, lambda trainer, batch: 1 / 0)
+    call = {"survey": mine.survey, "loss": lambda *at: mine.loss(at[0], TOTALS, at[1])}[method]
+    batch = first_batch(session)
+    for rows, names in (((0, 4), "rows.jsonl line 1, rows.jsonl line 5"), ((), "no rows")):
+        with pytest.raises(ZeroDivisionError) as error:
+            call(attrs.evolve(batch, rows=rows), moment("the evaluation after step 4"))
+        assert place_of(error.value) == (
+            f"Mine.{method}() failed in the evaluation after step 4 with {names}"
+        )
+
+
+class Raising(Mine):
+    """Fails where a row, a rollout or a score is asked for."""
+
+    fails = "rollout"
+
+    def example(self, row: Any) -> Example:
+        if self.fails == "example":
+            raise KeyError("reward")
+        return super().example(row)
+
+    def rollout(self, examples: Any, step: int, seeds: Any) -> Any:
+        if step:
+            [1.0, 2.0].index(3.0)
+        return examples
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        return Loss((term(self, batch),))
+
+    survey = Trainer.survey
+
+
+class RaisingExample(Raising):
+    fails = "example"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line"),
+    [
+        (
+            "Raising",
+            r"Raising\.rollout\(\) failed in step 2 with (ROWS line \d+, ){3}ROWS line \d+: "
+            r"ValueError: 3\.0 is not in list",
+        ),
+        (
+            "RaisingExample",
+            r"RaisingExample\.example\(\) failed with ROWS line 1: KeyError: 'reward'",
+        ),
+    ],
+)
+def test_the_command_prints_where_a_method_has_failed_before_the_traceback(
+    trainer: str, line: str, inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
+    words = ["run", f"{__file__}:{trainer}", *sft_runs.words(inputs, tmp_path / "run")]
+    ((printed, kind),) = one.run(failed, words, str(inputs.cache))
+    assert re.fullmatch(f"error: {line}\n".replace("ROWS", str(inputs.train)), printed)
+    assert f": {kind}: " in line
+    if trainer == "Raising":
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert f"error: {summary['error']}\n" == printed.replace("ValueError: ", "")
+
+
+def failed(words: list[str], cache: str) -> tuple[str, str]:
+    """Run a command that fails with a traceback; returns what it prints as an error, and the type
+    of the error."""
+    os.environ["RLHF_CACHE"] = cache
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        try:
+            main(words)
+        except (ValueError, KeyError) as error:
+            return text.getvalue(), type(error).__name__
+    raise AssertionError("the command has not failed")
 
 
 def on_two_ranks(differ: bool) -> list[str]:
@@ -387,7 +518,7 @@ def on_two_ranks(differ: bool) -> list[str]:
     names: Sequence[dict[str, Any]] = [{"kl": 0}, {"margin": 0} if differ and rank else {"kl": 0}]
     texts = []
     for check in (
-        lambda: check_rollout(examples, trainer, num_rows=2, step=3, mesh=mesh),
+        lambda: check_rollout(examples, trainer, moment("step 4"), [7, 1], mesh),
         lambda: check_names(names, mesh, trainer),
     ):
         try:

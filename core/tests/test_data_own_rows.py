@@ -121,7 +121,7 @@ def test_the_row_on_which_a_trainer_raises_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ZeroDivisionError) as other:
         examples_of(write_lines(tmp_path / "three.jsonl", [{"number": 3}]), trainer=Picky)
-    assert other.value.__notes__ == [f"the row is {tmp_path}/three.jsonl line 1"]
+    assert other.value.__notes__ == [f"Picky.example() failed with {tmp_path}/three.jsonl line 1"]
 
 
 def test_a_trainer_may_expect_that_a_column_is_missing(tmp_path: Path) -> None:

@@ -23,6 +23,16 @@ class RanksFailed(Exception):
         self.code = code
 
 
+class Place(str):
+    """A note on the error of a plugin's own code: which of its methods failed, and where."""
+
+
+def place_of(error: BaseException) -> str:
+    """Return the place in the notes of an error; "" without one."""
+    notes = getattr(error, "__notes__", ())
+    return next((str(note) for note in notes if isinstance(note, Place)), "")
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that `name` probably means; None if none is similar enough."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=CLOSE)), None)

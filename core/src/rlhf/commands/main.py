@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from rlhf.commands.parsing import positive
-from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks
+from rlhf.errors import RanksFailed, RLHFError, SameOnAllRanks, first_line, place_of
 from rlhf.launch.signals import PROBLEMS
 
 WORDS = "[CONFIG.yaml] [--section.field VALUE ...]"
@@ -52,12 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RLHFError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not isinstance(error, SameOnAllRanks):
-            where = f" on rank {rank}" * (rank != "0")
-            print(f"error{where}: {error}", file=sys.stderr, flush=True)
-            if PROBLEMS in os.environ:
-                os.write(int(os.environ[PROBLEMS]), f"{error}\n".encode())
+        if os.environ.get("RANK", "0") == "0" or not isinstance(error, SameOnAllRanks):
+            _print_error(str(error))
         return 2
     except RanksFailed as failure:
         return failure.code
@@ -73,6 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python writes the rest of the output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except Exception as error:
+        if place := place_of(error):
+            _print_error(f"{place}: {type(error).__name__}: {first_line(error)}")
+        raise
+
+
+def _print_error(text: str) -> None:
+    """Print an error of this rank, and tell it to the process that has started the ranks."""
+    rank = os.environ.get("RANK", "0")
+    where = f" on rank {rank}" * (rank != "0")
+    print(f"error{where}: {text}", file=sys.stderr, flush=True)
+    if PROBLEMS in os.environ:
+        os.write(int(os.environ[PROBLEMS]), f"{text}\n".encode())
 
 
 def _check_current_folder() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf.errors import RLHFError
+from rlhf.errors import Place, RLHFError
 
 Columns = Mapping[str, Any]
 """A row as it was read."""
@@ -26,14 +26,15 @@ class OwnRow(dict[str, Any]):
 
 
 @contextmanager
-def errors_at(where: str) -> Iterator[None]:
-    """Put `where` before an RLHFError of this block, and add it as a note to any other error."""
+def errors_at(where: str, call: str = "reading a row") -> Iterator[None]:
+    """Put `where` before an RLHFError of this block, and note on any other error that `call`, such
+    as a trainer's method, failed there."""
     try:
         yield
     except RLHFError as error:
         raise RLHFError(f"{where}: {error}") from error
     except Exception as error:
-        error.add_note(f"the row is {where}")
+        error.add_note(Place(f"{call} failed with {where}"))
         raise
 
 

@@ -1,5 +1,6 @@
 """One batch of rows to one table of trees: what the tokenising processes run."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,13 @@ from rlhf.data.columns import Columns, OwnRow, errors_at
 from rlhf.data.example import Answer, Example
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
-from rlhf.data.packing import PER_TOKEN, kind_of, num_labels, num_predictions
+from rlhf.data.packing import (
+    PER_EXAMPLE,
+    PER_TOKEN,
+    kind_of,
+    num_labels,
+    num_predictions,
+)
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError, counted
 
@@ -39,10 +46,10 @@ class RowsToTrees:
         rows: Sequence[Sequence[Any]] = [[OwnRow(row)] for _, row in raw]
         if self.trainer.row_format is not None:
             rows = read_rows(self.trainer.row_format, raw, self.reader)
-        out = []
+        out, call = [], f"{type(self.trainer).__name__}.example()"
         for (where, _), made, number, read in zip(raw, rows, numbers, columns, strict=True):
             place = {"row": number, "line": self.source.line(read)}
-            with errors_at(where):
+            with errors_at(where, call):
                 out += [self._tree(row) | place for row in made]
             if not made:
                 out.append(trees.tree(status=trees.EMPTY) | place)
@@ -117,6 +124,7 @@ def check_example(example: Any, call: str) -> None:
                 f"{len(answer.trained)} values in `trained`"
             )
     for name, value in example.values.items():
+        check_numbers(value, call, name)
         if hasattr(value, "__len__") and len(value) != len(sizes):
             raise RLHFError(
                 f"{call} returned {len(value)} values {name!r} for {counted(len(sizes), 'answer')}"
@@ -126,3 +134,20 @@ def check_example(example: Any, call: str) -> None:
                 f"{call} returned {[len(row) for row in value]} values {name!r} for answers of "
                 f"{sizes} tokens"
             )
+
+
+def check_numbers(value: Any, call: str, name: str) -> None:
+    """Raise RLHFError unless a value of an example is a number or lists of numbers. They are finite
+    unless they are per token, where nan means that there is none."""
+    try:
+        kind = kind_of(value)
+        parts = [np.asarray(part) for part in (value if kind == PER_TOKEN else [value])]
+    except (TypeError, ValueError, LookupError):  # Such as a mapping, or a tensor on a device.
+        kind, parts = PER_EXAMPLE, [np.empty(1, object)]
+    num_dims = 0 if kind == PER_EXAMPLE else 1
+    numeric = all(part.dtype.kind in "biuf" and part.ndim == num_dims for part in parts)
+    if not numeric or not (kind == PER_TOKEN or np.isfinite(parts[0]).all()):
+        raise RLHFError(
+            f"{call} returned {reprlib.repr(value)} as the value {name!r}; return a finite number "
+            "or a list of them"
+        )

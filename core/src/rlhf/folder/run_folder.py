@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from rlhf.config.structure import structure
-from rlhf.errors import RLHFError, first_line
+from rlhf.errors import RLHFError, first_line, place_of
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import REFUSED, check_name, write_whole, writing
 from rlhf.request.reader import Request
@@ -328,7 +328,8 @@ class RunFolder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(OSError):  # The disk may be full, which `error` says.
             if error is not None and self._waiting is None:
-                self.write_summary(ended="failed", error=first_line(error))
+                text = ": ".join(filter(None, [place_of(error), first_line(error)]))
+                self.write_summary(ended="failed", error=text)
         self.close()
 
 

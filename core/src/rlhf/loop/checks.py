@@ -2,18 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from attrs import frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.columns import errors_at
 from rlhf.data.example import Example
+from rlhf.data.examples import Examples
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
-from rlhf.errors import RLHFError, SameOnAllRanks, counted
+from rlhf.errors import Place, RLHFError, SameOnAllRanks, counted
 from rlhf.journal.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, Role
@@ -26,6 +29,36 @@ POSITIONS = ("examples", "answers")
 def call_of(trainer: Trainer, method: str) -> str:
     """Return what a method of a trainer is called in an error."""
     return f"{type(trainer).__name__}.{method}()"
+
+
+@frozen
+class Moment:
+    """When a method of the trainer is called with some of these examples."""
+
+    when: str
+    examples: Examples
+
+    def of(self, rows: Iterable[int]) -> str:
+        """Return in words when the method is called with `rows`."""
+        return f"in {self.when} with {self.examples.names(rows) or 'no rows'}"
+
+
+def after(step: int, examples: Examples) -> Moment:
+    """Return the moment of an evaluation of held-out examples after so many steps."""
+    return Moment(f"the evaluation after step {step}", examples)
+
+
+@contextmanager
+def naming(call: str, moment: Moment | None, rows: Iterable[int]) -> Iterator[None]:
+    """Note on an error of the trainer's own code which method failed, when and with which rows."""
+    try:
+        yield
+    except RLHFError:
+        raise
+    except Exception as error:
+        if moment is not None:
+            error.add_note(Place(f"{call} failed {moment.of(rows)}"))
+        raise
 
 
 def check_setup(trainer: Trainer, roles: Mapping[str, Role]) -> None:
@@ -192,32 +225,33 @@ def check_names(by_batch: Sequence[Mapping[str, Any]], mesh: Mesh, trainer: Trai
         )
 
 
-def check_rollout(examples: Any, trainer: Trainer, *, num_rows: int, step: int, mesh: Mesh) -> None:
-    """Raise RLHFError unless `examples` is one for each row, and the same on every rank, since
-    ranks would otherwise train on different rows. Collective."""
-    call = call_of(trainer, "rollout")
+def check_rollout(
+    examples: Any, trainer: Trainer, moment: Moment, rows: Sequence[int], mesh: Mesh
+) -> None:
+    """Raise RLHFError unless `examples` is one for each of `rows`, and the same on every rank,
+    since ranks would otherwise train on different rows. Collective."""
+    call, when = call_of(trainer, "rollout"), moment.when
     found = counted(len(examples), "example") if isinstance(examples, Sequence) else None
-    if found is None or len(examples) != num_rows:
+    if found is None or len(examples) != len(rows):
         raise RLHFError(
-            f"{call} returned {found or type(examples).__name__} for the {num_rows} rows of the "
-            "step"
+            f"{when}: {call} returned {found or type(examples).__name__} for {len(rows)} rows"
         )
-    for number, example in enumerate(examples):
-        with errors_at(f"example {number} of the step"):
+    for row, example in zip(rows, examples, strict=True):
+        with errors_at(f"{when}, {moment.examples.name(row)}"):
             check_example(example, call)
             if not all(len(answer.tokens) for answer in example.answers):
                 raise RLHFError(f"{call} returned an answer without tokens")
     if mesh.world > 1:
-        check_same_examples(examples, call, step=step, mesh=mesh)
+        check_same_examples(examples, call, when=when, mesh=mesh)
 
 
-def check_same_examples(examples: Sequence[Example], call: str, *, step: int, mesh: Mesh) -> None:
+def check_same_examples(examples: Sequence[Example], call: str, *, when: str, mesh: Mesh) -> None:
     """Raise RLHFError unless all ranks have the same examples. Collective."""
     digests = mesh.gather(digest(examples))
     if len(set(digests)) > 1:
         other = next(rank for rank, each in enumerate(digests) if each != digests[0])
         raise SameOnAllRanks(
-            f"step {step + 1}: {call} returned other examples on rank {other} than on rank 0; "
+            f"{when}: {call} returned other examples on rank {other} than on rank 0; "
             "return the same on every rank, with random numbers that depend on the step only"
         )
 

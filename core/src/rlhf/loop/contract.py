@@ -18,12 +18,14 @@ from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
 from rlhf.journal.sums import ROUTER_LOSS, Totals
 from rlhf.loop.checks import (
+    Moment,
     call_of,
     check_counts,
     check_graph,
     check_loss,
     check_roles,
     check_survey,
+    naming,
 )
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -41,19 +43,22 @@ class Contract:
     _watched: set[str] = field(factory=set, init=False)
     """Methods whose calls of the models have been watched."""
 
-    def survey(self, batch: PackedBatch) -> dict[str, Tensor]:
-        """Return the trainer's values of a micro-batch. Collective."""
+    def survey(self, batch: PackedBatch, moment: Moment | None = None) -> dict[str, Tensor]:
+        """Return the trainer's values of a micro-batch. `moment` is for the text of an error.
+        Collective."""
         call = call_of(self.trainer, "survey")
-        with self._watching("survey", call):
+        with naming(call, moment, batch.rows), self._watching("survey", call):
             values = self.trainer.survey(batch)
         check_survey(values, batch, call)
         return dict(values)
 
-    def loss(self, batch: PackedBatch, totals: Totals) -> Loss:
-        """Return the trainer's loss of a micro-batch, in a step with these totals. Collective."""
+    def loss(self, batch: PackedBatch, totals: Totals, moment: Moment | None = None) -> Loss:
+        """Return the trainer's loss of a micro-batch, in a step with these totals. `moment` is for
+        the text of an error. Collective."""
         call = call_of(self.trainer, "loss")
         training = torch.is_grad_enabled()
-        with self._watching("loss" if training else "loss of an evaluation", call) as outputs:
+        name = "loss" if training else "loss of an evaluation"
+        with naming(call, moment, batch.rows), self._watching(name, call) as outputs:
             loss = self.trainer.loss(batch)
         check_loss(loss, call, training=training)
         check_counts(loss, totals, call)

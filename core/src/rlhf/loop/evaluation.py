@@ -6,6 +6,7 @@ from rlhf.data.order import RunOrder
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, total_of
 from rlhf.loop.checkpointing import save
+from rlhf.loop.checks import after
 from rlhf.loop.exporting import export_model
 from rlhf.loop.samples import take_samples
 from rlhf.loop.session import Session
@@ -21,7 +22,7 @@ def evaluate(session: Session, *, step: int) -> None:
     session.eval()
     with session.make_room("evaluation"):
         sums, totals = _sums_over(order, session, step=step)
-        samples = take_samples(session)
+        samples = take_samples(session, step=step)
     NameCheck(session.record.name, session.mesh).check(sums)
     session.journal.evaluation(step, sums.reduce(totals), samples)
     session.train()
@@ -56,6 +57,7 @@ def is_due(every: int | None, step: int) -> bool:
 def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, dict[str, float]]:
     """Return the sums of the loss over all rows, and the totals that divide them. Collective."""
     sums, totals = Sums(session.mesh), dict[str, float]()
+    moment = after(step, order.examples)
     for number in range(order.steps_per_epoch):
         if session.rollouts is None:
             plan = order.step(number)
@@ -65,10 +67,10 @@ def _sums_over(order: RunOrder, session: Session, *, step: int) -> tuple[Sums, d
             session.place.enter("rollout", step=step)
             plan, packed = session.rollouts.held_out(order, number, step=step)
         session.place.enter("evaluation", step=step, batch=number + 1)
-        batches, step_totals = session.survey.batches(plan, packed, session.engine.device)
+        batches, step_totals = session.survey.batches(plan, packed, session.engine.device, moment)
         for name in step_totals:
             totals[name] = totals.get(name, 0.0) + total_of(name, step_totals)
         with torch.no_grad():
             for batch in batches:
-                sums.add_terms(session.contract.loss(batch, step_totals))
+                sums.add_terms(session.contract.loss(batch, step_totals, moment))
     return sums, totals

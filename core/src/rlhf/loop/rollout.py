@@ -15,7 +15,7 @@ from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.loop.checks import check_rollout
+from rlhf.loop.checks import Moment, after, call_of, check_rollout, naming
 from rlhf.trainer import Trainer
 
 FILE = "rollout.arrow"
@@ -71,7 +71,8 @@ class Rollouts:
         if block != self._block:
             self.place.enter("rollout", step=number + 1)
             seeds = seeds_of(rows, seed, DRAWN, block.epoch)
-            self._examples = self._roll_out(self.order, rows, number, seeds)
+            moment = Moment(f"step {number + 1}", self.order.examples)
+            self._examples = self._roll_out(self.order, rows, number, seeds, moment)
             self._block = block
         turn, part = divmod(number - block.first, len(by_batch))
         places = np.arange(len(rows))
@@ -104,16 +105,18 @@ class Rollouts:
         examples of `Trainer.rollout`: drawn with the same seeds in each evaluation. Collective."""
         rows = order.rows(number)
         seeds = seeds_of(rows, order.config.train.seed, HELD_OUT)
-        examples = self._roll_out(order, rows, step, seeds)
+        examples = self._roll_out(order, rows, step, seeds, after(step, order.examples))
         return order.step_of(examples, rows, number)
 
     def _roll_out(
-        self, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int]
+        self, order: RunOrder, rows: Rows, step: int, seeds: Sequence[int], moment: Moment
     ) -> Sequence[Example]:
         """Return the trainer's examples in place of `rows`. Raises RLHFError for one that is larger
         than the budget. Collective."""
-        examples = self.trainer.rollout([order.examples[int(row)] for row in rows], step, seeds)
-        check_rollout(examples, self.trainer, num_rows=len(rows), step=step, mesh=self.mesh)
+        given = [order.examples[int(row)] for row in rows]
+        with naming(call_of(self.trainer, "rollout"), moment, rows):
+            examples = self.trainer.rollout(given, step, seeds)
+        check_rollout(examples, self.trainer, moment, rows.tolist(), self.mesh)
         for row, example in zip(rows, examples, strict=True):
             size = len(example.prompt) + sum(len(answer.tokens) for answer in example.answers)
             if size > (budget := order.config.batch.budget):

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.errors import RLHFError
+from rlhf.loop.checks import after, call_of, naming
 from rlhf.loop.session import Session
 from rlhf.trainer import Sample, Trainer
 
@@ -37,8 +38,8 @@ def rows_to_show(trainer: Trainer, held_out: Examples, number: int) -> list[int]
     return rows[:number].tolist()
 
 
-def take_samples(session: Session) -> list[Shown]:
-    """Return the samples of the policy as it is. Collective."""
+def take_samples(session: Session, *, step: int) -> list[Shown]:
+    """Return the samples of the policy as it is after `step` steps. Collective."""
     order, trainer = session.eval_order, session.trainer
     if order is None or not session.config.train.samples:
         return []
@@ -52,7 +53,8 @@ def take_samples(session: Session) -> list[Shown]:
         for row, example in zip(rows, examples, strict=True)
     ]
     if scores_answers(trainer):
-        by_row = _scores(session, rows)
+        with naming(call_of(trainer, "score"), after(step, held_out), rows):
+            by_row = _scores(session, rows)
         for sample, row, example in zip(shown, rows, examples, strict=True):
             sample["answers"] = [_text(trainer, answer.tokens) for answer in example.answers]
             sample["scores"] = by_row[row]

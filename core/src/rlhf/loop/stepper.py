@@ -11,6 +11,7 @@ from rlhf.errors import SameOnAllRanks
 from rlhf.journal.journal import StepResult
 from rlhf.journal.names import NameCheck
 from rlhf.journal.sums import Sums, Totals, by_role, poison_unless_finite, weighted_loss
+from rlhf.loop.checks import Moment
 from rlhf.loop.session import Session
 
 
@@ -28,8 +29,9 @@ class Stepper:
         the loss's. Collective."""
         session, trained = self._session, self._session.trained
         session.place.enter("survey", step=plan.step + 1)
-        batches, totals = session.survey.batches(plan, packed, session.engine.device)
-        sums = _sum_gradients(session, batches, totals)
+        moment = Moment(f"step {plan.step + 1}", session.train_order.examples)
+        batches, totals = session.survey.batches(plan, packed, session.engine.device, moment)
+        sums = _sum_gradients(session, batches, totals, moment)
         session.place.enter("update")
         self._names.check(sums)
         self.raise_if_not_finite()
@@ -59,13 +61,15 @@ class Stepper:
                 raise _not_finite(self._session, pending, outcome.grad_norm, weight)
 
 
-def _sum_gradients(session: Session, batches: Sequence[PackedBatch], totals: Totals) -> Sums:
+def _sum_gradients(
+    session: Session, batches: Sequence[PackedBatch], totals: Totals, moment: Moment
+) -> Sums:
     """Run forward and backward on the micro-batches; return the sums of their losses and metrics.
     Collective."""
     sums = Sums(session.mesh)
     for number, batch in enumerate(batches, start=1):
         session.place.enter("forward", batch=number)
-        loss = session.contract.loss(batch, totals)
+        loss = session.contract.loss(batch, totals, moment)
         losses = {role: weighted_loss(part, totals) for role, part in by_role(loss).items()}
         whole = torch.stack([*losses.values()]).sum()
         sums.add(loss, whole)

@@ -14,7 +14,7 @@ from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
 from rlhf.journal.sums import Totals
-from rlhf.loop.checks import POSITIONS, check_names
+from rlhf.loop.checks import POSITIONS, Moment, check_names
 from rlhf.loop.contract import Contract
 
 EXAMPLES, ANSWERS = POSITIONS
@@ -37,7 +37,11 @@ class Survey:
     """`EXAMPLES` or `ANSWERS` for each surveyed value."""
 
     def batches(
-        self, plan: StepPlan, packed: Sequence[PackedBatch], device: torch.device
+        self,
+        plan: StepPlan,
+        packed: Sequence[PackedBatch],
+        device: torch.device,
+        moment: Moment | None = None,
     ) -> tuple[list[PackedBatch], Totals]:
         """Return the loss's micro-batches on `device` and the step's totals. `packed` are the
         survey's micro-batches, if `plan` has any, then the loss's. Collective.
@@ -52,7 +56,7 @@ class Survey:
         num_seen = len(plan.survey)
         seen, batches = batches[:num_seen] or batches, batches[num_seen:]
         with torch.no_grad():
-            by_batch = [self.contract.survey(batch) for batch in seen]
+            by_batch = [self.contract.survey(batch, moment) for batch in seen]
         if not self._checked:
             check_names(by_batch, self.mesh, self.contract.trainer)
             self._checked = True

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SAVED = ("state.json", "dataset_dict.json")
 """Files of a folder that `datasets` has saved; one of them is there."""
+SPECIAL = set("*?[]{}:")
 
 
 @frozen
@@ -45,8 +46,8 @@ class Folder:
             return self._read_saved(scratch)
         splits = self._splits()
         if splits is None:
-            copy = _linked(self.path, scratch)
-            return load_dataset(str(copy), self.entry, self.setting, cache_dir=str(scratch))
+            name = str(_linked(self.path, scratch))
+            return load_dataset(name, self.entry, self.setting, cache_dir=str(scratch))
         files = self.files()
         paths = {f"/{name}": self.path / name for name in files}
         rows, counts = read_files(paths, scratch, self.setting)
@@ -97,9 +98,9 @@ class Folder:
         """Return the rows of a folder that `datasets` has saved."""
         import datasets
 
-        copy = str(_linked(self.path, scratch))
-        with _errors(copy, self.path, self.setting):
-            loaded = datasets.load_from_disk(copy)
+        name = str(_linked(self.path, scratch))
+        with _errors(name, self.path, self.setting):
+            loaded = datasets.load_from_disk(name)
         if isinstance(loaded, datasets.Dataset):
             if self.entry.split is not None:
                 raise RLHFError(f"{self.setting}: {self.path} has no splits; remove split")
@@ -157,8 +158,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _linked(folder: Path, scratch: Path) -> Path:
-    """Return a copy of the folder in `scratch` whose files are links. `datasets` takes brackets in
-    the path of a folder for a pattern, and `::` for a part of a URL."""
+    """Return the folder, or a copy of it in `scratch` whose files are links if its path has a
+    character that `datasets` takes for a pattern or a part of a URL."""
+    if not SPECIAL & set(f"{folder.absolute()}{folder.resolve()}"):
+        return folder
     copy = scratch / "folder"
     copy.mkdir()
     for path in _files(folder):

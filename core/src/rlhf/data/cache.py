@@ -46,7 +46,7 @@ def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     section = trainer.config
     content = {
         "parts": parts,
-        "tokenizer": _tokenizer_digest(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
         "section": attrs.asdict(section) if attrs.has(type(section)) else None,
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__],
         "sources": _sources(trainer),
@@ -105,7 +105,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of a tokenizer's vocabulary, special tokens and chat template."""
     if tokenizer.is_fast:
         # Every call sets padding and truncation, which mean nothing here.
         tokenizer.backend_tokenizer.no_padding()
@@ -129,10 +130,10 @@ def _sources(trainer: Any) -> list[str]:
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
     core = {name for name in names if name.startswith("rlhf.")}
-    return [_module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]
+    return [module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]
 
 
-def _module_digest(name: str) -> str:
+def module_digest(name: str) -> str:
     """Return a digest of the Python files of a package, or of those in the folder of a module; the
     module's name if it has no file."""
     module = sys.modules.get(name)

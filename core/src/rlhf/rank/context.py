@@ -31,6 +31,7 @@ from rlhf.model.setting_names import naming_model
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
+from rlhf.rank.agreement import check_architecture, check_weights
 from rlhf.rank.generate import sample
 from rlhf.rank.phases import Phases
 from rlhf.readouts import token_logprobs
@@ -69,14 +70,14 @@ class RunContext(RunModels):
     @without_collections()
     def _load(self, spec: ModelSpec, empty: PackedModel) -> Engine:
         role, config = spec.role, spec.config
+        check_architecture(spec, empty.causal, self.mesh)
         if spec.trained:
             check_exportable(empty.model)
         self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
         check_packed(best, reason, config.model, self.mesh.sequence)
-        read = partial(load_model, spec, mesh=self.mesh, hooks=self.hooks)
-        engine = self._add(spec, empty, read)
+        engine = self._add(spec, empty, partial(self._read, spec))
         if not spec.trained or config.lora is not None or config.model.adapter is not None:
             # Checkpoints have the weights of a trained adapter.
             self._note_frozen(role, config.model, adapter=not spec.trained)
@@ -91,6 +92,11 @@ class RunContext(RunModels):
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
+
+    def _read(self, spec: ModelSpec, *, plan: Plan) -> PackedModel:
+        module = load_model(spec, plan=plan, mesh=self.mesh, hooks=self.hooks)
+        check_weights(spec, module, plan, self.mesh)
+        return module
 
     def _note_frozen(self, role: str, model: ModelConfig, *, adapter: bool = True) -> None:
         """Note the files with frozen weights of a role, which checkpoints do not have. Raises

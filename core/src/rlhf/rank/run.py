@@ -27,6 +27,7 @@ from rlhf.loop.checkpointing import check_data, restore
 from rlhf.loop.exporting import export_checkpoint, export_model
 from rlhf.loop.session import Session
 from rlhf.loop.steps import train
+from rlhf.rank.agreement import check_start
 from rlhf.rank.dataset import Dataset, prepare_data
 from rlhf.rank.set_up import out_of_memory, set_up
 from rlhf.registry.gateway import BackendGateway, load_hooks
@@ -60,6 +61,7 @@ def run_rank(
     session = None
     with process_group(config, hooks) as mesh:
         data = of_one_day(request, data, mesh)
+        check_start(request, data, mesh)
         path, resumed = choose_folder(request, data, mesh, chosen, verified=verified)
         try:
             with opened(path, mesh, startup, fresh=resumed is None) as (folder, place):

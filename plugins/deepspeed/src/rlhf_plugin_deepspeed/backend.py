@@ -21,6 +21,7 @@ from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
 from rlhf_plugin_deepspeed import mesh as meshes
 from rlhf_plugin_deepspeed import optimizer as optimizers
+from rlhf_plugin_deepspeed.builds import watched_builds
 from rlhf_plugin_deepspeed.capabilities import check_sums
 from rlhf_plugin_deepspeed.diagnosis import diagnose
 from rlhf_plugin_deepspeed.engine import InferenceEngine
@@ -44,6 +45,7 @@ class DeepSpeedBackend:
     @hookimpl
     def setup_mesh(self, config: Config) -> Mesh:
         run_scope.enter_context(silenced())
+        run_scope.enter_context(watched_builds())
         self._started_group = not distributed.is_initialized()
         timeout = timedelta(minutes=config.backend_section.timeout)
         mesh = meshes.join(config, timeout=timeout)

@@ -1,6 +1,8 @@
 """What this machine has for DeepSpeed, for `rlhf doctor`."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from attrs import evolve
@@ -9,6 +11,7 @@ from torch import distributed
 
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding
+from rlhf_plugin_deepspeed.builds import owner_of
 from rlhf_plugin_deepspeed.capabilities import BEFORE, CAPABILITIES, LEAST, check_version
 from rlhf_plugin_deepspeed.mesh import precisions
 from rlhf_plugin_deepspeed.patches.table import NEWEST
@@ -18,7 +21,9 @@ from rlhf_plugin_deepspeed.versions import installed_version, older
 def diagnose() -> list[Finding]:
     """Return the findings on DeepSpeed's version, precisions and communication."""
     version = installed_version()
-    return [_version(version), *_too_new_for(version), _precisions(), _communication()]
+    return [
+        _version(version), *_too_new_for(version), _precisions(), _communication(), *_old_locks(),
+    ]  # fmt: skip
 
 
 def _version(version: str) -> Finding:
@@ -71,3 +76,24 @@ def _communication() -> Finding:
         state="missing",
         remedy="install a build of torch for this accelerator",
     )
+
+
+def _old_locks() -> Iterator[Finding]:
+    """Yield the locks of operators whose build was killed, as far as this host can tell."""
+    from torch.utils.cpp_extension import get_default_build_root  # late: start-up time
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    says = {
+        "none": ("was left by a build that was killed", ""),
+        "unknown": ("is of a build that may have been killed", "if no build is running: "),
+    }
+    for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
+        if (owner := owner_of(lock)) in says:
+            problem, condition = says[owner]
+            yield Finding(
+                subject="operators",
+                here=f"{lock} {problem}",
+                state="optional",
+                feature="operators that torch compiles, which wait for it",
+                remedy=f"{condition}rm {lock}",
+            )

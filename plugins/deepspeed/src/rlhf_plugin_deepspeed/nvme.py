@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf.engine import Mesh, Plan, free_space, gib, write_speed
 from rlhf.errors import RLHFError, SameOnAllRanks
 
-ELSEWHERE = r"tmpfs|ramfs|nfs4?|cifs|smb3|smbfs|lustre|ceph|gpfs|beegfs|wekafs|panfs|9p|fuse\..*"
-"""File systems in memory or behind a network."""
+NETWORK = r"nfs4?|cifs|smb3|smbfs|lustre|ceph|gpfs|beegfs|wekafs|panfs|9p|fuse\..*"
+ELSEWHERE = rf"tmpfs|ramfs|{NETWORK}"
+"""File systems behind a network, and those in memory too."""
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 ZEROS, EMPTY = torch.ops.aten.zeros_like.default, torch.ops.aten.empty.memory_format
 

@@ -195,14 +195,16 @@ def test_the_budget_holds_the_answers_of_a_rollout_which_end_at_different_length
     assert len(bench.plain()) == NUM_STEPS + 1
 
 
-def test_a_run_that_failed_raises_its_own_error_again(tmp_path: Path) -> None:
+def test_a_run_that_failed_raises_its_error_once_and_is_named_afterwards(tmp_path: Path) -> None:
     bench = Bench("odd_sound", "odd_sound", tmp_path, ["--no.such", "1"], str(tmp_path))
-    errors = []
-    for _ in range(2):
-        with pytest.raises(RLHFError, match=r"has no demo; pass --model and --data$") as caught:
-            bench.plain()
-        errors.append(caught.value)
-    assert errors[0] is errors[1]
+    with pytest.raises(RLHFError, match=r"has no demo; pass --model and --data$") as caught:
+        bench.plain()
+    with pytest.raises(pytest.fail.Exception) as again:
+        bench.plain()
+    assert str(again.value) == (
+        "the run 'plain' failed in test_a_run_that_failed_raises_its_error_once_and_is_named_"
+        f"afterwards: RLHFError: {caught.value}"
+    )
 
 
 def test_the_kit_detects_a_run_that_only_fails_in_bf16() -> None:

@@ -3,6 +3,7 @@ promise that it breaks."""
 
 import importlib
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,17 @@ import pytest
 from rlhf.hookspecs import hookimpl
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
-from rlhf.testing import BackendConformance, ObserverConformance, PlainBackend, TrainerConformance
+from rlhf.testing import (
+    BackendConformance,
+    ObserverConformance,
+    PlainBackend,
+    TrainerConformance,
+    backend_conformance,
+)
 from rlhf.testing.backend_conformance import Problems
 from rlhf.testing.observer_conformance import Watched, watched_by
 from rlhf.testing.plain import PlainEngine
+from rlhf.testing.ranks import RankFailure
 
 KITS = (TrainerConformance, BackendConformance, ObserverConformance)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,6 +98,65 @@ def test_a_faulty_backend_fails_by_the_promise_that_it_breaks(fault: type, tmp_p
     (note,) = caught.value.__notes__
     assert note.startswith("broken promise: ")
     assert note.endswith(f"; see docs/{test.documented}")  # type: ignore[attr-defined]
+
+
+def test_a_run_that_failed_fails_the_first_test_and_is_named_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def run(self, *arguments: Any) -> None:
+            raise RankFailure("a long traceback", "rank 1: RuntimeError: no memory")
+
+    monkeypatch.setattr(backend_conformance, "shared", lambda ranks: Failing())
+    record = BackendPlugin(config=NoSettings, hooks="rlhf.testing.plain:PlainBackend")
+    problems = Problems(record, tmp_path)
+    with pytest.raises(RankFailure, match="a long traceback"):
+        problems.seen("default", 2)
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception) as error:
+            problems.seen("default", 2)
+        assert str(error.value) == (
+            "the run 'default, 2 ranks, seen' failed in test_a_run_that_failed_fails_the_first_"
+            "test_and_is_named_in_the_others: rank 1: RuntimeError: no memory"
+        )
+
+
+BROKEN_KITS = """
+from rlhf.testing import ObserverConformance, TrainerConformance
+
+class TestTrainer(TrainerConformance):
+    trainer = "sft"
+    words = ("--no.such", "1")
+
+    def test_finally(self, bench): ...
+
+class TestObserver(ObserverConformance):
+    observer = "tensorboard"
+
+    def test_finally(self, runs): ...
+"""
+
+
+def test_a_set_up_that_failed_fails_one_test_and_is_named_in_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "test_broken.py"
+    file.write_text(BROKEN_KITS)
+    (tmp_path / "conftest.py").write_text(
+        "from rlhf.testing import tiny\n\ndef short_run(*arguments):\n"
+        "    raise OSError('no room')\n\ntiny.short_run = short_run\n"
+    )
+    words = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    chosen = ["-k", "means_something or memory_of or in_order or changes_nothing or finally"]
+    done = subprocess.run(
+        [sys.executable, *words, *chosen, "--rootdir", str(tmp_path)],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert " 6 errors in " in done.stdout, done.stdout
+    for test, cause in (
+        ("test_the_curve_means_something", "RLHFError: no: unknown setting"),
+        ("test_it_changes_nothing", "OSError: no room"),
+    ):
+        named = f"the set-up of the tests failed in {test}: {cause}"
+        assert done.stdout.count(f"\n{named}") == 2, done.stdout
 
 
 OBSERVERS = """

@@ -28,6 +28,7 @@ from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
+from rlhf.testing.once import Once
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import (
     Case,
@@ -76,17 +77,17 @@ class Problems:
 
     record: BackendPlugin
     folder: Path
-    made: dict[str, Any] = field(factory=dict)
+    once: Once = field(factory=Once)
 
     def seen(self, layout: str, ranks: int) -> list[Seen]:
         """Return what each rank saw of four steps, with a frozen engine next to the policy."""
         folder = self._folder(layout, ranks, "seen")
-        return self._once(str(folder), see, self._case(layout, micro_batches=2), folder, ranks)
+        return self._once(see, self._case(layout, micro_batches=2), folder, ranks)
 
     def train(self, layout: str, ranks: int, name: str, **options: Any) -> tuple[Outcome, Any]:
         """Return the outcome and the exported weights of a run, made once by its `name`."""
         folder = self._folder(layout, ranks, name)
-        outcomes = self._once(str(folder), train, self._case(layout, **options), folder, ranks)
+        outcomes = self._once(train, self._case(layout, **options), folder, ranks)
         return outcomes[0], load_file(folder / EXPORTED)
 
     def exported(self, layout: str, ranks: int, name: str) -> dict[str, Tensor]:
@@ -100,13 +101,12 @@ class Problems:
     def _folder(self, layout: str, ranks: int, name: str) -> Path:
         return self.folder / f"{layout}, {ranks} ranks, {name}"
 
-    def _once(
-        self, name: str, function: Callable[..., Any], case: Case, folder: Path, ranks: int
-    ) -> Any:
-        if name not in self.made:
+    def _once(self, function: Callable[..., Any], case: Case, folder: Path, ranks: int) -> Any:
+        def make() -> Any:
             folder.mkdir()
-            self.made[name] = shared(ranks).run(function, self.record.hooks, case, folder)
-        return self.made[name]
+            return shared(ranks).run(function, self.record.hooks, case, folder)
+
+        return self.once.get(f"the run '{folder.name}'", make)
 
 
 @documented
@@ -207,7 +207,7 @@ class BackendConformance:
     @promise("a resumed run is the same to the last bit", "hooks.md, load_checkpoint")
     def test_a_resumed_run_is_the_same(self, problems: Problems, layout: str, ranks: int) -> None:
         saved = problems.folder / f"saved {layout} {ranks}"
-        saved.mkdir()
+        saved.mkdir(exist_ok=True)
         straight, weights = problems.train(layout, ranks, "straight", save=(2, saved))
         resumed, others = problems.train(layout, ranks, "resumed", load=saved)
         assert resumed.losses == straight.losses[2:], "the losses differ"
@@ -219,7 +219,7 @@ class BackendConformance:
         self, problems: Problems, layout: str, ranks: int
     ) -> None:
         saved = problems.folder / f"moved {layout} {ranks}"
-        saved.mkdir()
+        saved.mkdir(exist_ok=True)
         straight, _ = problems.train(layout, ranks, "saves", save=(2, saved))
         plainest, fewest = next(iter(problems.record.tested)), self.ranks[0]
         resumed, _ = problems.train(plainest, fewest, f"from {layout} {ranks}", load=saved)

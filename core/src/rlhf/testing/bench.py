@@ -1,6 +1,6 @@
 """The inputs of one trainer's conformance tests, and the runs that its tests share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from rlhf.request.reader import read_config
 from rlhf.request.words import option
 from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics
+from rlhf.testing.once import Once
 from rlhf.testing.ranks import shared
 
 NUM_ROWS, NUM_HELD_OUT = 22, 7
@@ -47,7 +48,7 @@ class Bench:
     cache: str
     longest: int = 0
     """Tokens of the largest example, that of a rollout included."""
-    _made: dict[str, Metrics | Exception] = field(factory=dict)
+    _runs: Once = field(factory=Once)
 
     def plain(
         self,
@@ -65,10 +66,7 @@ class Bench:
 
     def run(self, name: str, world: int, *words: str) -> Metrics:
         """Return the metrics of a run through the backend on `world` ranks, made once by this
-        name.
-
-        A run that failed raises the same error for every test that needs it.
-        """
+        name."""
         return self._once(name, lambda: self.start(name, world, *words))
 
     def start(self, name: str, world: int, *words: str) -> Metrics:
@@ -108,16 +106,8 @@ class Bench:
     def _to(self, name: str, *words: str) -> list[str]:
         return [*self.words, "--output", str(self.folder / name), *words]
 
-    def _once(self, name: str, make: Any) -> Metrics:
-        if name not in self._made:
-            try:
-                self._made[name] = make()
-            except Exception as error:
-                self._made[name] = error
-        made = self._made[name]
-        if isinstance(made, Exception):
-            raise made
-        return made
+    def _once(self, name: str, make: Callable[[], Metrics]) -> Metrics:
+        return self._runs.get(f"the run '{name}'", make)
 
 
 def _words(section: str, settings: Mapping[str, Any]) -> tuple[str, ...]:

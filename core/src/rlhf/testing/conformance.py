@@ -32,6 +32,7 @@ from rlhf.request.settings_tree import to_tree
 from rlhf.testing import tiny
 from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, NUM_STEPS, STOP_AT, Bench, layouts
 from rlhf.testing.curves import column, same_curve, training, weights, without_timings
+from rlhf.testing.once import Once
 from rlhf.testing.promises import promise
 
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
@@ -87,12 +88,18 @@ class TrainerConformance:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def bench(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-        """The inputs and runs of the class."""
+    def once(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Once, Path]]:
+        """What the tests of the class share, and its folder."""
         folder = tmp_path_factory.mktemp(f"conformance-{cls.__name__}")
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RLHF_CACHE", str(folder / "cache"))
-            yield bench_of(cls, folder)
+            yield Once(), folder
+
+    @pytest.fixture
+    def bench(self, once: tuple[Once, Path]) -> Bench:
+        """The inputs and runs of the class."""
+        shared, folder = once
+        return shared.get("the set-up of the tests", lambda: bench_of(type(self), folder))
 
     @promise("a record imports no torch", "plugins.md, A trainer")
     def test_the_record_imports_neither_torch_nor_transformers(self) -> None:

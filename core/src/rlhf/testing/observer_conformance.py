@@ -24,6 +24,7 @@ from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.bench import LIKELIHOOD, Bench
 from rlhf.testing.curves import Metrics, weights, without_timings
+from rlhf.testing.once import Once
 from rlhf.testing.promises import promise
 
 EVENTS = [
@@ -102,7 +103,7 @@ class Watched:
     def record(self, name: str) -> RunRecord:
         """Return the record of a run in an empty folder."""
         folder = self.bench.folder / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         words = [*self.bench.words, *self.observed, "--output", str(folder)]
         config = read_config(LIKELIHOOD, overrides=words).config
         return RunRecord(name="likelihood", folder=folder, config=config, steps=4, id=name)
@@ -119,12 +120,18 @@ class ObserverConformance:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def runs(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-        """The runs of the class."""
+    def once(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Once, Path]]:
+        """What the tests of the class share, and its folder."""
         folder = tmp_path_factory.mktemp(f"observer-{cls.observer}")
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("RLHF_CACHE", str(folder / "cache"))
-            yield watched_by(cls, folder)
+            yield Once(), folder
+
+    @pytest.fixture
+    def runs(self, once: tuple[Once, Path]) -> Watched:
+        """The runs of the class."""
+        shared, folder = once
+        return shared.get("the set-up of the tests", lambda: watched_by(type(self), folder))
 
     @promise("an observer implements hooks of observers", "hooks.md, Observer hooks")
     def test_it_has_hooks(self) -> None:

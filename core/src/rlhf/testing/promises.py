@@ -18,9 +18,6 @@ def promise(text: str, where: str) -> Callable[[Test], Test]:
             try:
                 return test(*arguments, **named)
             except Exception as error:
-                # A run that several tests share raises the same error in each of them.
-                notes = getattr(error, "__notes__", [])
-                error.__notes__ = [note for note in notes if not note.startswith(BROKEN)]
                 error.add_note(f"{BROKEN}{text}; see docs/{where}")
                 raise
 

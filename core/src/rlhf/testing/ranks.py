@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 from attrs import field, frozen
 
-from rlhf.errors import RLHFError
+from rlhf.errors import RLHFError, first_line
 from rlhf.launch.local import hold_port
 
 GRACE = 5.0
@@ -43,6 +43,11 @@ class RankFailure(AssertionError):
     """A function failed, hung or killed its process on some rank; the text holds that rank's
     traceback."""
 
+    def __init__(self, story: str, cause: str = "") -> None:
+        super().__init__(story)
+        self.cause = cause
+        """The error of the first rank that failed, in one line."""
+
 
 @frozen
 class Answer:
@@ -51,6 +56,8 @@ class Answer:
     rank: int
     value: Any = None
     problem: str = ""
+    cause: str = ""
+    """The problem in one line."""
     output: str = field(default="", repr=False)
 
 
@@ -163,7 +170,8 @@ class Ranks:
             self._kill()
             story = _story(answers, world=self.world, doing=doing, timeout=timeout)
             errors = [f"rank {rank} raised: {each.value}" for rank, each in answers.items()]
-            raise RankFailure("\n".join([story, *(errors if fails else [])]))
+            causes = [f"rank {each.rank}: {each.cause}" for each in answers.values() if each.cause]
+            raise RankFailure("\n".join([story, *(errors if fails else [])]), *causes[:1])
         return [answers[rank] for rank in range(self.world)]
 
     def _receive(self, rank: int) -> Answer:
@@ -172,7 +180,8 @@ class Ranks:
         except EOFError:
             self._processes[rank].join(GRACE)
             code = self._processes[rank].exitcode
-            return Answer(rank, problem=f"the process died with exit code {code}")
+            problem = f"the process died with exit code {code}"
+            return Answer(rank, problem=problem, cause=problem)
 
 
 _shared: dict[int, Ranks] = {}
@@ -266,9 +275,11 @@ def _answer(rank: int, request: Sequence[Any]) -> Answer:
         call = partial(function, *pickle.loads(arguments))
         answer = Answer(rank, value=_error(call) if fails else call())
         pickle.dumps(answer)
-    except BaseException:
+    except BaseException as error:
         # Whatever it was, the test has to hear of it and not only this process.
-        answer = Answer(rank, problem=traceback.format_exc(), output=output.getvalue())
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        problem, printed = traceback.format_exc(), output.getvalue()
+        answer = Answer(rank, problem=problem, cause=cause, output=printed)
     finally:
         sys.stdout, sys.stderr = stdout, stderr
     return answer

@@ -140,9 +140,10 @@ def test_a_teacher_and_an_adapter_are_compared_too(
         ),
     ):
         found = two.errors(run_in, hosts, trainer, [*words, *more], str(inputs.cache))
+        role = "teacher: " if trainer == "kd" else ""
         assert found == 2 * [
-            f"rank 1 on host {HOST} has another {name} than rank 0 on host {HOST}, in {where}; "
-            f"{COPY}"
+            f"{role}rank 1 on host {HOST} has another {name} than rank 0 on host {HOST}, in "
+            f"{where}; {COPY}"
         ]
 
 

@@ -138,8 +138,8 @@ def test_an_argument_of_the_template_fixes_the_date(words: Words) -> None:
         ),
         (
             "{date_string: 2024-07-26}",
-            "data.chat_template_kwargs: date_string 2024-07-26 is read as a date by YAML; put it "
-            "in quotes",
+            "data.chat_template_kwargs.date_string: expected text, got a date; quote it: "
+            "'2024-07-26' in YAML, \"'2024-07-26'\" in a shell",
         ),
     ],
 )

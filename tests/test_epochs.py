@@ -1,5 +1,6 @@
 """A part of an epoch is the first part of its optimizer steps, with a schedule of its own."""
 
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +20,23 @@ LENGTHS = [
 ]  # fmt: skip
 
 
+def dataset(trainer: Any, rows: int) -> Dataset:
+    examples: Any = range(rows)
+    return Dataset(trainer=trainer, train=examples, eval=None, day=date(2026, 1, 1))
+
+
 @pytest.mark.parametrize(("epochs", "steps"), LENGTHS)
 def test_a_part_of_a_step_counts_as_a_step(epochs: str, steps: int, inputs: Inputs) -> None:
     words = sft_runs.words(inputs, Path("run"), "--train.epochs", epochs)
     config = read_config("sft", overrides=words).config
     trainer: Any = SimpleNamespace(needs_rollout=lambda: False)
-    data = Dataset(trainer=trainer, train=range(22), eval=None)  # type: ignore[arg-type]
+    data = dataset(trainer, 22)
     assert data.num_steps(config) == steps
 
 
 def test_decimal_parts_of_an_epoch_are_exact(inputs: Inputs) -> None:
     trainer: Any = SimpleNamespace(needs_rollout=lambda: False)
-    data = Dataset(trainer=trainer, train=range(120), eval=None)  # type: ignore[arg-type]
+    data = dataset(trainer, 120)
     for tenths in range(1, 100):  # 0.7 * 30 is 20.999999999999996, and 1.1 * 30 is more than 33.
         words = sft_runs.words(inputs, Path("run"), f"--train.epochs={tenths / 10}")
         assert data.num_steps(read_config("sft", overrides=words).config) == 3 * tenths

@@ -1,7 +1,6 @@
 """Core's configuration sections: frozen attrs classes, one per YAML section."""
 
 from collections.abc import Mapping
-from datetime import date
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -50,11 +49,9 @@ def _whole(value: float) -> float:
 
 
 def _arguments(instance: object, attribute: Any, value: Mapping[str, Any]) -> None:
-    for name, argument in value.items():
+    for name in value:
         if not name.isidentifier():
             raise ValueError(f"{name!r} is not the name of an argument")
-        if isinstance(argument, date):
-            raise ValueError(f"{name} {argument} is read as a date by YAML; put it in quotes")
 
 
 def _can_be_caught(instance: object, attribute: Any, value: tuple[str, ...]) -> None:

@@ -21,11 +21,17 @@ WITH_8_BITS = (
     "AdamW8bit",
     "adamw8bit",
 )
-positive: Any = validators.and_(validators.gt(0), validators.lt(2**63))
 not_negative: Any = validators.ge(0)
 fraction: Any = validators.and_(validators.ge(0), validators.le(1))
 below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
+
+
+def positive(instance: object, attribute: Any, value: float) -> None:
+    """Accept numbers above 0, and integers only if they fit into 64 bits."""
+    validators.gt(0)(instance, attribute, value)
+    if isinstance(value, int):
+        validators.lt(2**63)(instance, attribute, value)
 
 
 def _not_with_8_bits(name: Any) -> str | None:

@@ -27,7 +27,7 @@ below_one: Any = validators.and_(validators.ge(0), validators.lt(1))
 optional: Any = validators.optional
 
 
-def positive(instance: object, attribute: Any, value: float) -> None:
+def positive(instance: object, attribute: Any, value: Any) -> None:
     """Accept numbers above 0, and integers only if they fit into 64 bits."""
     validators.gt(0)(instance, attribute, value)
     if isinstance(value, int):

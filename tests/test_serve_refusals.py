@@ -122,7 +122,8 @@ def test_a_folder_that_cannot_be_served_is_refused_before_a_model_loads(
     assert "has no config.json that names" in refused(capsys, str(other), "--port", "0")
     (other / "config.json").write_text(json.dumps(config))
     (other / "tokenizer.json").write_text("{")
-    assert f"cannot load the tokenizer in {other} (" in refused(capsys, str(other), "--port", "0")
+    damaged = f"{other}/tokenizer.json is truncated, or not a JSON file; download it again"
+    assert refused(capsys, str(other), "--port", "0") == damaged
     together = "--check URL and DATA belong together: rlhf serve --check URL MODEL DATA"
     assert refused(capsys, str(rewards), "rows.jsonl") == together
     assert refused(capsys, str(rewards), "--check", "http://127.0.0.1:1/classify") == together

@@ -84,11 +84,18 @@ class Bench:
         )[0]
         return metrics
 
-    def losses(self, settings: Mapping[str, Any]) -> list[float]:
-        """Return the first three losses in plain torch with these fields in the trainer's
-        section."""
-        arguments = self._to("unused", *words_of(self.section, settings))
-        return [m.loss for m in tiny.first_steps(self.trainer, arguments, self.cache, num_steps=3)]
+    def other(self, name: str, settings: Mapping[str, Any]) -> Metrics:
+        """Return the metrics of a run in plain torch with these fields in the trainer's section,
+        made once by this name. It has a checkpoint of its step `STOP_AT`."""
+        return self.plain(name, *self._other(settings))
+
+    def resumed(self, name: str, settings: Mapping[str, Any]) -> Metrics:
+        """Resume the run of `other` with this name at its checkpoint and return its metrics."""
+        words = (*self._other(settings), "--resume", f"step-{STOP_AT:06}")
+        return self.plain(f"{name}, resumed", *words, to=name)
+
+    def _other(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*words_of(self.section, settings), "--checkpoint.every", str(STOP_AT))
 
     def samples(self, settings: Mapping[str, Any]) -> bool:
         """Return whether the trainer has a rollout with these fields in its section."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -41,6 +41,14 @@ class Mistyped:
     power: float = "high"
     '''Exponent.'''
 
+@frozen(kw_only=True)
+class Adaptive:
+    '''A section whose setting makes the trainer keep something.'''
+    target: float | None = None
+    '''What the factor on the loss approaches, from 1.'''
+
+adaptive = TrainerPlugin(config=Adaptive, trainer="odd_plugin_trainers:Remembering")
+forgetful = TrainerPlugin(config=Adaptive, trainer="odd_plugin_trainers:Forgetting")
 sound = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Sound")
 means = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Means")
 inert = TrainerPlugin(config=Section, trainer="odd_plugin_trainers:Inert")
@@ -94,6 +102,30 @@ class Sampling(Sound):
         ]
 
 lengths = set()
+
+class Remembering(Sound):
+    def __init__(self, config, tokenizer):
+        super().__init__(config, tokenizer)
+        self.factor = 1.0
+
+    def rollout(self, examples, step, seeds):
+        if self.config.target is not None and self.policy.module.training:
+            self.factor += 0.3 * (self.config.target - self.factor)
+        return examples
+
+    def loss(self, batch):
+        lost = -self.policy(batch, token_logprobs)["logprobs"]
+        return Loss((Term(self.factor * lost.sum(), per="tokens"),))
+
+    def state(self):
+        return {"factor": self.factor}
+
+    def load_state(self, state):
+        self.factor = state.get("factor", 1.0)
+
+class Forgetting(Remembering):
+    def state(self):
+        return {}
 """
 OTHERS: dict[str, Any] = {
     "scale": 2.0,
@@ -109,6 +141,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: rlhf-odd\nVersion: 1.0\n")
     trainers = ("sound", "means", "inert", "sampling", "bare", "mistyped")
+    trainers += ("adaptive", "forgetful")
     names = "".join(f"odd_{name} = odd_plugin:{name}\n" for name in trainers)
     (info / "entry_points.txt").write_text(f"[rlhf.trainers]\n{names}")
     (info.parent / "odd_plugin.py").write_text(PLUGIN)
@@ -147,6 +180,28 @@ def test_a_sound_trainer_passes(tmp_path: Path) -> None:
     Sound().test_the_curve_means_something(bench)
     Sound().test_packed_equals_separate_in_loss_and_gradients(bench)
     Sound().test_every_hyper_parameter_changes_the_loss(bench)
+
+
+class Remembering(TrainerConformance):
+    trainer = "odd_adaptive"
+    others: ClassVar[dict[str, Any]] = {"target": 2.0}
+
+
+class Forgetting(Remembering):
+    trainer = "odd_forgetful"
+
+
+def test_the_kit_detects_a_state_that_only_another_setting_has(tmp_path: Path) -> None:
+    Remembering().test_a_run_with_another_setting_resumes_to_the_last_bit(
+        bench_of(Remembering, tmp_path / "remembering")
+    )
+    bench = bench_of(Forgetting, tmp_path / "forgetting")
+    with pytest.raises(AssertionError) as caught:
+        Forgetting().test_a_run_with_another_setting_resumes_to_the_last_bit(bench)
+    assert str(caught.value).startswith(
+        "with odd_forgetful.target 2.0 a resumed run differs in its metrics; does `state` return "
+        "all that the trainer keeps?"
+    )
 
 
 def test_the_kit_detects_a_mean_over_the_micro_batch(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
+from rlhf.engine import Plan
 from rlhf.hookspecs import hookimpl
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
@@ -20,6 +22,7 @@ from rlhf.testing import (
     PlainBackend,
     TrainerConformance,
     backend_conformance,
+    bench,
 )
 from rlhf.testing.backend_conformance import Problems
 from rlhf.testing.observer_conformance import Watched, watched_by
@@ -78,6 +81,124 @@ class Reversed(PlainBackend):
     @hookimpl
     def mix_weights(self, engine: Any, source: Any, share: float) -> Any:
         return super().mix_weights(engine, source, 1 - share)
+
+
+class Sharded(PlainBackend):
+    """Says that weights are sharded, so that a run loads them by the hook; sound."""
+
+    @hookimpl
+    def configure_zero(
+        self, config: Any, mesh: Any, model_shape: Any, role: Any, trained: Any, occupied: Any
+    ) -> Plan:
+        plan = super().configure_zero(config, mesh, model_shape, role, trained, occupied)
+        return attrs.evolve(plan, stage=3)
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        engine: Any = super().prepare(model, optimizer, schedule, role, plan, mesh)
+        engine.stage = 3
+        return engine
+
+
+class PreparesWhatItLoaded(Sharded):
+    """Takes the module of `load_weights` for that of `prepare`."""
+
+    @hookimpl
+    def load_weights(self, module: Any, weights: Any, plan: Any, mesh: Any) -> tuple[str, ...]:
+        module.is_sharded = True
+        return super().load_weights(module, weights, plan, mesh)
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        assert model.is_sharded
+        return super().prepare(model, optimizer, schedule, role, plan, mesh)
+
+
+class OptimizesWhatItLoaded(Sharded):
+    """Takes the module of `load_weights` for that of `build_optimizer`."""
+
+    loaded: Any = None
+
+    @hookimpl
+    def load_weights(self, module: Any, weights: Any, plan: Any, mesh: Any) -> tuple[str, ...]:
+        self.loaded = module
+        return super().load_weights(module, weights, plan, mesh)
+
+    @hookimpl
+    def build_optimizer(self, groups: Any, config: Any, plan: Any, model: Any) -> Any:
+        assert model is self.loaded
+        return super().build_optimizer(groups, config, plan, model)
+
+
+class LoadsEverything(Sharded):
+    """Expects that `load_weights` has seen each module, also one of the trainer's own."""
+
+    @hookimpl
+    def load_weights(self, module: Any, weights: Any, plan: Any, mesh: Any) -> tuple[str, ...]:
+        module.is_sharded = True
+        return super().load_weights(module, weights, plan, mesh)
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        assert model.model.is_sharded or model.model.base_model.is_sharded
+        return super().prepare(model, optimizer, schedule, role, plan, mesh)
+
+
+class NeedsContext(PlainBackend):
+    """Prepares in `model_context`, which a run enters only for sharded weights."""
+
+    entered = False
+
+    @hookimpl
+    def model_context(self, plan: Any, role: Any, mesh: Any) -> Any:
+        self.entered = True
+        return super().model_context(plan, role, mesh)
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        assert self.entered
+        return super().prepare(model, optimizer, schedule, role, plan, mesh)
+
+
+class WholeAfterForward(PlainBackend):
+    """Cannot save between a forward and its backward, as FSDP2 whose root stays whole."""
+
+    @hookimpl
+    def prepare(
+        self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
+    ) -> Any:
+        engine: Any = super().prepare(model, optimizer, schedule, role, plan, mesh)
+        engine.is_whole = False
+        model.register_forward_hook(lambda *_: setattr(engine, "is_whole", True))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _: setattr(engine, "is_whole", False))
+        return engine
+
+    @hookimpl
+    def save_checkpoint(self, engine: Any) -> Any:
+        assert not engine.is_whole
+        return super().save_checkpoint(engine)
+
+
+class OneOptimizer(PlainBackend):
+    """Trains one model."""
+
+    optimizer: Any = None
+
+    @hookimpl
+    def build_optimizer(self, groups: Any, config: Any, plan: Any, model: Any) -> Any:
+        assert self.optimizer is None
+        self.optimizer = super().build_optimizer(groups, config, plan, model)
+        return self.optimizer
 
 
 FAULTS: dict[type, Callable[..., None]] = {
@@ -157,6 +278,58 @@ def test_a_set_up_that_failed_fails_one_test_and_is_named_in_the_others(tmp_path
     ):
         named = f"the set-up of the tests failed in {test}: {cause}"
         assert done.stdout.count(f"\n{named}") == 2, done.stdout
+
+
+class InThisProcess:
+    """One rank, without a process of its own."""
+
+    def run(self, function: Any, *arguments: Any) -> list[Any]:
+        return [function(*arguments)]
+
+
+def problems_of(fault: type, folder: Path, patch: pytest.MonkeyPatch) -> Problems:
+    """Return the runs of a backend of this file, made in this process."""
+    for module in (backend_conformance, bench):
+        patch.setattr(module, "shared", lambda ranks: InThisProcess())
+    patch.setenv("RLHF_CACHE", str(folder / "cache"))
+    record = BackendPlugin(config=NoSettings, hooks=f"{Path(__file__).stem}:{fault.__name__}")
+    return Problems(record, folder)
+
+
+RUN = BackendConformance.test_a_run_of_a_trainer_is_that_of_plain_torch
+STEPS = BackendConformance.test_each_rank_has_its_place
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_seen_in_steps"),
+    [
+        (PreparesWhatItLoaded, True),
+        (OptimizesWhatItLoaded, True),
+        (NeedsContext, True),
+        (WholeAfterForward, True),
+        (LoadsEverything, False),
+        (OneOptimizer, False),
+    ],
+)
+def test_a_backend_that_no_run_can_start_fails(
+    fault: type, is_seen_in_steps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = problems_of(fault, tmp_path, monkeypatch)
+    with pytest.raises((AssertionError, AttributeError)):
+        RUN(BackendConformance(), problems, "default", 1)
+    if is_seen_in_steps:
+        with pytest.raises((AssertionError, AttributeError)):
+            STEPS(BackendConformance(), problems.seen("default", 1), 1)
+
+
+def test_a_sound_backend_with_sharded_weights_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, kit = problems_of(Sharded, tmp_path, monkeypatch), BackendConformance()
+    RUN(kit, problems, "default", 1)
+    kit.test_a_run_of_a_trainer_resumes_to_the_last_bit(problems, "default", 1)
+    seen = problems.seen("default", 1)
+    kit.test_the_steps_are_those_of_plain_torch(problems, seen, "default", 1)
 
 
 OBSERVERS = """

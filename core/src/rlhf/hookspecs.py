@@ -101,14 +101,40 @@ class Finding:
 
 
 class BackendHooks:
-    """Hooks that a backend implements."""
+    """Hooks that a backend implements.
+
+    Its settings are `config.backend_section`, an instance of the config class of its record. A run
+    calls the hooks in this order:
+
+    1. `setup_mesh`.
+    2. For each model, in the order of `Trainer.setup`: `configure_zero`, `estimate_memory`,
+       `model_context` and `load_weights` (both only for a language model at stage 3),
+       `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A language
+       model then runs without gradient, to choose its attention path.
+    3. `save_checkpoint` for each engine whose weights change, to know the size of a checkpoint. The
+       last call of an engine may have been a forward without backward.
+    4. `load_checkpoint` for each of them, if the run is resumed.
+    5. The steps. `save_checkpoint` may follow an evaluation, which has no backward either.
+    6. `export_weights`, then `close_mesh`.
+
+    The hooks do not all get the same module:
+
+    - `model_context` and `load_weights` are about the transformers model.
+    - `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a language
+      model it is a wrapper: its `model` is the transformers model, perhaps under peft. The wrapper
+      may have parameters of the trainer's own, which `load_weights` has not seen.
+    - A module of `run.prepare` has no wrapper. Its weights are whole at any stage, and
+      `load_weights` is not called.
+    """
 
     @hookspec(firstresult=True)
     def setup_mesh(self, config: Config) -> Mesh:
-        """Start the process group, seed all random generators and choose the device.
+        """Start the process group if there is none, seed all random generators and choose the
+        device.
 
-        Called once, before any model is loaded. Raises RLHFError if the device or the group is not
-        available, or if the sizes of axes do not divide the ranks. Collective."""
+        Called once, before any model is loaded. A process may be in a group already, as the ranks
+        of the tests are: the backend then uses that group. Raises RLHFError if the device or the
+        group is not available, or if the sizes of axes do not divide the ranks. Collective."""
 
     @hookspec(firstresult=True)
     def axis_sizes(self, config: Config, ranks: int) -> Mapping[str, int]:
@@ -156,9 +182,10 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
-        """Return the context in which the modules of `role` are created.
+        """Return the context in which the transformers model of `role` is created; called only at
+        stage 3.
 
-        At stage 3 it shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
+        It shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
         before, so that core knows the whole shape of each parameter. They are sharded over
         `mesh.shards`."""
 
@@ -166,8 +193,9 @@ class BackendHooks:
     def load_weights(
         self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
     ) -> tuple[str, ...]:
-        """Load weights into a module that was created sharded; called only at stage 3.
+        """Load weights into a transformers model that was created sharded; called only at stage 3.
 
+        `module` is not yet in the wrapper that `build_optimizer` and `prepare` get.
         `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
         parameter is whole at a time. Returns the names of parameters that are not in `weights`.
         Collective."""
@@ -244,7 +272,7 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def close_mesh(self, mesh: Mesh) -> bool:
-        """End the process group. Returns True."""
+        """End the process group, if `setup_mesh` has started it. Returns True."""
 
     @hookspec(firstresult=True)
     def diagnose(self) -> Sequence[Finding]:

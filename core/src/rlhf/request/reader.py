@@ -11,7 +11,7 @@ from attrs import field, frozen
 from rlhf.config.sections import Config, OptimConfig
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
-from rlhf.plugin import TrainerPlugin
+from rlhf.plugin import BackendPlugin, TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
@@ -59,35 +59,39 @@ def read_config(
     overrides: Sequence[str] = (),
     inputs: bool = True,
     argv: Sequence[str] = (),
+    backend: tuple[str, BackendPlugin] | None = None,
 ) -> Request:
     """Return the request for the trainer `name` (or `name@distribution`, or `FILE.py:CLASS`).
 
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.
     Instead of a user's YAML, `recorded` is the config.yaml of a run folder, which may hold settings
-    that have since been removed. With `inputs` False, model and data may be missing. Raises
-    RLHFError with all problems at once.
+    that have since been removed. With `inputs` False, model and data may be missing. `backend` is
+    the name and the record of a backend that need not be installed. Raises RLHFError with all
+    problems at once.
     """
     words = parse_words(overrides)
     trainer, plugin = load_trainer(name)
     file = load_recorded(recorded) if recorded else load_yaml(words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
-    backend = find_backend(chosen if chosen is None else str(chosen))
-    record = load_record(backend)
+    if backend is None:
+        installed = find_backend(chosen if chosen is None else str(chosen))
+        backend = installed.name, load_record(installed)
+    section, record = backend
     names, layers = as_sections([file, *(nested(*item) for item in words.overrides)])
     observers = tuple((each, load_record(find("observer", each)).config) for each in names)
-    cls = config_class(trainer.name, plugin.config, backend.name, record.config, observers, name)
+    cls = config_class(trainer.name, plugin.config, section, record.config, observers, name)
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
-    sections = ("model", "data", "optim", "observers", trainer.name, backend.name)
-    tree = merge(cls, {section: {} for section in sections}, *layers)
+    sections = ("model", "data", "optim", "observers", trainer.name, section)
+    tree = merge(cls, {each: {} for each in sections}, *layers)
     tree["observers"] = {each: tree["observers"].get(each) for each in names}
-    implied = record.defaults(tree[backend.name]) if record.defaults else {}
+    implied = record.defaults(tree[section]) if record.defaults else {}
     tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
     tree = merge(cls, load_demo(demo_file(trainer, plugin) if demo else None), tree)
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
-    tree = merge(cls, defaults, tree) | {"backend": chosen or backend.name}
+    tree = merge(cls, defaults, tree) | {"backend": chosen or section}
     return Request(
         name=trainer.name,
         config=_checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs),

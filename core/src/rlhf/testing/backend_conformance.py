@@ -28,6 +28,10 @@ from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
+from rlhf.testing import tiny
+from rlhf.testing.bench import SEVERAL, Bench, words_of
+from rlhf.testing.curves import Metrics, column, same_curve, without_timings
+from rlhf.testing.curves import weights as exported_weights
 from rlhf.testing.once import Once
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.problem import (
@@ -47,6 +51,11 @@ TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing
 """Parts of `estimate_memory` that only a trained model has."""
 PARTS = {"weights", "host", "nvme"} | TRAINED
 SHARE = 0.25
+RUN = (
+    "--train.eval_every", "2", "--train.eval_at_start", "true", "--train.samples", "1",
+    "--checkpoint.every", "2", "--checkpoint.keep", "3",
+)  # fmt: skip
+"""Words of a run of four steps with all that happens between steps."""
 EXPORTED = "model.safetensors"
 
 
@@ -77,6 +86,8 @@ class Problems:
 
     record: BackendPlugin
     folder: Path
+    name: str = "tested"
+    """What runs call the backend."""
     once: Once = field(factory=Once)
 
     def seen(self, layout: str, ranks: int) -> list[Seen]:
@@ -93,6 +104,39 @@ class Problems:
     def exported(self, layout: str, ranks: int, name: str) -> dict[str, Tensor]:
         """Return the weights that the run of `seen` exported under this name."""
         return load_file(self._folder(layout, ranks, "seen") / name / EXPORTED)
+
+    def plain_run(self) -> Metrics:
+        """Return the metrics of a real run in plain torch, made once."""
+        return self._bench().plain()
+
+    def run(self, layout: str, ranks: int) -> Metrics:
+        """Return the metrics of a real run, made once."""
+        return self._bench().run(self._run_name(layout, ranks), ranks, *self._words(layout))
+
+    def resume(self, layout: str, ranks: int) -> Metrics:
+        """Resume the run of `run` at its second step and return its metrics."""
+        words = (*self._words(layout), "--resume", "step-000002")
+        return self._bench().start(self._run_name(layout, ranks), ranks, *words)
+
+    def run_weights(self, layout: str, ranks: int) -> dict[str, bytes]:
+        """Return the bytes of the weights that the real run has exported."""
+        return exported_weights(self.folder / "runs" / self._run_name(layout, ranks))
+
+    def _run_name(self, layout: str, ranks: int) -> str:
+        return f"of a trainer, {layout}, {ranks} ranks"
+
+    def _words(self, layout: str) -> tuple[str, ...]:
+        return words_of(self.name, self.record.tested[layout])
+
+    def _bench(self) -> Bench:
+        def make() -> Bench:
+            folder = self.folder / "runs"
+            folder.mkdir()
+            words = [*tiny.short_run(folder, "demonstration"), *RUN]
+            backend = (self.name, self.record)
+            return Bench(SEVERAL, "several", folder, words, str(folder / "cache"), backend=backend)
+
+        return self.once.get("the set-up of the runs of a trainer", make)
 
     def _case(self, layout: str, *, dtype: Any = "fp32", **options: Any) -> Case:
         section = self.record.config(**self.record.tested[layout])
@@ -137,7 +181,8 @@ class BackendConformance:
     @classmethod
     def problems(cls, tmp_path_factory: pytest.TempPathFactory) -> Problems:
         """The runs of the class."""
-        return Problems(record_of(cls), tmp_path_factory.mktemp("backend"))
+        name = cls.backend.partition("@")[0] or "tested"
+        return Problems(record_of(cls), tmp_path_factory.mktemp("backend"), name)
 
     @pytest.fixture
     def seen(self, problems: Problems, layout: str, ranks: int) -> list[Seen]:
@@ -170,6 +215,25 @@ class BackendConformance:
         assert all(other.plans == first.plans for other in others)
         said = {name: first.plans["policy"][name] for name in ("stage", "precision")}
         assert first.facts == said | {"role": "policy"}, "the engine differs from its plan"
+
+    @promise("a run calls the hooks in this order, with these modules", "hooks.md, Backend hooks")
+    def test_a_run_of_a_trainer_is_that_of_plain_torch(
+        self, problems: Problems, layout: str, ranks: int
+    ) -> None:
+        metrics, expected = problems.run(layout, ranks), problems.plain_run()
+        same_curve(metrics, expected)
+        norms = [column(each, "critic/grad_norm") for each in (metrics, expected)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4), "the gradients of a module differ"
+
+    @promise("a resumed run is the same to the last bit", "hooks.md, load_checkpoint")
+    def test_a_run_of_a_trainer_resumes_to_the_last_bit(
+        self, problems: Problems, layout: str, ranks: int
+    ) -> None:
+        straight = without_timings(problems.run(layout, ranks))
+        weights = problems.run_weights(layout, ranks)
+        resumed = without_timings(problems.resume(layout, ranks))
+        assert resumed == straight, "the metrics differ"
+        assert problems.run_weights(layout, ranks) == weights, "the exported weights differ"
 
     @promise("a frozen model has no gradients and no optimizer", "hooks.md, estimate_memory")
     def test_the_estimate_has_its_parts(self, seen: list[Seen]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
+from rlhf.plugin import BackendPlugin
 from rlhf.rank.dataset import prepare_data
 from rlhf.registry.imports import load_record
 from rlhf.registry.installed import find_backend
@@ -23,8 +24,11 @@ NUM_STEPS, STOP_AT = 8, 4
 """The epoch ends after 6 steps: the stop lies inside the first, the end inside the second."""
 ENDING = ("--train.stop_at", "2", "--batch.size", "8", "--optim.lr", "1e-4")
 """Words of a run in which the model ends its answers: learnt fast, all would soon end at once."""
-LIKELIHOOD = f"{Path(__file__).with_name('trainers') / 'likelihood.py'}:Likelihood"
-"""The trainer with which kits run backends, observers and extensions, for `rlhf run`."""
+TRAINERS = Path(__file__).with_name("trainers")
+LIKELIHOOD = f"{TRAINERS / 'likelihood.py'}:Likelihood"
+"""The trainer with which kits run observers and extensions, for `rlhf run`."""
+SEVERAL = f"{TRAINERS / 'several.py'}:Several"
+"""A trainer of several models, with which the kit of backends makes runs."""
 
 
 def layouts(backend: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -32,7 +36,7 @@ def layouts(backend: str | None = None) -> dict[str, tuple[str, ...]]:
     `tested`; None is the only backend that is installed."""
     plugin = find_backend(backend)
     tested = load_record(plugin).tested
-    return {name: _words(plugin.name, tested[name]) for name in tested}
+    return {name: words_of(plugin.name, tested[name]) for name in tested}
 
 
 @define
@@ -48,6 +52,8 @@ class Bench:
     cache: str
     longest: int = 0
     """Tokens of the largest example, that of a rollout included."""
+    backend: tuple[str, BackendPlugin] | None = None
+    """Name and record of a backend that need not be installed."""
     _runs: Once = field(factory=Once)
 
     def plain(
@@ -61,7 +67,8 @@ class Bench:
         compared. It is made once by this name, in the folder `to` or `name`."""
         arguments = self._to(to or name, *words)
         return self._once(
-            name, lambda: tiny.run(self.trainer, arguments, self.cache, True, observers)
+            name,
+            lambda: tiny.run(self.trainer, arguments, self.cache, True, observers, self.backend),
         )
 
     def run(self, name: str, world: int, *words: str) -> Metrics:
@@ -72,18 +79,27 @@ class Bench:
     def start(self, name: str, world: int, *words: str) -> Metrics:
         """Run through the backend on `world` ranks, into the folder `name`."""
         arguments = self._to(name, *words)
-        metrics: Metrics = shared(world).run(tiny.run, self.trainer, arguments, self.cache)[0]
+        metrics: Metrics = shared(world).run(
+            tiny.run, self.trainer, arguments, self.cache, False, {}, self.backend
+        )[0]
         return metrics
 
-    def losses(self, settings: Mapping[str, Any]) -> list[float]:
-        """Return the first three losses in plain torch with these fields in the trainer's
-        section."""
-        arguments = self._to("unused", *_words(self.section, settings))
-        return [m.loss for m in tiny.first_steps(self.trainer, arguments, self.cache, num_steps=3)]
+    def other(self, name: str, settings: Mapping[str, Any]) -> Metrics:
+        """Return the metrics of a run in plain torch with these fields in the trainer's section,
+        made once by this name. It has a checkpoint of its step `STOP_AT`."""
+        return self.plain(name, *self._other(settings))
+
+    def resumed(self, name: str, settings: Mapping[str, Any]) -> Metrics:
+        """Resume the run of `other` with this name at its checkpoint and return its metrics."""
+        words = (*self._other(settings), "--resume", f"step-{STOP_AT:06}")
+        return self.plain(f"{name}, resumed", *words, to=name)
+
+    def _other(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*words_of(self.section, settings), "--checkpoint.every", str(STOP_AT))
 
     def samples(self, settings: Mapping[str, Any]) -> bool:
         """Return whether the trainer has a rollout with these fields in its section."""
-        arguments = self._to("unused", *_words(self.section, settings))
+        arguments = self._to("unused", *words_of(self.section, settings))
         return prepare_data(read_config(self.trainer, overrides=arguments)).trainer.needs_rollout()
 
     def ending(
@@ -95,7 +111,7 @@ class Bench:
         `batch.tokens` is the least, so that each rank answers other prompts.
         """
         model = tiny.make_model(self.folder / "ending", ends_answers=True)
-        words = ["--model", str(model), *_words(self.section, settings), *ENDING]
+        words = ["--model", str(model), *words_of(self.section, settings), *ENDING]
         arguments = self._to("unused", *words)
         longest = tiny.longest_example(self.trainer, arguments, self.cache, num_steps=2)
         words += ["--batch.tokens", str(max(longest, self.longest))]
@@ -110,6 +126,6 @@ class Bench:
         return self._runs.get(f"the run '{name}'", make)
 
 
-def _words(section: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def words_of(section: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the words of a command line for these fields of a section."""
     return tuple(option(f"{section}.{name}", value) for name, value in settings.items())

@@ -7,7 +7,7 @@
 Each test makes the smallest real runs: a Llama of two layers and 22 rows on the CPU, in plain torch
 and through the backend on one and two ranks, in each layout that its record calls `tested`. The
 ranks are those of `rlhf.testing.ranks.shared`, so all test files of a session use the same
-processes. A trainer takes about half a minute.
+processes. A trainer takes about half a minute, and a second for each setting.
 """
 
 import subprocess
@@ -238,14 +238,27 @@ class TrainerConformance:
         assert not missing, f"give others (or without_effect) a value for {sorted(missing)}"
         unknown = {*self.others, *self.without_effect} - names
         assert not unknown, f"{self.trainer} has no settings {sorted(unknown)}"
-        base = bench.losses({})
         for name, other in self.others.items():
             under = other.under if isinstance(other, Other) else {}
-            before = bench.losses(under) if under else base
+            before = bench.other(f"before {name}", under) if under else bench.plain()
             settings = _section(name, other)
-            assert bench.losses(settings) != before, (
+            assert column(bench.other(name, settings), "loss") != column(before, "loss"), (
                 f"{self.trainer}.{name} {settings[name]} does not change the loss"
             )
+
+    @promise("a resumed run is the same to the last bit", "plugins.md, Further methods")
+    def test_a_run_with_another_setting_resumes_to_the_last_bit(self, bench: Bench) -> None:
+        for name, other in self.others.items():
+            settings = _section(name, other)
+            straight = bench.other(name, settings)
+            exported = weights(bench.folder / name)
+            resumed = bench.resumed(name, settings)
+            differs = f"with {self.trainer}.{name} {settings[name]} a resumed run differs in"
+            assert without_timings(resumed) == without_timings(straight), (
+                f"{differs} its metrics; does `state` return all that the trainer keeps?"
+            )
+            same = weights(bench.folder / name) == exported
+            assert same, f"{differs} its exported weights"
 
     def _layout(self, name: str = "") -> tuple[str, ...]:
         """Return the words of a layout of the backend, by default of the plainest."""

@@ -57,9 +57,9 @@ class TinyModel(nn.Module):
 class Packed(nn.Module):
     """The shape of the module that backends are given: `forward(batch, readout)`."""
 
-    def __init__(self, *, tied: bool = True) -> None:
+    def __init__(self, model: TinyModel | None = None, *, tied: bool = True) -> None:
         super().__init__()
-        self.model = TinyModel(tied=tied)
+        self.model = TinyModel(tied=tied) if model is None else model
 
     def forward(self, batch: Mapping[str, Tensor], readout: Any) -> Mapping[str, Tensor]:
         return readout(self.model(batch["tokens"]), self.model.head, batch)
@@ -183,20 +183,35 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
 
 
 def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> tuple[Plan, Packed]:
-    """Return the plan of a role, and its module with the initial weights."""
+    """Return the plan of a role, and its module with the initial weights.
+
+    As in a run (`rlhf.model.load`), the hooks of sharded weights see the model without the wrapper
+    that the others see, and only at stage 3.
+    """
     plan = backend.configure_zero(
         config=case.config, mesh=mesh, model_shape=shape(), role=role, trained=trained, occupied=0
     )
-    with backend.model_context(plan=plan, role=role, mesh=mesh):
-        module = Packed(tied=case.tied)
-    weights = initial_weights(tied=case.tied)
+    named = initial_weights(tied=case.tied).items()
+    weights = {name.removeprefix("model."): value for name, value in named}
     if plan.stage == 3:
+        with backend.model_context(plan=plan, role=role, mesh=mesh):
+            model = TinyModel(tied=case.tied)
         whole = weights if mesh.rank == 0 else None
-        missing = backend.load_weights(module=module, weights=whole, plan=plan, mesh=mesh)
+        missing = backend.load_weights(module=model, weights=whole, plan=plan, mesh=mesh)
         assert missing == (), f"load_weights did not find {missing}"
     else:
-        module.load_state_dict(weights)
-    return plan, module
+        model = TinyModel(tied=case.tied)
+        model.load_state_dict(weights)
+    return plan, Packed(model)
+
+
+def look(backend: Any, engine: Any) -> None:
+    """Do what a run does with an engine before its first step: run it without gradient, as the
+    probe of attention does, and see what a checkpoint would hold, to know its size."""
+    engine.eval()
+    with torch.no_grad():
+        engine(make_batch(0, range(2), engine.device), losses)
+    backend.save_checkpoint(engine=engine)
 
 
 def move_states(backend: Any, engine: Any) -> None:
@@ -211,6 +226,7 @@ def follow(backend: Any, case: Case) -> tuple[Outcome, Any, Any]:
     """Run the case; returns its outcome, the engine and the mesh, which the caller closes."""
     mesh, engine, summary = start(backend, case)
     try:
+        look(backend, engine)
         return _followed(backend, case, mesh, engine, summary), engine, mesh
     except BaseException:
         # Other ranks may still wait for this one.

@@ -33,11 +33,13 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
+from rlhf.plugin import BackendPlugin
 from rlhf.rank import run as rank_run
 from rlhf.rank.dataset import prepare_data
 from rlhf.rank.run import process_group, run_rank
 from rlhf.rank.set_up import set_up, step_fit
 from rlhf.registry.gateway import BackendGateway, build_gateways
+from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
@@ -94,13 +96,17 @@ def run(
     cache: str,
     plain: bool = False,
     observers: Mapping[str, object] = MappingProxyType({}),
+    backend: tuple[str, BackendPlugin] | None = None,
 ) -> Metrics:
     """Run `rlhf run TRAINER WORDS` on this rank, through its backend or in plain torch, and return
-    the lines of its metrics.jsonl. Raises AssertionError if a signal stopped it."""
+    the lines of its metrics.jsonl. `backend` is the name and the record of one that need not be
+    installed. Raises AssertionError if a signal stopped the run."""
     os.environ["RLHF_CACHE"] = cache
-    request = read_config(trainer, overrides=words)
-    backend = PlainBackend() if plain else None
-    folder, ended = run_rank(request, backend=backend, observers=observers)
+    request = read_config(trainer, overrides=words, backend=backend)
+    hooks: Any = PlainBackend() if plain else None
+    if hooks is None and backend is not None:
+        hooks = load_object(backend[1].hooks)()
+    folder, ended = run_rank(request, backend=hooks, observers=observers)
     assert ended != "signal", "the run was stopped by a signal"
     return logged(folder)
 

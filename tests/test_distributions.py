@@ -21,8 +21,16 @@ PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/
 each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
 
 
+def described(project: Path) -> dict[str, Any]:
+    return tomllib.loads((project / "pyproject.toml").read_text())
+
+
 def metadata(project: Path) -> dict[str, Any]:
-    return tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    return described(project)["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(line).name) for line in requirements}
 
 
 OURS = {metadata(project)["name"]: project for project in PROJECTS}
@@ -34,13 +42,13 @@ def declared(project: Path, *, extras: bool) -> set[str]:
 
     A distribution of ours brings its own requirements: they are part of what it promises.
     """
-    described = metadata(project)
-    lines = list(described.get("dependencies", []))
+    listed = metadata(project)
+    lines = list(listed.get("dependencies", []))
     if extras:
-        optional = described.get("optional-dependencies", {})
+        optional = listed.get("optional-dependencies", {})
         lines += [line for extra in optional.values() for line in extra]
-    names = {canonicalize_name(Requirement(line).name) for line in lines}
-    return names.union(*(declared(OURS[name], extras=extras) for name in names & OURS.keys()))
+    found = names(lines)
+    return found.union(*(declared(OURS[name], extras=extras) for name in found & OURS.keys()))
 
 
 OPTIONAL = {"flash_attn": {"flash-attn-4"}}
@@ -87,7 +95,8 @@ def test_what_a_distribution_imports_is_declared(project: Path) -> None:
 
 @each_project
 def test_the_tests_of_a_distribution_import_nothing_of_the_workspace(project: Path) -> None:
-    assert undeclared(project, "tests", declared(project, extras=True)) == []
+    own = names(described(project).get("dependency-groups", {}).get("tests", []))
+    assert undeclared(project, "tests", own | declared(project, extras=True)) == []
 
 
 def test_an_import_that_is_not_declared_is_named(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ from torch.optim import AdamW
 
 from rlhf.data.loader import batches_from
 from rlhf.launch.places import Marker
-from rlhf.loop.stepper import Stepper
 from rlhf.model.architecture import read_architecture
 from rlhf.model.load import load_whole
 from rlhf.model.packed import PackedModel
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.set_up import set_up
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
+from rlhf.train.dataset import prepare_data
+from rlhf.train.loop import Stepper
+from rlhf.train.set_up import set_up
 
 
 def main() -> None:

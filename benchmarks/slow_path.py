@@ -13,7 +13,7 @@ kernels.fused_on = lambda kind: False
 
 from rlhf.commands.main import main  # noqa: E402
 from rlhf.model.probe import AttentionPath  # noqa: E402
-from rlhf.rank import context as run  # noqa: E402
+from rlhf.train import context as run  # noqa: E402
 
 
 def padded(engine: Any, *arguments: Any, **options: Any) -> AttentionPath:

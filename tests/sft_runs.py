@@ -10,9 +10,9 @@ from typing import Any
 from attrs import frozen
 
 from rlhf.demo import rows
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import make_model, write_rows
+from rlhf.train.rank import run_rank
 
 
 @frozen

@@ -12,11 +12,11 @@ import pytest
 
 import sft_runs
 from rlhf.folder import checkpoints, retention
-from rlhf.loop import checkpointing
-from rlhf.loop.fragments import write_fragments
-from rlhf.loop.writing import Writing
 from rlhf.testing import column
 from rlhf.testing.ranks import Ranks
+from rlhf.train import checkpointing
+from rlhf.train.fragments import write_fragments
+from rlhf.train.writing import Writing
 from sft_runs import Inputs
 
 ASYNC = ("--checkpoint.async", "true", "--train.steps", "8")
@@ -38,7 +38,7 @@ def steps_beside(words: list[str], cache: str, seconds: float) -> tuple[int, int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointing, "write_fragments", slowly)
-        patch.setattr("rlhf.loop.steps.complete_if_written", counted)
+        patch.setattr("rlhf.train.loop.complete_if_written", counted)
         code, _ = sft_runs.run(words, cache)
     return code, found
 
@@ -154,7 +154,7 @@ def announced(words: list[str], cache: str) -> int:
         real(session, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf.loop.steps.save", save)
+        patch.setattr("rlhf.train.loop.save", save)
         sft_runs.run(words, cache)
     return known[0]
 

@@ -10,12 +10,12 @@ import torch
 
 from rlhf.engine import Mesh, axes
 from rlhf.hookspecs import hookimpl
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import Ranks, without_timings
 from rlhf.testing.curves import weights
 from rlhf.testing.plain import PlainBackend, seed
 from rlhf.testing.tiny import short_run
+from rlhf.train.rank import run_rank
 from sft_runs import read_metrics
 
 CASES = {

@@ -12,10 +12,10 @@ from torch import distributed
 import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
-from rlhf.loop.stop import StopWatch
 from rlhf.request.reader import read_config
 from rlhf.testing import column
 from rlhf.testing.ranks import Ranks
+from rlhf.train.stop import StopWatch
 from sft_runs import Inputs
 
 EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 import sft_runs
 from rlhf.commands.main import main
+from rlhf.contract.calls import Contract
+from rlhf.contract.checks import Moment, check_names, check_rollout, check_setup
+from rlhf.contract.sums import RESERVED
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, place_of
-from rlhf.journal.sums import RESERVED
-from rlhf.loop.checks import Moment, check_names, check_rollout, check_setup
-from rlhf.loop.contract import Contract
-from rlhf.loop.session import Session
-from rlhf.rank.run import run_rank
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
 from rlhf.testing import Ranks
 from rlhf.testing.tiny import in_plain_torch
+from rlhf.train.rank import run_rank
+from rlhf.train.session import Session
 from rlhf.trainer import Loss, Run, Term, Trainer
 from sft_runs import Inputs
 

@@ -14,9 +14,9 @@ import pytest
 import sft_runs
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, print_before_and_after, rows
 from rlhf.errors import RLHFError
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.rank import run_rank
 from rlhf_plugin_deepspeed.config import check, resolve
 from sft_runs import Inputs
 

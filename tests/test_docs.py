@@ -19,11 +19,11 @@ from doc_blocks import FENCED, commands, in_place
 from guide_package import install_guide
 from rlhf.commands.main import main
 from rlhf.demo import rows
-from rlhf.loop.fragments import SavedEngine
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
 from rlhf.testing import write_rows
 from rlhf.testing.ranks import Ranks
+from rlhf.train.fragments import SavedEngine
 from served import Served, serving
 from sft_runs import Inputs
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import rlhf.rank.run as rank_run
+import rlhf.train.rank as rank_run
 import sft_runs
 from rlhf.api import start as start_rank
 from rlhf.folder.run_folder import read_json
@@ -234,7 +234,7 @@ def test_a_stop_signal_to_all_processes_saves(start, tmp_path: Path) -> None:  #
 
 
 def stopped_in(place: str, words: list[str], cache: str) -> tuple[object, str]:
-    """Start a run on this rank that gets USR1 when it calls a function of rlhf.rank.run. Returns
+    """Start a run on this rank that gets USR1 when it calls a function of rlhf.train.rank. Returns
     how the process would end, and what it prints last."""
     own = getattr(rank_run, place)
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 import sft_runs
-from rlhf.rank.dataset import Dataset
 from rlhf.request.reader import read_config
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.dataset import Dataset
 from sft_runs import Inputs
 
 LENGTHS = [

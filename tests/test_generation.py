@@ -25,13 +25,13 @@ from transformers import (
 import sft_runs
 from rlhf.config.sections import BatchConfig, DataConfig
 from rlhf.launch.places import Marker
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.generate import sample
-from rlhf.rank.set_up import set_up
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
 from rlhf.testing import layouts
 from rlhf.testing.ranks import Ranks
+from rlhf.train.dataset import prepare_data
+from rlhf.train.generate import sample
+from rlhf.train.set_up import set_up
 from rlhf.trainer import Sample
 from sft_runs import Inputs
 

@@ -16,12 +16,12 @@ import torch
 import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import hookimpl
-from rlhf.loop import steps
 from rlhf.model import probe
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import column, write_rows
 from rlhf.testing.ranks import RankFailure, Ranks
+from rlhf.train import loop
+from rlhf.train.rank import run_rank
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 
@@ -156,7 +156,7 @@ def collected(words: list[str], cache: str) -> list[str]:
     """The devices on which a run frees what its start and its first step have left."""
     devices: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "collect", devices.append)
+        patch.setattr(loop, "collect", devices.append)
         sft_runs.run(words, cache)
     return devices
 

@@ -16,11 +16,11 @@ from transformers import LlamaForCausalLM
 import sft_runs
 from rlhf.commands.inspect import inspect_command
 from rlhf.folder import checkpoints
-from rlhf.loop.rollout import FILE
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import Request, read_config
 from rlhf.testing import column, layouts, without_timings
 from rlhf.testing.ranks import Ranks
+from rlhf.train.rank import run_rank
+from rlhf.train.rollout import FILE
 from sft_runs import Inputs
 
 BATCHES, PASSES = 2, 2

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.contract.sums import Sums, weighted_loss
 from rlhf.data.example import Answer
 from rlhf.data.packing import pack
 from rlhf.engine import Mesh
-from rlhf.journal.sums import Sums, weighted_loss
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.trainer import PRMTrainer

@@ -13,10 +13,10 @@ import sft_runs
 from rlhf.demo import rows
 from rlhf.engine import StateKind
 from rlhf.hookspecs import hookimpl
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import write_rows
 from rlhf.testing.ranks import Ranks
+from rlhf.train.rank import run_rank
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 

@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard
 import sft_runs
 from hub_server import TOKEN, Hub, hub
 from rlhf.commands.main import main
-from rlhf.rank.run import run_rank
 from rlhf.report.card import name_of
 from rlhf.request.reader import read_config
 from rlhf.testing import make_model
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.rank import run_rank
 from sft_runs import Inputs
 
 

@@ -15,9 +15,9 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import sha256
-from rlhf.rank import run as rank_run
 from rlhf.testing import column
 from rlhf.testing.ranks import Ranks
+from rlhf.train import rank as rank_run
 from sft_runs import Inputs
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")

@@ -18,18 +18,18 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.commands.plan import checkpoint_bytes
 from rlhf.engine import Mesh
-from rlhf.loop.exporting import export_checkpoint
-from rlhf.loop.session import Session
 from rlhf.memory.rehearsal import Rehearsed
-from rlhf.rank import run as rank_run
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.run import run_rank
-from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, read_config
 from rlhf.testing import Ranks, column, without_timings
 from rlhf.testing.curves import training
 from rlhf.testing.plain import PlainBackend
+from rlhf.train import rank as rank_run
+from rlhf.train.dataset import prepare_data
+from rlhf.train.exporting import export_checkpoint
+from rlhf.train.rank import run_rank
+from rlhf.train.session import Session
+from rlhf.train.set_up import step_fit
 from role_trainers import Bigrams
 from sft_runs import Inputs
 

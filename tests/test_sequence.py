@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from rlhf.data.order import RunOrder
 from rlhf.engine import Axis
 from rlhf.model.sequence import part_of_rank
-from rlhf.rank.dataset import prepare_data
 from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics, same_curve
 from rlhf.testing.ranks import Ranks, shared
 from rlhf.testing.tiny import make_model, run, short_run
+from rlhf.train.dataset import prepare_data
 
 STAGES = {
     "0": ("--deepspeed.stage", "0"),

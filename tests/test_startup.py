@@ -30,7 +30,7 @@ def test_the_light_side_imports_nothing_heavy(words: str) -> None:
 def test_a_run_imports_no_library_that_it_may_not_need() -> None:
     """`datasets` is needed only for rows that are not in the cache, mlflow only as an observer."""
     program = (
-        "import sys, rlhf.rank.run, rlhf_plugin_deepspeed.backend\n"
+        "import sys, rlhf.train.rank, rlhf_plugin_deepspeed.backend\n"
         "print(sorted({'datasets', 'mlflow'} & {*sys.modules}))"
     )
     command = [sys.executable, "-c", program]

@@ -21,12 +21,12 @@ import sft_runs
 from rlhf.commands import verify
 from rlhf.commands.main import main
 from rlhf.commands.verify import RunShape, Verification
-from rlhf.loop.fragments import SavedEngine
 from rlhf.plugin import NoSettings
-from rlhf.rank.comparison import first_changed
-from rlhf.rank.dataset import prepare_data
 from rlhf.request.reader import read_config
 from rlhf.testing.ranks import shared
+from rlhf.train.comparison import first_changed
+from rlhf.train.dataset import prepare_data
+from rlhf.train.fragments import SavedEngine
 from sft_runs import Inputs
 
 Fault = Callable[[], Any]

@@ -90,7 +90,7 @@ def test_a_distribution_loads_with_only_what_it_declares(
     loaded = python("-S", "-c", LOAD, sites=[site])
     assert loaded.returncode == 0, loaded.stderr
     assert len(loaded.stdout.splitlines()) == len(ours) - 1
-    imported = python("-S", "-c", "import rlhf.rank.run, rlhf.commands.merge", sites=[site])
+    imported = python("-S", "-c", "import rlhf.train.rank, rlhf.commands.merge", sites=[site])
     assert imported.returncode == 0, imported.stderr
 
 

@@ -7,12 +7,12 @@ import torch
 
 from rlhf.engine import Mesh
 from rlhf.memory.fit import StepFit
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.set_up import step_fit
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.dataset import prepare_data
+from rlhf.train.set_up import step_fit
 
 
 def small_run(folder: Path) -> list[str]:

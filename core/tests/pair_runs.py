@@ -23,10 +23,10 @@ from rlhf.data.tokenise import prepare
 from rlhf.demo import rows, scratch
 from rlhf.engine import Mesh
 from rlhf.model.tokenizer import load_tokenizer
-from rlhf.rank.context import RunContext
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.context import RunContext
 from rlhf.trainer import Loss, Trainer
 
 

@@ -24,9 +24,9 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
 from rlhf.model.save import check_exportable, save_tokenizer_and_config, verify_export
 from rlhf.model.task import Task
-from rlhf.rank.context import RunContext
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.context import RunContext
 
 EMBEDDING = ("embed_tokens", "q_proj")
 FILE = "adapter_model.safetensors"

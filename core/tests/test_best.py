@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.loop.best import Best, objective
+from rlhf.train.best import Best, objective
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.loop.checkpointing import check_data, check_frozen
-from rlhf.rank.context import RunContext
 from rlhf.reference import digest
 from rlhf.reference.digest import quick_digests
 from rlhf.testing import tiny
+from rlhf.train.checkpointing import check_data, check_frozen
+from rlhf.train.context import RunContext
 
 pytestmark = pytest.mark.usefixtures("cache")
 WEIGHTS = "model.safetensors"

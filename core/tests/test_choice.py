@@ -13,12 +13,12 @@ from rlhf.memory import choice
 from rlhf.memory.choice import AMPLE, Choice, choose
 from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import STRICT
-from rlhf.rank.dataset import Dataset, prepare_data
-from rlhf.rank.set_up import out_of_memory, step_fit
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.dataset import Dataset, prepare_data
+from rlhf.train.set_up import out_of_memory, step_fit
 
 
 @pytest.fixture(scope="module")

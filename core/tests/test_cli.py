@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-import rlhf.loop.defaults
+import rlhf.train.default_hooks
 import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError, SameOnAllRanks

@@ -31,11 +31,11 @@ from rlhf.model.kernels.layers import (
 from rlhf.model.kernels.lora import forward, is_plain
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
-from rlhf.rank.context import RunContext
 from rlhf.reference.live import adapter_off
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.context import RunContext
 
 LAYERS = 3
 

@@ -7,7 +7,7 @@ import pytest
 from numbered_words import ROWS, Demonstrations, Raw, Section, examples_of, ids, write_lines
 
 from rlhf.errors import RLHFError
-from rlhf.rank.dataset import Dataset
+from rlhf.train.dataset import Dataset
 
 pytestmark = pytest.mark.usefixtures("cache")
 

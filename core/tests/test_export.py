@@ -15,11 +15,11 @@ from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl
-from rlhf.loop.exporting import export_checkpoint
-from rlhf.rank.run import run_rank
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.exporting import export_checkpoint
+from rlhf.train.rank import run_rank
 
 
 def made(folder: Path) -> Path:

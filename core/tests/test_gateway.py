@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-import rlhf.loop.defaults  # noqa: F401  The fixture `install` hides torch.
+import rlhf.train.default_hooks  # noqa: F401  The fixture `install` hides torch.
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import BackendHooks, ObserverHooks, RunRecord, hookimpl

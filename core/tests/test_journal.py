@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf.contract.sums import RESERVED, ReducedSums, Sums
 from rlhf.data.order import RunOrder
 from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.folder.run_folder import RunFolder
-from rlhf.journal import journal
-from rlhf.journal.journal import StepResult
-from rlhf.journal.sums import RESERVED, ReducedSums, Sums
-from rlhf.loop.session import Session
 from rlhf.testing import tiny
+from rlhf.train import journal
+from rlhf.train.journal import StepResult
+from rlhf.train.session import Session
 from rlhf.trainer import Loss
 
 MOVED = StepOutcome(moved=True, grad_norm=1.0)

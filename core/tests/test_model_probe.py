@@ -26,10 +26,10 @@ from rlhf.model import probe
 from rlhf.model.finite import check_finite
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path, probe_batch
-from rlhf.rank.context import RunContext, probed_alike
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.context import RunContext, probed_alike
 
 
 def engine_of(causal: Any, precision: str = "fp32") -> Any:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.contract.names import NameCheck
+from rlhf.contract.sums import Sums
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.journal.names import NameCheck
-from rlhf.journal.sums import Sums
 from rlhf.testing import Ranks, ranks_fixture
 from rlhf.trainer import Loss, Term
 

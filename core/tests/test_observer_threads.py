@@ -16,7 +16,6 @@ import pytest
 
 from rlhf.config.sections import Config
 from rlhf.hookspecs import RunRecord, hookimpl
-from rlhf.rank.run import run_rank
 from rlhf.registry import observers as limits
 from rlhf.registry.gateway import build_gateways
 from rlhf.registry.observers import ObserverGateway
@@ -24,6 +23,7 @@ from rlhf.request.reader import read_config
 from rlhf.testing.bench import LIKELIHOOD
 from rlhf.testing.plain import PlainBackend
 from rlhf.testing.tiny import short_run
+from rlhf.train.rank import run_rank
 
 RUN = RunRecord(name="toy", folder=Path("nowhere"), config=Config(), steps=3)
 CALLS: list[tuple[str, dict[str, Any]]] = [

@@ -12,9 +12,9 @@ from fits import on_accelerator, small_run
 from rlhf.engine import Mesh, StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.memory.rehearsal import Rehearsed
-from rlhf.rank.phases import TRAINING, Phase, Phases, phase_peak, shortage
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.offloading import TRAINING, Phase, Phases, phase_peak, shortage
 
 
 class Recording(PlainBackend):

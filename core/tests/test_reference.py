@@ -15,15 +15,15 @@ from rlhf.config.sections import (
 )
 from rlhf.data.batch import PackedBatch
 from rlhf.errors import RLHFError
-from rlhf.loop.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 from rlhf.model.load import load_model
-from rlhf.rank import context
-from rlhf.rank.context import RunContext
-from rlhf.rank.introduction import curve_line
 from rlhf.readouts import Head, Mixture, answer_logprobs, distil, hidden_at
 from rlhf.readouts.teachers import forward_kl
 from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
+from rlhf.train import context
+from rlhf.train.context import RunContext
+from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
+from rlhf.train.introduction import curve_line
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -19,12 +19,12 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
-from rlhf.rank.context import RunContext
 from rlhf.readouts import token_logprobs
 from rlhf.reference import compute, stored
 from rlhf.reference.digest import weights_digest
 from rlhf.reference.stored import LogprobTable
 from rlhf.reference.surveyed import SurveyedExamples
+from rlhf.train.context import RunContext
 
 pytestmark = pytest.mark.usefixtures("cache")
 

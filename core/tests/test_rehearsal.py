@@ -15,27 +15,27 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhf.config.sections import Config
+from rlhf.contract.sums import weighted_loss
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import hookimpl
-from rlhf.journal.sums import weighted_loss
 from rlhf.launch.places import Marker
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
 from rlhf.model.kernels.tree import REHEARSED, Heads
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.introduction import keep_traceback, memory_lines
-from rlhf.rank.run import ran_out
-from rlhf.rank.set_up import set_up
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
 from rlhf.testing import tiny
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.dataset import prepare_data
+from rlhf.train.introduction import keep_traceback, memory_lines
+from rlhf.train.rank import ran_out
+from rlhf.train.set_up import set_up
 from rlhf.trainer import Loss, PackedBatch, Term, Trainer
 
 

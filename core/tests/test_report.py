@@ -19,11 +19,11 @@ from fits import on_accelerator, small_run
 
 from rlhf.commands.main import main
 from rlhf.folder.run_folder import RunFolder
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.introduction import summary
 from rlhf.report.chart import chart, number, smoothed, thinned, ticks
 from rlhf.report.recorded import read_newest, read_run
 from rlhf.request.reader import read_config
+from rlhf.train.dataset import prepare_data
+from rlhf.train.introduction import summary
 
 GIB = 2**30
 HOSTILE = "</pre><script>alert(1)</script>"

@@ -16,8 +16,8 @@ from rlhf.data.order import RunOrder
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.loop.rollout import FILE, Rollouts
-from rlhf.rank.generate import Noise
+from rlhf.train.generate import Noise
+from rlhf.train.rollout import FILE, Rollouts
 
 
 class Rows(list[Example]):

@@ -12,8 +12,8 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.errors import RLHFError
 from rlhf.model.router import balance_loss
-from rlhf.rank.context import router_note
 from rlhf.readouts import token_logprobs
+from rlhf.train.context import router_note
 
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.25}
 CONFIGS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.config.sections import Config, OptimConfig
-from rlhf.loop.defaults import DefaultHooks, rate
+from rlhf.train.default_hooks import DefaultHooks, rate
 
 
 def test_cosine_without_warmup_is_f_of_k_over_n() -> None:

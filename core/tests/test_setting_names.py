@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.rank.context import RunContext
 from rlhf.registry.gateway import build_gateways
 from rlhf.testing.plain import PlainBackend
+from rlhf.train.context import RunContext
 
 
 @attrs.frozen(kw_only=True)

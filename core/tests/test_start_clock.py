@@ -23,7 +23,7 @@ from rlhf.launch import importing as imports
 from rlhf.launch.garbage import without_collections
 from rlhf.launch.importing import Distributions, import_alone, importing, opening_device
 from rlhf.launch.startup import Startup
-from rlhf.rank.run import process_group
+from rlhf.train.rank import process_group
 
 
 def test_the_time_of_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ opened = []
 sys.addaudithook(lambda event, given: event == "open" and opened.append(str(given[0])))
 from rlhf.launch.importing import importing_rank
 with importing_rank():
-    import rlhf.rank.run
+    import rlhf.train.rank
 assert not {"scipy", "sklearn", "torchao", "peft"} & {*sys.modules}, "imported"
 assert sum(path.endswith("modeling_zoedepth.py") for path in opened) == 1, "read again"
 from transformers import utils

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rlhf.contract.sums import Sums, poison_unless_finite, weighted_loss
 from rlhf.engine import Mesh
-from rlhf.journal.sums import Sums, poison_unless_finite, weighted_loss
 from rlhf.trainer import Loss, Term
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.contract.calls import Contract
+from rlhf.contract.sums import total_of
 from rlhf.data.example import Answer, Example
 from rlhf.data.order import StepPlan
 from rlhf.data.packing import filler, pack
 from rlhf.engine import Mesh, axes
-from rlhf.journal.sums import total_of
-from rlhf.loop.contract import Contract
-from rlhf.loop.survey import Survey
 from rlhf.testing.ranks import Ranks, ranks_fixture
+from rlhf.train.survey import Survey
 from rlhf.trainer import Trainer
 
 two = ranks_fixture(2)

@@ -116,7 +116,7 @@ def export(source: str | Path, output: str | Path, *, role: str = "policy") -> P
     """
     from transformers.utils.logging import disable_progress_bar  # late: start-up time
 
-    from rlhf.loop.exporting import write_model
+    from rlhf.train.exporting import write_model
 
     disable_progress_bar()
     with new_folder(Path(output)) as target:
@@ -159,7 +159,7 @@ def _start_here(
         return folder, _start_ranks(request, place, ranks, folder)
     with only_rank():
         with startup.part("imports"), importing_rank():
-            from rlhf.rank.run import run_rank  # late: start-up time
+            from rlhf.train.rank import run_rank  # late: start-up time
 
         return run_rank(request, chosen=folder, verified=True, startup=startup)
 
@@ -170,7 +170,7 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
 
     def prepare() -> None:
         with importing():
-            from rlhf.rank.dataset import prepare_data  # late: start-up time
+            from rlhf.train.dataset import prepare_data  # late: start-up time
 
         prepare_data(request, day)
 
@@ -200,7 +200,7 @@ def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
     if ours:
         die_with(int(os.environ[PARENT]))
     with startup.part("imports"), importing_rank():
-        from rlhf.rank.run import run_rank  # late: start-up time
+        from rlhf.train.rank import run_rank  # late: start-up time
 
     with startup.part("tokenising"):
         wait_at_gate()

@@ -16,8 +16,8 @@ from rlhf.data.examples import Report
 from rlhf.data.order import RunOrder
 from rlhf.data.packing import PER_TOKEN, kind_of
 from rlhf.errors import counted
-from rlhf.rank.dataset import Dataset, prepare_data
 from rlhf.request.reader import Request
+from rlhf.train.dataset import Dataset, prepare_data
 
 SHOWN_ROWS = 3
 SHOWN_STEPS = 50

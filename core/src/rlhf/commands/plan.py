@@ -13,12 +13,12 @@ from rlhf.errors import RLHFError
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.fp8_reference import reference_in_fp8
-from rlhf.rank.set_up import step_fit
 from rlhf.reference.run_models import RunModels
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
+from rlhf.train.dataset import prepare_data
+from rlhf.train.fp8_reference import reference_in_fp8
+from rlhf.train.set_up import step_fit
 
 OTHER = ("buffers", "optimizer's step")
 """Parts that the table adds up in one column."""

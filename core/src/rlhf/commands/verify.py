@@ -27,7 +27,10 @@ from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import Ranks, num_devices
 from rlhf.launch.signals import DAY, STOPPED, catch
 from rlhf.launch.slurm import join_slurm
-from rlhf.rank.comparison import (
+from rlhf.registry.gateway import load_hooks
+from rlhf.request.reader import Request
+from rlhf.request.settings_tree import to_tree
+from rlhf.train.comparison import (
     BOUNDS,
     STEPS,
     first_changed,
@@ -35,10 +38,7 @@ from rlhf.rank.comparison import (
     largest_difference,
     losses,
 )
-from rlhf.rank.dataset import Dataset, prepare_data
-from rlhf.registry.gateway import load_hooks
-from rlhf.request.reader import Request
-from rlhf.request.settings_tree import to_tree
+from rlhf.train.dataset import Dataset, prepare_data
 
 PREFIX, OUTPUT = ".verify-", "output.txt"
 SHARDED = 2

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rlhf.config.sections import ModelConfig
+from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
 from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, SurveyRows
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
-from rlhf.loop.checks import check_setup
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.step_bytes import CountedStep, count_step
 from rlhf.model.architecture import DTYPES

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rlhf.contract.sums import weighted_loss
 from rlhf.data.batch import PackedBatch
-from rlhf.journal.sums import weighted_loss
 from rlhf.memory.meta_calls import MetaCalls
 from rlhf.trainer import Trainer
 

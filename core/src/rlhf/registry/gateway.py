@@ -20,7 +20,7 @@ from rlhf.registry.observers import ObserverGateway
 
 SPECS = {"backend": BackendHooks, "extension": BackendHooks, "observer": ObserverHooks}
 BACKEND_HOOKS = [name for name in vars(BackendHooks) if not name.startswith("_")]
-CORE = "rlhf.loop.defaults:DefaultHooks"
+CORE = "rlhf.train.default_hooks:DefaultHooks"
 """Core's own `trylast` implementations, for hooks that the backend does not implement."""
 
 

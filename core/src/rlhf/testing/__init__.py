@@ -20,8 +20,8 @@ pytest.register_assert_rewrite(
 )
 
 if TYPE_CHECKING:
+    from rlhf.contract.sums import weighted_loss
     from rlhf.data.packing import pack
-    from rlhf.journal.sums import weighted_loss
     from rlhf.request.reader import read_config
     from rlhf.testing.backend_conformance import BackendConformance
     from rlhf.testing.bench import LIKELIHOOD, NUM_HELD_OUT, NUM_ROWS, layouts
@@ -64,7 +64,7 @@ __all__ = [
 ]
 _MODULES = {
     "rlhf.data.packing": ("pack",),
-    "rlhf.journal.sums": ("weighted_loss",),
+    "rlhf.contract.sums": ("weighted_loss",),
     "rlhf.request.reader": ("read_config",),
     "rlhf.testing.backend_conformance": ("BackendConformance",),
     "rlhf.testing.bench": ("LIKELIHOOD", "NUM_HELD_OUT", "NUM_ROWS", "layouts"),

@@ -8,7 +8,6 @@ from typing import Any
 from attrs import define, field
 
 from rlhf.plugin import BackendPlugin
-from rlhf.rank.dataset import prepare_data
 from rlhf.registry.imports import load_record
 from rlhf.registry.installed import find_backend
 from rlhf.request.reader import read_config
@@ -17,6 +16,7 @@ from rlhf.testing import tiny
 from rlhf.testing.curves import Metrics
 from rlhf.testing.once import Once
 from rlhf.testing.ranks import shared
+from rlhf.train.dataset import prepare_data
 
 NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""

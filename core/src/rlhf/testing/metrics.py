@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from rlhf.contract.sums import Sums
 from rlhf.data.batch import PackedBatch
 from rlhf.engine import Mesh
-from rlhf.journal.sums import Sums
 from rlhf.trainer import Trainer
 
 

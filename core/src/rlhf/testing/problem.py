@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape, Plan, StateKind
-from rlhf.loop.checkpointing import RUN, restore_schedule
-from rlhf.loop.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
+from rlhf.train.checkpointing import RUN, restore_schedule
+from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 
 ROWS = 8
 VOCABULARY = 32

@@ -27,22 +27,22 @@ from rlhf.engine import Mesh, StepOutcome
 from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
-from rlhf.loop.session import Session
-from rlhf.loop.stepper import Stepper
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import largest
 from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
 from rlhf.plugin import BackendPlugin
-from rlhf.rank import run as rank_run
-from rlhf.rank.dataset import prepare_data
-from rlhf.rank.run import process_group, run_rank
-from rlhf.rank.set_up import set_up, step_fit
 from rlhf.registry.gateway import BackendGateway, build_gateways
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.testing.curves import Metrics
 from rlhf.testing.plain import PlainBackend, PlainEngine
+from rlhf.train import rank as rank_run
+from rlhf.train.dataset import prepare_data
+from rlhf.train.loop import Stepper
+from rlhf.train.rank import process_group, run_rank
+from rlhf.train.session import Session
+from rlhf.train.set_up import set_up, step_fit
 
 AMPLE_TOKENS = 1 << 20
 """A `batch.tokens` that holds any step of the tests."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from attrs import define, field, frozen
 
+from rlhf.contract.checks import Moment, after, call_of, check_rollout, naming
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.data.layout import Rows
@@ -15,7 +16,6 @@ from rlhf.data.trees import TreeFile, to_table, tree, write
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.launch.places import Marker
-from rlhf.loop.checks import Moment, after, call_of, check_rollout, naming
 from rlhf.trainer import Trainer
 
 FILE = "rollout.arrow"

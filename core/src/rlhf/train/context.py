@@ -17,8 +17,6 @@ from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
 from rlhf.launch.startup import Startup
-from rlhf.loop.checkpointing import check_frozen
-from rlhf.loop.fragments import check_model
 from rlhf.memory.fit import StepFit
 from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
@@ -31,9 +29,6 @@ from rlhf.model.setting_names import naming_model
 from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
-from rlhf.rank.agreement import check_architecture, check_weights
-from rlhf.rank.generate import sample
-from rlhf.rank.phases import Phases
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import attach_values
@@ -42,6 +37,11 @@ from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
 from rlhf.reference.teacher import TEACHER, top_tokens
 from rlhf.sharding import free
+from rlhf.train.agreement import check_architecture, check_weights
+from rlhf.train.checkpointing import check_frozen
+from rlhf.train.fragments import check_model
+from rlhf.train.generate import sample
+from rlhf.train.offloading import Phases
 from rlhf.trainer import Sample
 
 

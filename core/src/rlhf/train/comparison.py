@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.folder.checkpoints import MANIFEST, step_folder
 from rlhf.folder.run_folder import logged
-from rlhf.loop.fragments import STEP, WEIGHT, SavedEngine
+from rlhf.train.fragments import STEP, WEIGHT, SavedEngine
 
 STEPS = 2
 GRADIENT = "exp_avg"

@@ -13,10 +13,10 @@ from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.model.dropout import largest_dropout
 from rlhf.model.role import Role, trained_share
-from rlhf.rank.context import RunContext
-from rlhf.rank.dataset import Dataset
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import to_tree
+from rlhf.train.context import RunContext
+from rlhf.train.dataset import Dataset
 
 
 def introduce_run(

@@ -11,16 +11,16 @@ from rlhf.data.examples import Examples
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks, counted
 from rlhf.folder import checkpoints, retention
-from rlhf.loop import random_state
-from rlhf.loop.fragments import (
+from rlhf.train import random_state
+from rlhf.train.fragments import (
     SavedEngine,
     copied_to_host,
     fragments_to_write,
     write_fragments,
     write_plain,
 )
-from rlhf.loop.session import Session
-from rlhf.loop.writing import Writing
+from rlhf.train.session import Session
+from rlhf.train.writing import Writing
 
 RUN = "run.json"
 RANDOM = "random-{:05d}.safetensors"

@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rlhf.contract.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
 from rlhf.data.batch import PackedBatch
 from rlhf.data.columns import errors_at
 from rlhf.data.example import Example
@@ -17,7 +18,6 @@ from rlhf.data.examples import Examples
 from rlhf.data.mapping import check_example
 from rlhf.engine import Mesh
 from rlhf.errors import Place, RLHFError, SameOnAllRanks, counted
-from rlhf.journal.sums import EXTREMES, RESERVED, ROUTER_LOSS, TERM, Totals
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, Role
 from rlhf.trainer import Loss, Term, Trainer

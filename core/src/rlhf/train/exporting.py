@@ -18,8 +18,6 @@ from rlhf.errors import RLHFError, listed
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
-from rlhf.loop.fragments import SavedEngine
-from rlhf.loop.session import Session
 from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.packed import PREFIX, PackedModel
@@ -30,6 +28,8 @@ from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.imports import load_object
 from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
+from rlhf.train.fragments import SavedEngine
+from rlhf.train.session import Session
 from rlhf.trainer import Trainer
 
 

@@ -10,15 +10,15 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from rlhf.contract.sums import Derive, ReducedSums
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.engine import GIB, Engine, LaterOutcome, StepOutcome
 from rlhf.folder.run_folder import METRICS, SAMPLES, RunFolder
 from rlhf.hookspecs import RunRecord
-from rlhf.journal.progress import Progress, evaluation_line, sample_line
-from rlhf.journal.speed import Speed
-from rlhf.journal.sums import Derive, ReducedSums
 from rlhf.registry.observers import ObserverGateway
+from rlhf.train.progress import Progress, evaluation_line, sample_line
+from rlhf.train.speed import Speed
 
 
 @frozen(kw_only=True)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.contract.checks import after, call_of, naming
 from rlhf.data.batch import PackedBatch
 from rlhf.data.examples import Examples
 from rlhf.errors import RLHFError
-from rlhf.loop.checks import after, call_of, naming
-from rlhf.loop.session import Session
+from rlhf.train.session import Session
 from rlhf.trainer import Sample, Trainer
 
 MAX_NEW_TOKENS = 256

@@ -9,13 +9,13 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from rlhf.contract.calls import Contract
+from rlhf.contract.checks import POSITIONS, Moment, check_names
+from rlhf.contract.sums import Totals
 from rlhf.data.batch import PackedBatch
 from rlhf.data.order import StepPlan
 from rlhf.devices import on_device
 from rlhf.engine import Mesh
-from rlhf.journal.sums import Totals
-from rlhf.loop.checks import POSITIONS, Moment, check_names
-from rlhf.loop.contract import Contract
 
 EXAMPLES, ANSWERS = POSITIONS
 """Whether a surveyed value has one entry per example or per answer."""

@@ -8,20 +8,20 @@ from typing import Literal
 from attrs import Factory, define
 
 from rlhf.config.sections import Config
+from rlhf.contract.calls import Contract
 from rlhf.data.order import RunOrder
 from rlhf.engine import Engine, Mesh
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
-from rlhf.journal.journal import Journal
 from rlhf.launch.places import Marker
-from rlhf.loop.best import Best
-from rlhf.loop.contract import Contract
-from rlhf.loop.rollout import Rollouts
-from rlhf.loop.survey import Survey
-from rlhf.loop.writing import Writing
 from rlhf.model.role import Role
 from rlhf.reference.live import Follower
 from rlhf.registry.gateway import BackendGateway
+from rlhf.train.best import Best
+from rlhf.train.journal import Journal
+from rlhf.train.rollout import Rollouts
+from rlhf.train.survey import Survey
+from rlhf.train.writing import Writing
 from rlhf.trainer import Sample, Trainer
 
 

@@ -14,10 +14,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rlhf.data.batch import PackedBatch
-from rlhf.errors import RLHFError
-from rlhf.journal.sums import ROUTER_LOSS, Totals
-from rlhf.loop.checks import (
+from rlhf.contract.checks import (
     Moment,
     call_of,
     check_counts,
@@ -27,6 +24,9 @@ from rlhf.loop.checks import (
     check_survey,
     naming,
 )
+from rlhf.contract.sums import ROUTER_LOSS, Totals
+from rlhf.data.batch import PackedBatch
+from rlhf.errors import RLHFError
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import POLICY, Role

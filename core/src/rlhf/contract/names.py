@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from attrs import define, field
 
+from rlhf.contract.sums import Sums
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, SameOnAllRanks
-from rlhf.journal.sums import Sums
 
 REMEDY = "return it for every micro-batch, also for one without rows"
 

@@ -6,9 +6,9 @@ import torch
 
 from rlhf.errors import SameOnAllRanks
 from rlhf.model.role import Role
-from rlhf.rank.context import RunContext
 from rlhf.readouts import answer_logprobs
 from rlhf.reference.live import evaluating
+from rlhf.train.context import RunContext
 from rlhf.trainer import Trainer
 
 

@@ -22,10 +22,10 @@ from rlhf.folder.disk import sha256
 from rlhf.folder.run_folder import RECORDED
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
-from rlhf.rank.dataset import Dataset
 from rlhf.registry.installed import find_backend
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import flow, leaves, to_tree
+from rlhf.train.dataset import Dataset
 from rlhf.trainer import Trainer
 
 OF_ONE_HOST = ("output", "observers", "data.workers", "data.processes")

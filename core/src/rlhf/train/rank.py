@@ -23,16 +23,16 @@ from rlhf.launch import places
 from rlhf.launch.garbage import collect
 from rlhf.launch.importing import importing
 from rlhf.launch.startup import Startup
-from rlhf.loop.checkpointing import check_data, restore
-from rlhf.loop.exporting import export_checkpoint, export_model
-from rlhf.loop.session import Session
-from rlhf.loop.steps import train
-from rlhf.rank.agreement import check_start
-from rlhf.rank.dataset import Dataset, prepare_data
-from rlhf.rank.set_up import out_of_memory, set_up
 from rlhf.registry.gateway import BackendGateway, load_hooks
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
+from rlhf.train.agreement import check_start
+from rlhf.train.checkpointing import check_data, restore
+from rlhf.train.dataset import Dataset, prepare_data
+from rlhf.train.exporting import export_checkpoint, export_model
+from rlhf.train.loop import train
+from rlhf.train.session import Session
+from rlhf.train.set_up import out_of_memory, set_up
 
 
 def run_rank(

@@ -3,35 +3,35 @@
 from pathlib import Path
 
 from rlhf.config.sections import Config
+from rlhf.contract.checks import check_setup
 from rlhf.devices import fused_on
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
-from rlhf.journal.journal import Journal
-from rlhf.journal.speed import Speed, peak_of
 from rlhf.launch.places import Marker
-from rlhf.loop import random_state
-from rlhf.loop.best import Best
-from rlhf.loop.checks import check_setup
-from rlhf.loop.fragments import num_bytes
-from rlhf.loop.rollout import Rollouts
-from rlhf.loop.samples import scores_answers
-from rlhf.loop.session import Session
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.model.kernels.ahead import compile_ahead
 from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.model.role import Role
-from rlhf.rank.context import RunContext
-from rlhf.rank.dataset import Dataset
-from rlhf.rank.fp8_reference import fp8_line, reference_in_fp8
-from rlhf.rank.introduction import introduce_models, introduce_run, plans_of
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import leaves, to_tree
+from rlhf.train import random_state
+from rlhf.train.best import Best
+from rlhf.train.context import RunContext
+from rlhf.train.dataset import Dataset
+from rlhf.train.fp8_reference import fp8_line, reference_in_fp8
+from rlhf.train.fragments import num_bytes
+from rlhf.train.introduction import introduce_models, introduce_run, plans_of
+from rlhf.train.journal import Journal
+from rlhf.train.rollout import Rollouts
+from rlhf.train.samples import scores_answers
+from rlhf.train.session import Session
+from rlhf.train.speed import Speed, peak_of
 from rlhf.trainer import Trainer
 
 

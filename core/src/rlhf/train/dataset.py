@@ -11,12 +11,12 @@ from rlhf.config.sections import Config
 from rlhf.data.tokenise import Examples, prepare
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
-from rlhf.loop.samples import rows_to_show
 from rlhf.memory.choice import START
 from rlhf.model.architecture import known_tokens
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import Request
+from rlhf.train.samples import rows_to_show
 from rlhf.trainer import Trainer
 
 

@@ -1,0 +1,1 @@
+"""What core asks of a trainer: calls, checks, names and sums."""

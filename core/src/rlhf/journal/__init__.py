@@ -1,1 +1,0 @@
-"""What a run reports while it trains: metrics, progress, speed."""

@@ -1,1 +1,0 @@
-"""The step loop, evaluation, and what they save."""

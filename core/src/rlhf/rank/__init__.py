@@ -1,1 +1,0 @@
-"""One rank from its configuration to the exported model."""

@@ -1,0 +1,1 @@
+"""One rank from its configuration to the exported model; `loop.py` is the training loop."""

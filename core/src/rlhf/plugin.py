@@ -1,8 +1,9 @@
 """What the first module of a plugin imports: light records, which load neither torch nor
 transformers."""
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -14,8 +15,11 @@ from rlhf.errors import RLHFError
 
 __all__ = [
     "BackendPlugin",
+    "CommandPlugin",
     "Config",
     "DataConfig",
+    "FormatPlugin",
+    "KernelsPlugin",
     "ModelConfig",
     "ObserverPlugin",
     "OptimConfig",
@@ -94,6 +98,48 @@ class ObserverPlugin:
     config: type = NoSettings
     """The frozen attrs class of its settings, which are `observers: {NAME: {SETTING: VALUE}}`. Run
     folders record them, so a password or a token is none of them: read it from the environment."""
+
+
+def no_arguments(parser: ArgumentParser) -> None:
+    """Add no argument."""
+
+
+@documented
+@frozen(kw_only=True)
+class CommandPlugin:
+    """A command, found under `rlhf.commands`. The entry point's name is what users type."""
+
+    help: str
+    """One line for `rlhf --help`."""
+    run: str
+    """Import string `module:function`, imported when the command is called. The function gets the
+    options as keywords, after the `Request` if `takes` is not "nothing", and returns the exit
+    code."""
+    arguments: Callable[[ArgumentParser], None] = no_arguments
+    """Adds the command's own arguments to its parser."""
+    takes: Literal["nothing", "settings", "run"] = "nothing"
+    """What follows the options: "run" is what `rlhf run` takes, a trainer's name, a YAML file and
+    settings; with "settings" model and data may be missing."""
+
+
+@documented
+@frozen(kw_only=True)
+class FormatPlugin:
+    """A row format, found under `rlhf.formats`. A trainer names it in `row_format`."""
+
+    read: str
+    """Import string of `read(row, reader)`, which returns what a row of the file becomes."""
+    demo: str | None = None
+    """Import string of a function that makes demo rows in this format."""
+
+
+@documented
+@frozen(kw_only=True)
+class KernelsPlugin:
+    """Fused and compiled layers, found under `rlhf.kernels`."""
+
+    kernels: str
+    """Import string of the module that implements them, imported when a model is loaded."""
 
 
 Rule = tuple[str, object]

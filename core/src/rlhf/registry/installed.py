@@ -19,6 +19,9 @@ GROUPS = {
     "rlhf.backends": "backend",
     "rlhf.observers": "observer",
     "rlhf.extensions": "extension",
+    "rlhf.commands": "command",
+    "rlhf.formats": "format",
+    "rlhf.kernels": "kernels",
 }
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""

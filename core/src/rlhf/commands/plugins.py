@@ -55,6 +55,10 @@ def _check(plugin: Installed) -> None:
         _check_trainer(plugin)
     elif plugin.kind == "backend":
         gateway.check_backend(gateway.load_plugin(plugin))
+    elif plugin.kind == "kernels":
+        from rlhf.model.accelerated import load_kernels
+
+        load_kernels(plugin)
     elif plugin.kind == "observer":
         gateway.check_hooks(plugin.kind, gateway.observer_class(plugin))
     else:

@@ -87,7 +87,7 @@ def test_a_new_trainer_passes_the_kit_and_runs_its_demo(
 
 
 KIT = """
-from rlhf.testing import LIKELIHOOD, TrainerConformance
+from rlhf_devkit import LIKELIHOOD, TrainerConformance
 
 
 class TestLikelihood(TrainerConformance):

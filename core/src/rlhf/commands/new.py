@@ -3,17 +3,15 @@
 import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder, write_file
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
-PACKAGE = Path(__file__).parents[1]
-TEMPLATES = PACKAGE / "templates"
+TEMPLATES = Path(__file__).parents[1] / "templates"
 """One folder for each kind. They are whole distributions whose name is new_name."""
-MORE = {"backend": {"src/rlhf_backend_new_name/backend.py": PACKAGE / "testing" / "plain.py"}}
-"""Files of a template that are also files of the core."""
 
 
 def new_command(kind: str, name: str, *, here: bool) -> int:
@@ -66,9 +64,19 @@ def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
     """Yield each file of a template under the new name: its path and its text."""
     folder = TEMPLATES / template
     sources = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
-    for path, source in (sources | MORE.get(template, {})).items():
+    if template == "backend":
+        sources["src/rlhf_backend_new_name/backend.py"] = _plain_backend()
+    for path, source in sources.items():
         if "__pycache__" not in path:
             yield _renamed(path, name), _renamed(source.read_text(), name)
+
+
+def _plain_backend() -> Path:
+    """Return the file of the devkit from which a new backend is written."""
+    devkit = find_spec("rlhf_devkit")
+    if devkit is None or devkit.origin is None:
+        raise RLHFError("rlhf new backend needs rlhf-devkit; run `pip install rlhf-devkit`")
+    return Path(devkit.origin).with_name("plain.py")
 
 
 def _renamed(text: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """What every backend has to prove."""
 
-from rlhf.testing import BackendConformance
+from rlhf_devkit import BackendConformance
 
 
 class TestNewName(BackendConformance):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import LIKELIHOOD, column, run, shared, short_run
+from rlhf_devkit import LIKELIHOOD, column, run, shared, short_run
 from rlhf_extension_new_name import rate
 
 

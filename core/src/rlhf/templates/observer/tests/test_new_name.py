@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf.hookspecs import RunRecord
 from rlhf.plugin import Config
-from rlhf.testing import ObserverConformance
+from rlhf_devkit import ObserverConformance
 from rlhf_observer_new_name import NewName
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 from rlhf_trainer_new_name.trainer import focal
 
 

@@ -35,14 +35,14 @@ from rlhf.plugin import BackendPlugin
 from rlhf.registry.gateway import BackendGateway, build_gateways
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
-from rlhf.testing.curves import Metrics
-from rlhf.testing.plain import PlainBackend, PlainEngine
 from rlhf.train import rank as rank_run
 from rlhf.train.dataset import prepare_data
 from rlhf.train.loop import Stepper
 from rlhf.train.rank import process_group, run_rank
 from rlhf.train.session import Session
 from rlhf.train.set_up import set_up, step_fit
+from rlhf_devkit.curves import Metrics
+from rlhf_devkit.plain import PlainBackend, PlainEngine
 
 AMPLE_TOKENS = 1 << 20
 """A `batch.tokens` that holds any step of the tests."""

@@ -8,7 +8,7 @@ import pytest
 from attrs import define, field
 
 from rlhf.errors import first_line
-from rlhf.testing.ranks import RankFailure
+from rlhf_devkit.ranks import RankFailure
 
 Made = TypeVar("Made")
 

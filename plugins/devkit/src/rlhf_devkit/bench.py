@@ -12,11 +12,11 @@ from rlhf.registry.imports import load_record
 from rlhf.registry.installed import find_backend
 from rlhf.request.reader import read_config
 from rlhf.request.words import option
-from rlhf.testing import tiny
-from rlhf.testing.curves import Metrics
-from rlhf.testing.once import Once
-from rlhf.testing.ranks import shared
 from rlhf.train.dataset import prepare_data
+from rlhf_devkit import tiny
+from rlhf_devkit.curves import Metrics
+from rlhf_devkit.once import Once
+from rlhf_devkit.ranks import shared
 
 NUM_ROWS, NUM_HELD_OUT = 22, 7
 """Neither divides by the batch of 4."""

@@ -2,10 +2,10 @@
 
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
-from rlhf.testing import BackendConformance
+from rlhf_devkit import BackendConformance
 
 
 class TestPlain(BackendConformance):
-    record = BackendPlugin(config=NoSettings, hooks="rlhf.testing.plain:PlainBackend")
+    record = BackendPlugin(config=NoSettings, hooks="rlhf_devkit.plain:PlainBackend")
     ranks = (1,)
     precisions = ("fp32",)

@@ -11,10 +11,10 @@ import pytest
 
 from rlhf import demo
 from rlhf.errors import RLHFError
-from rlhf.testing import Other, TrainerConformance
-from rlhf.testing.bench import NUM_STEPS, Bench
-from rlhf.testing.conformance import bench_of
-from rlhf.testing.curves import same_curve
+from rlhf_devkit import Other, TrainerConformance
+from rlhf_devkit.bench import NUM_STEPS, Bench
+from rlhf_devkit.conformance import bench_of
+from rlhf_devkit.curves import same_curve
 
 PLUGIN = """
 from attrs import frozen

@@ -21,11 +21,11 @@ from rlhf.registry.gateway import check_hooks, load_observer
 from rlhf.registry.installed import find
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.bench import LIKELIHOOD, Bench
-from rlhf.testing.curves import Metrics, weights, without_timings
-from rlhf.testing.once import Once
-from rlhf.testing.promises import promise
+from rlhf_devkit import tiny
+from rlhf_devkit.bench import LIKELIHOOD, Bench
+from rlhf_devkit.curves import Metrics, weights, without_timings
+from rlhf_devkit.once import Once
+from rlhf_devkit.promises import promise
 
 EVENTS = [
     ("start",), ("eval", 0), ("samples", 0), ("step", 1), ("step", 2), ("eval", 2), ("samples", 2),

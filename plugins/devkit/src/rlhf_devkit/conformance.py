@@ -6,7 +6,7 @@
 
 Each test makes the smallest real runs: a Llama of two layers and 22 rows on the CPU, in plain torch
 and through the backend on one and two ranks, in each layout that its record calls `tested`. The
-ranks are those of `rlhf.testing.ranks.shared`, so all test files of a session use the same
+ranks are those of `rlhf_devkit.ranks.shared`, so all test files of a session use the same
 processes. A trainer takes about half a minute, and a second for each setting.
 """
 
@@ -29,11 +29,11 @@ from rlhf.config.structure import setting_name
 from rlhf.registry.imports import load_object
 from rlhf.request.reader import read_config
 from rlhf.request.settings_tree import to_tree
-from rlhf.testing import tiny
-from rlhf.testing.bench import NUM_HELD_OUT, NUM_ROWS, NUM_STEPS, STOP_AT, Bench, layouts
-from rlhf.testing.curves import column, same_curve, training, weights, without_timings
-from rlhf.testing.once import Once
-from rlhf.testing.promises import promise
+from rlhf_devkit import tiny
+from rlhf_devkit.bench import NUM_HELD_OUT, NUM_ROWS, NUM_STEPS, STOP_AT, Bench, layouts
+from rlhf_devkit.curves import column, same_curve, training, weights, without_timings
+from rlhf_devkit.once import Once
+from rlhf_devkit.promises import promise
 
 BUDGETS = {"the least tokens": 1, "twice the tokens": 2, "one micro-batch": 16}
 """`batch.tokens` as multiples of the largest example."""

@@ -8,8 +8,8 @@ from attrs import frozen
 from torch import distributed, ones
 
 from rlhf.errors import RLHFError
-from rlhf.testing import ranks
-from rlhf.testing.ranks import RankFailure, Ranks
+from rlhf_devkit import ranks
+from rlhf_devkit.ranks import RankFailure, Ranks
 
 
 @frozen

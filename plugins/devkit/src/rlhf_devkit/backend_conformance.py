@@ -3,8 +3,8 @@
     class TestMine(BackendConformance):
         backend = "mine"
 
-They run a problem of a few parameters (`rlhf.testing.problem`) under every layout that the record
-calls `tested`, on ranks of `rlhf.testing.ranks.shared`, and compare it with plain torch.
+They run a problem of a few parameters (`rlhf_devkit.problem`) under every layout that the record
+calls `tested`, on ranks of `rlhf_devkit.ranks.shared`, and compare it with plain torch.
 """
 
 import json
@@ -28,13 +28,13 @@ from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
-from rlhf.testing import tiny
-from rlhf.testing.bench import SEVERAL, Bench, words_of
-from rlhf.testing.curves import Metrics, column, same_curve, without_timings
-from rlhf.testing.curves import weights as exported_weights
-from rlhf.testing.once import Once
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import (
+from rlhf_devkit import tiny
+from rlhf_devkit.bench import SEVERAL, Bench, words_of
+from rlhf_devkit.curves import Metrics, column, same_curve, without_timings
+from rlhf_devkit.curves import weights as exported_weights
+from rlhf_devkit.once import Once
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import (
     Case,
     Outcome,
     configure,
@@ -44,8 +44,8 @@ from rlhf.testing.problem import (
     make_batch,
     shape,
 )
-from rlhf.testing.promises import promise
-from rlhf.testing.ranks import shared
+from rlhf_devkit.promises import promise
+from rlhf_devkit.ranks import shared
 
 TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing"}
 """Parts of `estimate_memory` that only a trained model has."""

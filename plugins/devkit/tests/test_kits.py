@@ -16,7 +16,7 @@ from rlhf.engine import Plan
 from rlhf.hookspecs import hookimpl
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
-from rlhf.testing import (
+from rlhf_devkit import (
     BackendConformance,
     ObserverConformance,
     PlainBackend,
@@ -24,13 +24,13 @@ from rlhf.testing import (
     backend_conformance,
     bench,
 )
-from rlhf.testing.backend_conformance import Problems
-from rlhf.testing.observer_conformance import Watched, watched_by
-from rlhf.testing.plain import PlainEngine
-from rlhf.testing.ranks import RankFailure
+from rlhf_devkit.backend_conformance import Problems
+from rlhf_devkit.observer_conformance import Watched, watched_by
+from rlhf_devkit.plain import PlainEngine
+from rlhf_devkit.ranks import RankFailure
 
 KITS = (TrainerConformance, BackendConformance, ObserverConformance)
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class Unclipped(PlainBackend):
@@ -229,7 +229,7 @@ def test_a_run_that_failed_fails_the_first_test_and_is_named_in_the_others(
             raise RankFailure("a long traceback", "rank 1: RuntimeError: no memory")
 
     monkeypatch.setattr(backend_conformance, "shared", lambda ranks: Failing())
-    record = BackendPlugin(config=NoSettings, hooks="rlhf.testing.plain:PlainBackend")
+    record = BackendPlugin(config=NoSettings, hooks="rlhf_devkit.plain:PlainBackend")
     problems = Problems(record, tmp_path)
     with pytest.raises(RankFailure, match="a long traceback"):
         problems.seen("default", 2)
@@ -243,7 +243,7 @@ def test_a_run_that_failed_fails_the_first_test_and_is_named_in_the_others(
 
 
 BROKEN_KITS = """
-from rlhf.testing import ObserverConformance, TrainerConformance
+from rlhf_devkit import ObserverConformance, TrainerConformance
 
 class TestTrainer(TrainerConformance):
     trainer = "sft"
@@ -262,7 +262,7 @@ def test_a_set_up_that_failed_fails_one_test_and_is_named_in_the_others(tmp_path
     file = tmp_path / "test_broken.py"
     file.write_text(BROKEN_KITS)
     (tmp_path / "conftest.py").write_text(
-        "from rlhf.testing import tiny\n\ndef short_run(*arguments):\n"
+        "from rlhf_devkit import tiny\n\ndef short_run(*arguments):\n"
         "    raise OSError('no room')\n\ntiny.short_run = short_run\n"
     )
     words = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]

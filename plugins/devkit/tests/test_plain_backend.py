@@ -9,9 +9,9 @@ import torch
 from rlhf import hookspecs
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Case, Packed, configure, follow, initial_weights, shape, start
 from rlhf.train.fragments import SavedEngine
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Case, Packed, configure, follow, initial_weights, shape, start
 
 
 def weights(engine):

@@ -2,16 +2,33 @@
 
 import os
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder, write_file
+from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 """One folder for each kind. They are whole distributions whose name is new_name."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add kind and name of the plugin, and `--here`."""
+    parser.add_argument("kind", choices=["trainer", "backend", "observer", "extension"])
+    parser.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
+    text = "write one file with a trainer into the current folder"
+    parser.add_argument("--here", action="store_true", help=text)
+
+
+plugin = CommandPlugin(
+    help="write a small working plugin with its tests, as a starting point",
+    run="rlhf.commands.new:new_command",
+    arguments=add_arguments,
+)
 
 
 def new_command(kind: str, name: str, *, here: bool) -> int:

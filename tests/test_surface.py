@@ -26,7 +26,7 @@ DEVKIT = ROOT / "plugins/devkit"
 FILES = sorted(path for path in ROOT.glob("plugins/*/*/**/*.py") if DEVKIT not in path.parents)
 OURS = ("rlhf", "rlhf_devkit")
 OF_OTHERS = sorted([
-    *ROOT.glob("core/src/rlhf/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")
+    *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")
 ])  # fmt: skip
 """What `rlhf new` writes, and methods of third parties."""
 

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import huggingface_hub
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -1,15 +1,17 @@
 """Test kits for trainers, backends and observers, a plain backend, pools of ranks, small runs."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
+if "pytest" in sys.modules:  # `rlhf new` does without it, and starts faster.
+    import pytest
 
-# Without it a failing assert of the kit shows no values in the tests of other distributions.
-pytest.register_assert_rewrite(
-    *(f"{__name__}.{file.stem}" for file in Path(__file__).parent.glob("[!_]*.py"))
-)
+    # Without it a failing assert of a kit shows no values in the tests of other distributions.
+    pytest.register_assert_rewrite(
+        *(f"{__name__}.{file.stem}" for file in Path(__file__).parent.glob("[!_]*.py"))
+    )
 
 if TYPE_CHECKING:
     from rlhf.contract.sums import weighted_loss

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.commands.main import main
-from rlhf.commands.new import TEMPLATES
-from rlhf.registry.installed import GROUPS, is_satisfied
+from rlhf.registry.installed import is_satisfied
+from rlhf_devkit.new import KINDS, TEMPLATES
 
 NAME = "odd_one"
 
@@ -54,10 +54,7 @@ def run_commands(project: Path, site: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind == "trainer" else pytest.param(kind, marks=pytest.mark.matrix)
-        for kind in GROUPS.values()
-    ],
+    [kind if kind == "trainer" else pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS],
 )
 def test_a_new_distribution_passes_its_own_tests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +107,7 @@ def test_the_kit_of_trainers_runs_on_a_new_backend(
 
 
 def test_the_ranges_of_the_templates_include_this_core() -> None:
-    for kind in GROUPS.values():
+    for kind in KINDS:
         text = (TEMPLATES / kind / "pyproject.toml").read_text()
         assert '"rlhf-core>=0.1,<0.2"' in text
     assert is_satisfied("rlhf-core>=0.1,<0.2")

@@ -4,7 +4,6 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf.errors import RLHFError
@@ -12,13 +11,16 @@ from rlhf.folder.disk import new_folder, write_file
 from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
+TEMPLATES = Path(__file__).with_name("templates")
 """One folder for each kind. They are whole distributions whose name is new_name."""
+PLAIN = Path(__file__).with_name("plain.py")
+"""The backend from which a new one is written."""
+KINDS = ("trainer", "backend", "observer", "extension")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add kind and name of the plugin, and `--here`."""
-    parser.add_argument("kind", choices=["trainer", "backend", "observer", "extension"])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
     text = "write one file with a trainer into the current folder"
     parser.add_argument("--here", action="store_true", help=text)
@@ -26,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 plugin = CommandPlugin(
     help="write a small working plugin with its tests, as a starting point",
-    run="rlhf.commands.new:new_command",
+    run="rlhf_devkit.new:new_command",
     arguments=add_arguments,
 )
 
@@ -82,18 +84,10 @@ def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
     folder = TEMPLATES / template
     sources = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     if template == "backend":
-        sources["src/rlhf_backend_new_name/backend.py"] = _plain_backend()
+        sources["src/rlhf_backend_new_name/backend.py"] = PLAIN
     for path, source in sources.items():
         if "__pycache__" not in path:
             yield _renamed(path, name), _renamed(source.read_text(), name)
-
-
-def _plain_backend() -> Path:
-    """Return the file of the devkit from which a new backend is written."""
-    devkit = find_spec("rlhf_devkit")
-    if devkit is None or devkit.origin is None:
-        raise RLHFError("rlhf new backend needs rlhf-devkit; run `pip install rlhf-devkit`")
-    return Path(devkit.origin).with_name("plain.py")
 
 
 def _renamed(text: str, name: str) -> str:

@@ -16,10 +16,10 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.exporting import export_checkpoint
 from rlhf.train.rank import run_rank
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
 
 
 def made(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from plans import SHAPE, half, plan
 
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch, start
+from rlhf_devkit.problem import Case, configure, follow, load, losses, make_batch, start
 from rlhf_plugin_deepspeed import nvme
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check

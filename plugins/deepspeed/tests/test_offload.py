@@ -6,7 +6,7 @@ import filecmp
 import pytest
 import torch
 
-from rlhf.testing.problem import Case, Packed, configure, follow, losses, make_batch, shape
+from rlhf_devkit.problem import Case, Packed, configure, follow, losses, make_batch, shape
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.weights import gathered

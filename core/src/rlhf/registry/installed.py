@@ -23,6 +23,8 @@ GROUPS = {
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
 }
+IN_CORE = {"format": ("demonstration", "preference", "unpaired")}
+"""Names of each kind that core has itself, and no distribution may use."""
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
 RESERVED = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
@@ -45,7 +47,7 @@ class Installed:
     problem: str | None = None
     """Why it cannot be used, as far as the metadata tell."""
     value: str = field(repr=False)
-    """What the entry point names: a record, or the class or object of an extension."""
+    """What the entry point names: a record."""
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}' of {self.distribution} {self.version}".rstrip()
@@ -142,7 +144,7 @@ def name_problem(kind: str, name: str) -> str | None:
     if kind in WITH_SECTION and (not name.isidentifier() or keyword.iskeyword(name)):
         problem = "a keyword of Python" if keyword.iskeyword(name) else "not a Python identifier"
         return f"its name '{name}' is {problem}, so it cannot be a section"
-    if kind in WITH_SECTION and name in RESERVED:
+    if name in (RESERVED if kind in WITH_SECTION else IN_CORE.get(kind, ())):
         return f"its name '{name}' is reserved for core"
     return None
 
@@ -171,7 +173,8 @@ def _ambiguity(rows: list[Installed]) -> str | None:
 def _not_installed(kind: str, name: str) -> str:
     """Suggest an installation only for our own plugins: a typo must not install a stranger's."""
     rows = [row for row in installed() if row.kind == kind]
-    here = {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
+    here = {each: each for each in IN_CORE.get(kind, ())}
+    here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []
     if near := nearest(name.partition("@")[0], {**here, **known}):

@@ -116,12 +116,10 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
 
 
 def _reader(trainer: ExampleMaker, tokenizer: Any, data: DataConfig) -> Reader:
-    """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
-    are marked."""
-    section = trainer.config
+    """Return a reader of the trainer's rows."""
     return Reader(
-        tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None), template=data.chat_template or "",
+        tokenizer, whole=trainer.renders_whole, section=trainer.config,
+        template=data.chat_template or "",
     )  # fmt: skip
 
 

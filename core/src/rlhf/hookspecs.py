@@ -108,7 +108,7 @@ class BackendHooks:
 
     1. `setup_mesh`.
     2. For each model, in the order of `Trainer.setup`: `configure_zero`, `estimate_memory`,
-       `model_context` and `load_weights` (both only for a language model at stage 3),
+       `model_context` and `load_weights` (both only for a language model with a `sharded` plan),
        `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A language
        model then runs without gradient, to choose its attention path.
     3. `save_checkpoint` for each engine whose weights change, to know the size of a checkpoint. The
@@ -123,8 +123,8 @@ class BackendHooks:
     - `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a language
       model it is a wrapper: its `model` is the transformers model, perhaps under peft. The wrapper
       may have parameters of the trainer's own, which `load_weights` has not seen.
-    - A module of `run.prepare` has no wrapper. Its weights are whole at any stage, and
-      `load_weights` is not called.
+    - A module of `run.prepare` has no wrapper. Its weights are whole, and `load_weights` is
+      not called.
     """
 
     @hookspec(firstresult=True)
@@ -182,8 +182,8 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
-        """Return the context in which the transformers model of `role` is created; called only at
-        stage 3.
+        """Return the context in which the transformers model of `role` is created; called only
+        if the plan is `sharded`.
 
         It shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
         before, so that core knows the whole shape of each parameter. They are sharded over
@@ -193,7 +193,8 @@ class BackendHooks:
     def load_weights(
         self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
     ) -> tuple[str, ...]:
-        """Load weights into a transformers model that was created sharded; called only at stage 3.
+        """Load weights into a transformers model that was created sharded; called only if the
+        plan is `sharded`.
 
         `module` is not yet in the wrapper that `build_optimizer` and `prepare` get.
         `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
@@ -234,7 +235,7 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def load_checkpoint(self, engine: Engine, saved: SavedState) -> bool:
         """Restore `engine` from what `save_checkpoint` returned, perhaps with another number of
-        ranks, stage or offload. Each rank reads what it holds now. Returns True. Collective."""
+        ranks, sharding or offload. Each rank reads what it holds now. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def export_weights(self, engine: Engine, directory: Path) -> bool:
@@ -247,8 +248,8 @@ class BackendHooks:
         """Set each weight of `engine` to `share` times that of `source` plus `1 - share` times its
         own.
 
-        `engine` is not trained. Both have the same model, each at its own stage. Only one parameter
-        is whole at a time. Returns True. Collective."""
+        `engine` is not trained. Both have the same model, each divided in its own way. Only one
+        parameter is whole at a time. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:

@@ -213,7 +213,7 @@ class BackendConformance:
         first, *others = seen
         assert json.loads(json.dumps(first.plans)) == first.plans
         assert all(other.plans == first.plans for other in others)
-        said = {name: first.plans["policy"][name] for name in ("stage", "precision")}
+        said = {name: first.plans["policy"][name] for name in ("sharded", "precision")}
         assert first.facts == said | {"role": "policy"}, "the engine differs from its plan"
 
     @promise("a run calls the hooks in this order, with these modules", "hooks.md, Backend hooks")
@@ -414,7 +414,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
             "rank": mesh.rank, "world": mesh.world, "data": mesh.data.rank, "size": mesh.data.size,
         },
         plans=plans,
-        facts={name: getattr(engine, name) for name in ("stage", "precision", "role")},
+        facts={name: getattr(engine, name) for name in ("sharded", "precision", "role")},
         memory=memory,
         frozen=frozen,
         generation=generation,

@@ -32,7 +32,7 @@ from rlhf.plugin import Config
 class PlainEngine:
     """A module and its optimizer."""
 
-    stage = 0
+    sharded = False
     precision = "fp32"
 
     def __init__(
@@ -112,9 +112,7 @@ class PlainBackend:
         occupied: int,
     ) -> Plan:
         settings = {"clip": config.optim.clip}
-        return Plan(
-            stage=0, precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank"
-        )
+        return Plan(precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank")
 
     @hookimpl
     def estimate_memory(

@@ -186,14 +186,14 @@ def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> t
     """Return the plan of a role, and its module with the initial weights.
 
     As in a run (`rlhf.model.load`), the hooks of sharded weights see the model without the wrapper
-    that the others see, and only at stage 3.
+    that the others see, and only of a sharded plan.
     """
     plan = backend.configure_zero(
         config=case.config, mesh=mesh, model_shape=shape(), role=role, trained=trained, occupied=0
     )
     named = initial_weights(tied=case.tied).items()
     weights = {name.removeprefix("model."): value for name, value in named}
-    if plan.stage == 3:
+    if plan.sharded:
         with backend.model_context(plan=plan, role=role, mesh=mesh):
             model = TinyModel(tied=case.tied)
         whole = weights if mesh.rank == 0 else None

@@ -226,7 +226,7 @@ def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
         model = attrs.evolve(
             role.spec.config.model, path="", revision=None, tokenizer=None, init="random", freeze=()
         )
-        plan = [role.plan.stage, role.plan.precision, role.plan.tensor]
+        plan = [role.plan.sharded, role.plan.precision, role.plan.tensor]
         return [type(causal), architecture, model, role.spec.config.lora, *plan]
 
     probed = [other for other in others if other.attention is not None]

@@ -13,11 +13,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
-from rlhf.engine import Mesh, Plan, register_sharding
+from rlhf.engine import Mesh, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.tensor import part_of
 
 GENERATION = -1
@@ -42,7 +43,7 @@ class BackendSharding:
 
 
 @contextmanager
-def sharded_creation(plan: Plan, mesh: Mesh, module: nn.Module | None = None) -> Iterator[None]:
+def sharded_creation(plan: ZeroPlan, mesh: Mesh, module: nn.Module | None = None) -> Iterator[None]:
     """Shard new parameters at stage 3, and those of `module` at once."""
     if plan.stage < 3:
         yield

@@ -6,13 +6,11 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from attrs import Factory, field, frozen
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config, OptimConfig
@@ -26,7 +24,7 @@ __all__ = [
     "GIB", "Axis", "Deferred", "Engine", "EngineState", "Fragment", "LaterOutcome", "Layout",
     "Mesh", "ModelShape", "Plan", "Readout", "SavedState", "Sharding", "StateKind", "StepOutcome",
     "axes", "free", "free_space", "fused_on", "gib", "has_triton", "is_sharded", "on_device",
-    "register_sharding", "rehearsing_on", "replace_forward", "save_weights", "whole_shape",
+    "register_sharding", "rehearsing_on", "replace_forward", "whole_shape",
     "write_speed",
 ]  # fmt: skip
 
@@ -358,17 +356,6 @@ class Engine(Protocol):
 
     def eval(self) -> None:
         """Switch dropout and recomputation off."""
-
-
-def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Write whole weights from the host, for the hook `export_weights`: a model folder, or
-    model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
-    if save := getattr(module, "save_weights", None):
-        save(weights, directory)
-        return
-    first = {value.data_ptr() or name: name for name, value in reversed([*weights.items()])}
-    once = {name: weights[name].contiguous() for name in first.values()}
-    save_file(once, directory / "model.safetensors")
 
 
 def gib(size: float) -> str:

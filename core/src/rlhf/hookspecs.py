@@ -8,7 +8,7 @@ trainer), `folder`, `config`, `steps` of the whole schedule, `id`, `settings` an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
@@ -115,7 +115,7 @@ class BackendHooks:
        last call of an engine may have been a forward without backward.
     4. `load_checkpoint` for each of them, if the run is resumed.
     5. The steps. `save_checkpoint` may follow an evaluation, which has no backward either.
-    6. `export_weights`, then `close_mesh`.
+    6. `weights`, then `close_mesh`.
 
     The hooks do not all get the same module:
 
@@ -238,10 +238,14 @@ class BackendHooks:
         ranks, sharding or offload. Each rank reads what it holds now. Returns True. Collective."""
 
     @hookspec(firstresult=True)
-    def export_weights(self, engine: Engine, directory: Path) -> bool:
-        """Gather the weights in rank 0's host memory, one parameter at a time on the accelerator,
-        and write them with `rlhf.engine.save_weights`. Returns True.
-        Collective."""
+    def weights(
+        self, engine: Engine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield, for each bucket of names in `engine.module`, its whole weights and buffers.
+
+        Core chooses the buckets by the bytes of the whole weights, the same on every rank. The
+        values are on the device of every rank until the next bucket is taken, when shards take
+        their place again; nobody writes into them. Every rank takes all buckets. Collective."""
 
     @hookspec(firstresult=True)
     def mix_weights(self, engine: Engine, source: Engine, share: float) -> bool:

@@ -46,6 +46,7 @@ from rlhf.testing.problem import (
 )
 from rlhf.testing.promises import promise
 from rlhf.testing.ranks import shared
+from rlhf.train.exporting import whole_weights, write_weights
 
 TRAINED = {"gradients", "masters", "optimizer", "buffers", "updating", "reducing"}
 """Parts of `estimate_memory` that only a trained model has."""
@@ -57,6 +58,8 @@ RUN = (
 )  # fmt: skip
 """Words of a run of four steps with all that happens between steps."""
 EXPORTED = "model.safetensors"
+BUCKET = 2048
+"""Bytes of a bucket of weights: the problem has several."""
 
 
 @frozen(kw_only=True)
@@ -378,8 +381,7 @@ def train(hooks: str, case: Case, folder: Path) -> Outcome:
     """Run the problem on this rank and export its weights."""
     backend = gateway(hooks)
     outcome, engine, mesh = follow(backend, case)
-    backend.export_weights(engine=engine, directory=folder)
-    mesh.barrier()
+    _export(backend, engine, mesh, folder)
     backend.close_mesh(mesh=mesh)
     return outcome
 
@@ -447,6 +449,8 @@ def _beside(policy: Any, reference: Any) -> dict[str, Any]:
 
 
 def _export(backend: BackendGateway, engine: Any, mesh: Any, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    backend.export_weights(engine=engine, directory=folder)
+    weights = whole_weights(backend, engine, keep=mesh.rank == 0, size=BUCKET)
+    if mesh.rank == 0:
+        folder.mkdir(exist_ok=True)
+        write_weights(weights, engine.module, folder)
     mesh.barrier()

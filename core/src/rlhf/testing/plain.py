@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from rlhf.engine import (
     Plan,
     SavedState,
     StepOutcome,
-    save_weights,
 )
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
@@ -174,9 +172,11 @@ class PlainBackend:
         return True
 
     @hookimpl
-    def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
-        save_weights(engine.module, engine.module.state_dict(), directory)
-        return True
+    def weights(
+        self, engine: PlainEngine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        state = engine.module.state_dict()
+        return ({name: state[name] for name in names} for names in buckets)
 
     @hookimpl
     def mix_weights(self, engine: PlainEngine, source: PlainEngine, share: float) -> bool:

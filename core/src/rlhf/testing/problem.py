@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape, Plan, StateKind
 from rlhf.train.checkpointing import RUN, restore_schedule
+from rlhf.train.exporting import whole_weights as gathered
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 
 ROWS = 8
@@ -273,6 +274,11 @@ def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
     state = json.loads((folder / RUN).read_text())
     restore_schedule(engine.schedule, state.pop("schedule"))
     return state
+
+
+def whole_weights(backend: Any, engine: Any) -> dict[str, Tensor]:
+    """Return the engine's whole weights and buffers on every rank, tied ones once. Collective."""
+    return gathered(backend, engine, keep=True)
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
 from rlhf_plugin_deepspeed.versions import installed_version
-from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation
+from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation, whole
 
 
 class DeepSpeedBackend:
@@ -134,9 +134,10 @@ class DeepSpeedBackend:
         return True
 
     @hookimpl
-    def export_weights(self, engine: InferenceEngine, directory: Path) -> bool:
-        checkpoint.export(engine, directory)
-        return True
+    def weights(
+        self, engine: InferenceEngine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        return whole(engine, buckets)
 
     @hookimpl
     def mix_weights(self, engine: InferenceEngine, source: InferenceEngine, share: float) -> bool:

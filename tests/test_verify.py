@@ -18,9 +18,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import sft_runs
-from rlhf.commands import verify
 from rlhf.commands.main import main
-from rlhf.commands.verify import RunShape, Verification
+from rlhf.commands.verification import RunShape, Verification
 from rlhf.plugin import NoSettings
 from rlhf.request.reader import read_config
 from rlhf.testing.ranks import shared
@@ -120,7 +119,9 @@ def check(
     monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
 
     def run(*words: str, fault: Fault = nullcontext) -> tuple[int, list[str]]:
-        monkeypatch.setattr(verify, "Ranks", partial(Pooled, cache=inputs.cache, fault=fault))
+        monkeypatch.setattr(
+            "rlhf.commands.verification.Ranks", partial(Pooled, cache=inputs.cache, fault=fault)
+        )
         paths = ["--model", str(inputs.model), "--data", str(inputs.train)]
         rest = ["--batch.size", "4", "--data.workers", "0", "--output", str(tmp_path / "run")]
         code = main(["verify", "sft", *paths, "--model.dtype", "fp32", *rest, *words])
@@ -241,7 +242,7 @@ def test_what_was_varied_is_what_the_runs_did(
         return folder
 
     monkeypatch.setattr(Verification, "_run", run)
-    monkeypatch.setattr(verify, "first_difference", lambda *runs, **options: "")
+    monkeypatch.setattr("rlhf.commands.verification.first_difference", lambda *runs, **options: "")
     monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
     request = read_config("sft", overrides=sft_runs.words(inputs, tmp_path))
     layout = RunShape(ranks=2, stage=NoSettings(), tokens=128)

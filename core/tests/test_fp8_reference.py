@@ -9,7 +9,7 @@ import torch
 from pair_runs import Pairs, make_run, packed, take_a_step, write_inputs
 from torch import Tensor, nn
 
-from rlhf.commands.plan import plan_command
+from rlhf.commands.planning import plan_command
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward

@@ -1,7 +1,8 @@
 """What the first module of a plugin imports: light records, which load neither torch nor
 transformers."""
 
-from argparse import ArgumentParser
+import math
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_model_folder",
     "check_reference",
     "check_rules",
+    "positive",
     "without_revisions",
 ]
 
@@ -140,6 +142,21 @@ class KernelsPlugin:
 
     kernels: str
     """Import string of the module that implements them, imported when a model is loaded."""
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a `type` for `ArgumentParser.add_argument` that accepts numbers above 0."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        return value
+
+    return read
 
 
 Rule = tuple[str, object]

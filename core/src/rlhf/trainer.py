@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
 from rlhf.registry.imports import load_user_object
-
-if TYPE_CHECKING:
-    from rlhf.scorer import Scorer
 
 __all__ = [
     "Answer",
@@ -100,7 +97,7 @@ class Trainer(abc.ABC):
     chat template writes after its last turn, such as a line break. True for models that are read at
     the end of a whole text. Otherwise the prompt has the tokens of the text that the model
     continues, and the answer its own."""
-    scorer: ClassVar["type[Scorer] | None"] = None
+    scorer: ClassVar[type[Any] | None] = None
     """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
     `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""
 

@@ -2,11 +2,13 @@
 
 import os
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf.errors import RLHFError
 from rlhf.folder.disk import new_folder, write_file
+from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import installed, known_plugins, name_problem
 
 PACKAGE = Path(__file__).parents[1]
@@ -14,6 +16,21 @@ TEMPLATES = PACKAGE / "templates"
 """One folder for each kind. They are whole distributions whose name is new_name."""
 MORE = {"backend": {"src/rlhf_backend_new_name/backend.py": PACKAGE / "testing" / "plain.py"}}
 """Files of a template that are also files of the core."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add kind and name of the plugin, and `--here`."""
+    parser.add_argument("kind", choices=["trainer", "backend", "observer", "extension"])
+    parser.add_argument("name", metavar="NAME", help="its name, such as my_trainer")
+    text = "write one file with a trainer into the current folder"
+    parser.add_argument("--here", action="store_true", help=text)
+
+
+plugin = CommandPlugin(
+    help="write a small working plugin with its tests, as a starting point",
+    run="rlhf.commands.new:new_command",
+    arguments=add_arguments,
+)
 
 
 def new_command(kind: str, name: str, *, here: bool) -> int:

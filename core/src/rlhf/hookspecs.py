@@ -109,8 +109,8 @@ class BackendHooks:
     1. `setup_mesh`.
     2. For each model, in the order of `Trainer.setup`: `configure_zero`, `estimate_memory`,
        `model_context` and `load_weights` (both only for a language model with a `sharded` plan),
-       `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A language
-       model then runs without gradient, to choose its attention path.
+       `shard`, `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A
+       language model then runs without gradient, to choose its attention path.
     3. `save_checkpoint` for each engine whose weights change, to know the size of a checkpoint. The
        last call of an engine may have been a forward without backward.
     4. `load_checkpoint` for each of them, if the run is resumed.
@@ -120,9 +120,9 @@ class BackendHooks:
     The hooks do not all get the same module:
 
     - `model_context` and `load_weights` are about the transformers model.
-    - `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a language
-      model it is a wrapper: its `model` is the transformers model, perhaps under peft. The wrapper
-      may have parameters of the trainer's own, which `load_weights` has not seen.
+    - `shard`, `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a
+      language model it is a wrapper: its `model` is the transformers model, perhaps under peft. The
+      wrapper may have parameters of the trainer's own, which `load_weights` has not seen.
     - A module of `run.prepare` has no wrapper. Its weights are whole, and `load_weights` is
       not called.
     """
@@ -185,9 +185,9 @@ class BackendHooks:
         """Return the context in which the transformers model of `role` is created; called only
         if the plan is `sharded`.
 
-        It shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
-        before, so that core knows the whole shape of each parameter. They are sharded over
-        `mesh.shards`."""
+        It may shard the parameters, over `mesh.shards`, or leave that to `shard`. A backend calls
+        `rlhf.engine.register_sharding` before, so that core knows the whole shape of each
+        parameter."""
 
     @hookspec(firstresult=True)
     def load_weights(
@@ -198,8 +198,18 @@ class BackendHooks:
 
         `module` is not yet in the wrapper that `build_optimizer` and `prepare` get.
         `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
-        parameter is whole at a time. Returns the names of parameters that are not in `weights`.
-        Collective."""
+        parameter is whole at a time on an accelerator. Returns the names of parameters that are not
+        in `weights`. Collective."""
+
+    @hookspec(firstresult=True)
+    def shard(self, model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
+        """Divide the parameters of a loaded `model` among the ranks, in place, before its optimizer
+        is built.
+
+        Called once for each model, trained or not, with the module that `prepare` gets: adapters
+        and the trainer's own parameters are in it. Parameters may be replaced. A language model
+        with a `sharded` plan may still be on the host. Core's default changes nothing. Returns
+        True. Collective."""
 
     @hookspec(firstresult=True)
     def build_optimizer(

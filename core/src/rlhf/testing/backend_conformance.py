@@ -398,6 +398,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
         plans[role] = to_tree(plan)
         memory[role] = dict(backend.estimate_memory(**arguments, plan=plan, trained=trained))
     plan, module = load(backend, case, mesh, "reference", trained=False)
+    backend.shard(model=module, plan=plan, mesh=mesh)
     reference = backend.prepare(
         model=module, optimizer=None, schedule=None, role="reference", plan=plan, mesh=mesh
     )

@@ -144,6 +144,7 @@ class RunContext(RunModels):
         with self.startup.part("loading"):
             module = read(plan=plan)
         with self.startup.part("engine"):
+            hooks.shard(model=module, plan=plan, mesh=mesh)
             optimizer, schedule = (
                 self._optimizer_and_schedule(config, plan, module) if trained else (None, None)
             )

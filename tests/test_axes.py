@@ -11,11 +11,11 @@ import torch
 from rlhf.engine import Mesh, axes
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, without_timings
-from rlhf.testing.curves import weights
-from rlhf.testing.plain import PlainBackend, seed
-from rlhf.testing.tiny import short_run
 from rlhf.train.rank import run_rank
+from rlhf_devkit import Ranks, without_timings
+from rlhf_devkit.curves import weights
+from rlhf_devkit.plain import PlainBackend, seed
+from rlhf_devkit.tiny import short_run
 from sft_runs import read_metrics
 
 CASES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    *("testing", "commands", "serve", "api", "train", "memory", "reference", "contract"),
+    *("commands", "serve", "api", "train", "memory", "reference", "contract"),
     *("scorer", "readouts", "model"),
     *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),

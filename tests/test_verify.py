@@ -22,10 +22,10 @@ from rlhf.commands.main import main
 from rlhf.commands.verification import RunShape, Verification
 from rlhf.plugin import NoSettings
 from rlhf.request.reader import read_config
-from rlhf.testing.ranks import shared
 from rlhf.train.comparison import first_changed
 from rlhf.train.dataset import prepare_data
 from rlhf.train.fragments import SavedEngine
+from rlhf_devkit.ranks import shared
 from sft_runs import Inputs
 
 Fault = Callable[[], Any]

@@ -1,6 +1,5 @@
 """What a user installs: the wheels of all distributions, and those of one trainer only."""
 
-import re
 import tomllib
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
     done = rlhf(whole_site, "plugins", "check")
     assert done.returncode == 0, done.stdout
     for project in filter(has_plugins, PROJECTS):
-        assert re.search(rf" of rlhf-\w+-{project.name} ", done.stdout)
+        assert f" of {name_of(project)} " in done.stdout
 
 
 def test_the_demo_of_the_wheels_runs(site: Path, tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.gateway import load_plugin
 from rlhf.registry.installed import installed
 for plugin in installed():
-    records = {"trainer": "trainer", "observer": "hooks"}
+    records = {"trainer": "trainer", "observer": "hooks", "command": "run"}
     of = records.get(plugin.kind)
     record = load_plugin(plugin) if of is None else getattr(load_record(plugin), of)
     print(plugin.name, load_object(record) if isinstance(record, str) else record)

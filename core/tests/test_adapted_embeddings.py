@@ -25,8 +25,8 @@ from rlhf.model.role import ModelSpec
 from rlhf.model.save import check_exportable, save_tokenizer_and_config, verify_export
 from rlhf.model.task import Task
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
+from rlhf_devkit.plain import PlainBackend
 
 EMBEDDING = ("embed_tokens", "q_proj")
 FILE = "adapter_model.safetensors"

@@ -17,11 +17,11 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Packed, TinyModel
 from rlhf.train.exporting import BUCKET, buckets_of, export_checkpoint
 from rlhf.train.rank import run_rank
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Packed, TinyModel
 
 
 def made(folder: Path) -> Path:

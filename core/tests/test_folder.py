@@ -227,7 +227,7 @@ class GrownConfig:
     power: float = 1.0
     scale: float = 2.0
 
-bare = BackendPlugin(config=BareConfig, hooks="rlhf.testing.plain:PlainBackend")
+bare = BackendPlugin(config=BareConfig, hooks="rlhf_devkit.plain:PlainBackend")
 grown = TrainerPlugin(config=GrownConfig, trainer="no.such:Trainer")
 """
 

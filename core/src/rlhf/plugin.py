@@ -79,7 +79,7 @@ class BackendPlugin:
     """`defaults(section)` returns changes of core's defaults by dotted name, such as
     `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
-    """Settings of the section under which the kits of `rlhf.testing` run, by a name: one entry for
+    """Settings of the section under which the kits of rlhf-devkit run, by a name: one entry for
     each way to divide a model, the plainest first."""
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Case, configure, follow, saved_weights, whole_weights
-from rlhf.testing.ranks import shared
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Case, configure, follow, saved_weights, whole_weights
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 

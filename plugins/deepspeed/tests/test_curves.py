@@ -6,8 +6,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Case, configure, follow, whole_weights
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Case, configure, follow, whole_weights
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import TrainingEngine

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, Packed, configure, follow
-from rlhf.testing.ranks import shared
+from rlhf_devkit.problem import Case, Packed, configure, follow
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed import muon
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.capabilities import check_capabilities

@@ -17,7 +17,7 @@ from plans import SHAPE, half, plan
 
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import (
+from rlhf_devkit.problem import (
     Case,
     configure,
     follow,

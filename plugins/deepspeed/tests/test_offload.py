@@ -6,7 +6,7 @@ import filecmp
 import pytest
 import torch
 
-from rlhf.testing.problem import (
+from rlhf_devkit.problem import (
     Case,
     Packed,
     configure,

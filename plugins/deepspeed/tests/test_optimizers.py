@@ -8,8 +8,8 @@ import torch
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import OptimConfig
-from rlhf.testing.problem import Case, configure, follow, shape, whole_weights
-from rlhf.testing.ranks import shared
+from rlhf_devkit.problem import Case, configure, follow, shape, whole_weights
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer

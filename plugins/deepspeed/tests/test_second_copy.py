@@ -10,8 +10,8 @@ from plans import SHAPE, config, half, plan
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import (
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import (
     Case,
     configure,
     follow,
@@ -21,7 +21,7 @@ from rlhf.testing.problem import (
     move_states,
     whole_weights,
 )
-from rlhf.testing.ranks import shared
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen

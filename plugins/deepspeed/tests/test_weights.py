@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import (
+from rlhf_devkit.problem import (
     Case,
     Packed,
     configure,
@@ -289,7 +289,7 @@ ALONE = """
 import torch
 from attrs import evolve
 from rlhf.config.sections import TrainConfig
-from rlhf.testing.problem import Case, configure, follow
+from rlhf_devkit.problem import Case, configure, follow
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 

@@ -4,9 +4,9 @@ import pytest
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, NoSettings
-from rlhf.testing import BackendConformance
-from rlhf.testing.problem import configure
 from rlhf_backend_torch import TorchBackend
+from rlhf_devkit import BackendConformance
+from rlhf_devkit.problem import configure
 
 
 class TestTorchBackend(BackendConformance):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_trainer_ordinal.trainer import log_likelihood
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestOrdinal(TrainerConformance):

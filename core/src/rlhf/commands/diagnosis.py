@@ -28,7 +28,6 @@ FEATURES = {
     "kernels": "model.kernels liger",
     "quantize": "model.quantize",
     "serve": "rlhf serve",
-    "testing": "rlhf.testing",
 }
 """What needs an extra of rlhf-core."""
 FOLDERS = {

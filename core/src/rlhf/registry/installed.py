@@ -38,7 +38,6 @@ CORE_COMMANDS = {
     "report": "rlhf.commands.records:report",
     "push": "rlhf.commands.records:push",
     "runs": "rlhf.commands.records:runs",
-    "new": "rlhf.commands.new:plugin",
     "migrate": "rlhf.commands.records:migrate",
     "serve": "rlhf.commands.records:serve",
     "launch": "rlhf.commands.records:launch",

@@ -222,13 +222,13 @@ class Reference(Protocol):
     """The policy before its first step: log-probabilities in float32, without gradient."""
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of each prediction of the batch [N]. Collective at stage 3."""
+        """Return the log-probability of each prediction of the batch [N]. Collective if sharded."""
 
     def answer_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the sum over the predictions of each answer [A]. Collective at stage 3."""
+        """Return the sum over the predictions of each answer [A]. Collective if sharded."""
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
-        """Run `readout` on the reference. Collective at stage 3. Raises RLHFError in mode `cache`,
+        """Run `readout` on the reference. Collective if sharded. Raises RLHFError in mode `cache`,
         which only holds log-probabilities of the data's own answers."""
 
 

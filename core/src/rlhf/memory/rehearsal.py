@@ -227,7 +227,11 @@ class Rehearsal(RunModels):
         if not spec.trained:
             module.requires_grad_(False)
         engine = BareEngine(
-            module=module, device=META, precision=plan.precision, role=spec.role, stage=plan.stage
+            module=module,
+            device=META,
+            precision=plan.precision,
+            role=spec.role,
+            sharded=plan.sharded,
         )
         self.roles[spec.role] = Role(spec=spec, engine=engine, plan=plan, shape=shape, memory={})
         return engine

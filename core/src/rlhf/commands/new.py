@@ -37,7 +37,7 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
             for target, text in files.items():
                 file = part / target.relative_to(folder)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text)
+                file.write_text(text, encoding="utf-8")
     for target in files:
         print(f"wrote {target}")
     if here:
@@ -68,7 +68,7 @@ def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
     sources = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     for path, source in (sources | MORE.get(template, {})).items():
         if "__pycache__" not in path:
-            yield _renamed(path, name), _renamed(source.read_text(), name)
+            yield _renamed(path, name), _renamed(source.read_text(encoding="utf-8"), name)
 
 
 def _renamed(text: str, name: str) -> str:

@@ -15,6 +15,7 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.clock import with_day
 from rlhf.errors import RLHFError, first_line
+from rlhf.launch.hub import limit_waits
 from rlhf.model.architecture import needs_code, resolved, saved_config, untrusted
 from rlhf.model.stored import TEMPLATES, TOKENIZER, damaged_file, model_folder
 
@@ -60,6 +61,8 @@ def read_tokenizer(model: ModelConfig) -> Any:
     path = resolved(model.tokenizer or model.path, setting)
     if not model.tokenizer:
         check_model_folder(path)
+    if not Path(path).is_dir():
+        limit_waits()
     folder = model_folder(path, revision) or path
     if damaged := damaged_file(folder, TEMPLATES):
         raise damaged

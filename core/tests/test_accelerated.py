@@ -26,9 +26,9 @@ from rlhf.model.accelerated import (
 from rlhf.registry.gateway import build_gateways
 from rlhf.registry.installed import find_kernels
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

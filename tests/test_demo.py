@@ -15,8 +15,8 @@ import sft_runs
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, print_before_and_after, rows
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.rank import run_rank
+from rlhf_devkit.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
 from sft_runs import Inputs
 

@@ -15,7 +15,7 @@ import sft_runs
 from rlhf.api import start as start_rank
 from rlhf.folder.run_folder import read_json
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, column
+from rlhf_devkit import Ranks, column
 from sft_runs import Inputs
 
 EXTENSION = '''

@@ -20,10 +20,9 @@ QUICK = [("calibrated", "packed or least or hyper_parameter"), ("ordinal", "rate
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheels of the core and the backend beside third-party packages."""
-    wheels = build(
-        tmp_path_factory.mktemp("wheels"), [ROOT / "core", ROOT / "plugins" / "deepspeed"]
-    )
+    """The wheels of the core, the backend and the kits beside third-party packages."""
+    projects = [ROOT / "core", *(ROOT / "plugins" / name for name in ("deepspeed", "devkit"))]
+    wheels = build(tmp_path_factory.mktemp("wheels"), projects)
     return make_site(tmp_path_factory.mktemp("site"), wheels.values())
 
 

@@ -232,7 +232,7 @@ class SlowConfig:
     seconds: float = 1.0
 
 slow = ExtensionPlugin(config=SlowConfig, hooks="no.such:Slow")
-bare = BackendPlugin(config=BareConfig, hooks="rlhf.testing.plain:PlainBackend")
+bare = BackendPlugin(config=BareConfig, hooks="rlhf_devkit.plain:PlainBackend")
 grown = TrainerPlugin(config=GrownConfig, trainer="no.such:Trainer")
 """
 

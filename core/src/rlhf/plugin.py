@@ -1,7 +1,8 @@
 """What the first module of a plugin imports: light records, which load neither torch nor
 transformers."""
 
-from argparse import ArgumentParser
+import math
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ __all__ = [
     "check_model_folder",
     "check_reference",
     "check_rules",
+    "positive",
     "without_revisions",
 ]
 
@@ -78,7 +80,7 @@ class BackendPlugin:
     """`defaults(section)` returns changes of core's defaults by dotted name, such as
     `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
-    """Settings of the section under which the kits of `rlhf.testing` run, by a name: one entry for
+    """Settings of the section under which the kits of rlhf-devkit run, by a name: one entry for
     each way to divide a model, the plainest first."""
 
 
@@ -156,6 +158,21 @@ class KernelsPlugin:
 
     kernels: str
     """Import string of the module that implements them, imported when a model is loaded."""
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a `type` for `ArgumentParser.add_argument` that accepts numbers above 0."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        return value
+
+    return read
 
 
 Rule = tuple[str, object]

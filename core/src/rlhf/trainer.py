@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from rlhf.data.examples import Examples, Packable
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
 from rlhf.registry.imports import load_user_object
-
-if TYPE_CHECKING:
-    from rlhf.scorer import Scorer
 
 __all__ = [
     "Answer",
@@ -101,7 +98,7 @@ class Trainer(abc.ABC):
     chat template writes after its last turn, such as a line break. True for models that are read at
     the end of a whole text. Otherwise the prompt has the tokens of the text that the model
     continues, and the answer its own."""
-    scorer: ClassVar["type[Scorer] | None"] = None
+    scorer: ClassVar[type[Any] | None] = None
     """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
     `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""
 
@@ -231,13 +228,13 @@ class Reference(Protocol):
     """The policy before its first step: log-probabilities in float32, without gradient."""
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of each prediction of the batch [N]. Collective at stage 3."""
+        """Return the log-probability of each prediction of the batch [N]. Collective if sharded."""
 
     def answer_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the sum over the predictions of each answer [A]. Collective at stage 3."""
+        """Return the sum over the predictions of each answer [A]. Collective if sharded."""
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
-        """Run `readout` on the reference. Collective at stage 3. Raises RLHFError in mode `cache`,
+        """Run `readout` on the reference. Collective if sharded. Raises RLHFError in mode `cache`,
         which only holds log-probabilities of the data's own answers."""
 
 

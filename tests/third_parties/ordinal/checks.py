@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from rlhf.demo import base_model_folder, rows
 from rlhf.errors import RLHFError
 from rlhf.formats import read_row
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestOrdinal(TrainerConformance):

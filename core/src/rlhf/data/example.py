@@ -1,7 +1,7 @@
 """One row as a tree: a prompt and the answers that share it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
@@ -43,3 +43,14 @@ class Example:
     columns: Mapping[str, Any] = field(factory=dict)
     """What `rollout` needs of the row, such as the text that a reward compares with: plain data for
     JSON, which the cache keeps and the loss does not get."""
+
+
+class ExampleMaker(Protocol):
+    """What makes examples of rows: `rlhf.trainer.Trainer`."""
+
+    config: Any
+    row_format: ClassVar[str | None]
+    renders_whole: ClassVar[bool]
+
+    def example(self, row: Any) -> Example:
+        """Return the example that a row becomes."""

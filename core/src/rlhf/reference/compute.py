@@ -127,7 +127,7 @@ def read_examples(
         batch = pack(examples, chosen)
         with torch.no_grad():
             found = compute(batch.to(mesh.device))
-        local |= zip(chosen, _by_example(found.cpu(), batch, per), strict=True)
+        local |= zip(chosen, _by_example(found.cpu().float(), batch, per), strict=True)
     whole = {n: values for share in ranks.gather(local) for n, values in share.items()}
     return [whole[number] for number in numbers]
 
@@ -142,7 +142,7 @@ def _by_example(found: Tensor, batch: PackedBatch, per: str) -> Iterator[NDArray
     for prompt, answers in batch.spans:
         if per == "answer":
             start, first = start + len(answers), start
-            yield found[first:start].float().numpy().copy()
+            yield found[first:start].numpy().copy()
             continue
         first, start = start + prompt, start + prompt + sum(answers)
         yield values[first:start].numpy().copy()

@@ -4,7 +4,7 @@ import functools
 import keyword
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -23,12 +23,35 @@ GROUPS = {
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
 }
-IN_CORE = {"format": ("demonstration", "preference", "unpaired")}
-"""Names of each kind that core has itself, and no distribution may use."""
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
-RESERVED = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
-"""Core's sections and the flags of `rlhf run`, which no trainer or backend may use as its name."""
+CORE_COMMANDS = {
+    "run": "rlhf.commands.run:plugin",
+    "config": "rlhf.commands.config:plugin",
+    "inspect": "rlhf.commands.inspect:plugin",
+    "plan": "rlhf.commands.plan:plugin",
+    "verify": "rlhf.commands.verify:plugin",
+    "export": "rlhf.commands.export:plugin",
+    "merge": "rlhf.commands.merge:plugin",
+    "plugins": "rlhf.commands.plugins:plugin",
+    "doctor": "rlhf.commands.doctor:plugin",
+    "report": "rlhf.commands.records:report",
+    "push": "rlhf.commands.records:push",
+    "runs": "rlhf.commands.records:runs",
+    "migrate": "rlhf.commands.records:migrate",
+    "serve": "rlhf.commands.records:serve",
+    "launch": "rlhf.commands.records:launch",
+}
+"""The records of core's own commands, in the order of `rlhf --help`."""
+SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
+"""Core's sections and the flags of `rlhf run`."""
+IN_CORE: Mapping[str, Collection[str]] = {
+    "command": CORE_COMMANDS,
+    "format": ("demonstration", "preference", "unpaired"),
+}
+"""What core has itself, by kind of plugin."""
+RESERVED: Mapping[str, Collection[str]] = dict.fromkeys(WITH_SECTION, SECTIONS) | dict(IN_CORE)
+"""The names that no other distribution may use, by kind of plugin."""
 
 
 class NotInstalled(RLHFError):
@@ -72,6 +95,16 @@ def find(kind: str, name: str) -> Installed:
     if problem := _ambiguity(rows) or rows[0].problem:
         raise RLHFError(f"{kind} '{plain}' cannot be used: {problem}")
     return rows[0]
+
+
+def find_command(name: str) -> Installed:
+    """Return the command called `name`, of core or of another distribution."""
+    if name not in CORE_COMMANDS:
+        return find("command", name)
+    return Installed(
+        name=name, kind="command", distribution="rlhf-core", version="", summary="",
+        value=CORE_COMMANDS[name],
+    )  # fmt: skip
 
 
 def find_backend(name: str | None) -> Installed:
@@ -144,7 +177,7 @@ def name_problem(kind: str, name: str) -> str | None:
     if kind in WITH_SECTION and (not name.isidentifier() or keyword.iskeyword(name)):
         problem = "a keyword of Python" if keyword.iskeyword(name) else "not a Python identifier"
         return f"its name '{name}' is {problem}, so it cannot be a section"
-    if name in (RESERVED if kind in WITH_SECTION else IN_CORE.get(kind, ())):
+    if name in RESERVED.get(kind, ()):
         return f"its name '{name}' is reserved for core"
     return None
 
@@ -187,7 +220,7 @@ def _not_installed(kind: str, name: str) -> str:
 
 def known_plugins(kind: str) -> dict[str, str]:
     """Return names and distributions of our own plugins, from a list generated out of plugins/."""
-    lines = Path(__file__).with_name("known_plugins.txt").read_text().splitlines()
+    lines = Path(__file__).with_name("known_plugins.txt").read_text(encoding="utf-8").splitlines()
     return {name: package for of, name, package in map(str.split, lines) if of == kind}
 
 

@@ -1,6 +1,8 @@
 """A trainer's name, a YAML file and the words of a command line become a checked configuration."""
 
 import functools
+import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,13 @@ from rlhf.request.settings_tree import (
     load_yaml,
     merge,
     nested,
+    to_tree,
     without_removed,
 )
 from rlhf.request.words import parse_words
+
+HANDED_OVER = ("demo", "notes", "nproc", "resume", "overwrite")
+"""What ranks get of a request besides its configuration."""
 
 
 @frozen(kw_only=True)
@@ -56,6 +62,7 @@ def read_config(
     name: str,
     *,
     recorded: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     inputs: bool = True,
     argv: Sequence[str] = (),
@@ -66,13 +73,13 @@ def read_config(
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.
     Instead of a user's YAML, `recorded` is the config.yaml of a run folder, which may hold settings
-    that have since been removed. With `inputs` False, model and data may be missing. `backend` is
-    the name and the record of a backend that need not be installed. Raises RLHFError with all
-    problems at once.
+    that have since been removed, and `settings` is the tree of a configuration. With `inputs`
+    False, model and data may be missing. `backend` is the name and the record of a backend that
+    need not be installed. Raises RLHFError with all problems at once.
     """
     words = parse_words(overrides)
     trainer, plugin = load_trainer(name)
-    file = load_recorded(recorded) if recorded else load_yaml(words.source)
+    file = load_recorded(recorded) if recorded else settings or load_yaml(words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
     if backend is None:
         installed = find_backend(chosen if chosen is None else str(chosen))
@@ -110,6 +117,19 @@ def read_config(
         origin=trainer,
         trainer=trainer.value if ":" in name else name,
     )
+
+
+def handed_over(request: Request) -> bytes:
+    """Return a request for the ranks that this process starts. They read neither the command line
+    nor the user's files again, which may have changed since."""
+    parts = {name: getattr(request, name) for name in HANDED_OVER}
+    return pickle.dumps((request.trainer, to_tree(request.config), parts))
+
+
+def received(file: int) -> Request:
+    """Return the request in an open file, which other ranks read, too."""
+    trainer, settings, parts = pickle.loads(os.pread(file, os.fstat(file).st_size, 0))
+    return attrs.evolve(read_config(trainer, settings=settings), **parts)
 
 
 def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> dict[str, Any]:

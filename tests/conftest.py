@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import sft_runs
-from rlhf.testing.ranks import ranks_fixture
+from rlhf_devkit.ranks import ranks_fixture
 from served import TOKEN, Served, serving, train
 from sft_runs import Inputs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from doc_blocks import FENCED, commands, in_place
-from rlhf.testing.ranks import Ranks
+from rlhf_devkit.ranks import Ranks
 from served import Served, serving
 from sft_runs import Inputs
 

@@ -18,6 +18,8 @@ import rlhf.train.default_hooks
 import rlhf.trainer  # noqa: F401  The fixture `install` hides torch.
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import CORE_COMMANDS, find_command
 from rlhf.request.reader import Request
 
 Install = Callable[..., Path]
@@ -26,7 +28,10 @@ HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torch
 
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, act: Any) -> None:
     """Stand-ins for what the shell starts: the real ones import torch and have their own tests."""
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: act}))
+    if module in ("rlhf.commands.inspection", "rlhf.commands.verification"):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: act}))
+    else:
+        monkeypatch.setattr(f"{module}.{name}", act)
 
 
 def test_run_hands_over_the_request_and_its_exit_code(
@@ -50,8 +55,8 @@ def test_run_hands_over_the_request_and_its_exit_code(
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [
-        (["inspect", "toy"], "rlhf.commands.inspect", "inspect_command"),
-        (["verify", "toy"], "rlhf.commands.verify", "verify_command"),
+        (["inspect", "toy"], "rlhf.commands.inspection", "inspect_command"),
+        (["verify", "toy"], "rlhf.commands.verification", "verify_command"),
         (
             ["export", "run/checkpoints/step-1", "out", "--role", "critic"],
             "rlhf.commands.export",
@@ -263,7 +268,9 @@ TRAINER = """
 """
 RECORDS = """
     from rlhf.hookspecs import hookimpl
-    from rlhf.plugin import BackendPlugin, ObserverPlugin, TrainerPlugin
+    from rlhf.plugin import (
+        BackendPlugin, ExtensionPlugin, FormatPlugin, ObserverPlugin, TrainerPlugin
+    )
     from toy_plugin import PlainConfig, ToyConfig
 
     half = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Half")
@@ -275,6 +282,10 @@ RECORDS = """
     deaf = ObserverPlugin(hooks="toy_records:Deaf")
     plain = ObserverPlugin(hooks="toy_records:Tuned")
     tuned = ObserverPlugin(config=ToyConfig, hooks="toy_records:Sound")
+
+    gone = ExtensionPlugin(hooks="toy_records:Gone")
+    mute = ExtensionPlugin(hooks="toy_records:Mute")
+    rows = FormatPlugin(read="toy_trainer:Wrong.rows")
 
     class Deaf:
         @hookimpl
@@ -305,7 +316,8 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "trainers": trainers,
         "backends": {"empty": "toy_records:hooks"},
         "observers": {name: f"toy_records:{name}" for name in ("ear", "deaf", "plain", "tuned")},
-        "extensions": {"gone": "toy_records:Gone", "mute": "toy_records:Mute"},
+        "extensions": {name: f"toy_records:{name}" for name in ("gone", "mute", "Mute")},
+        "formats": {"rows": "toy_records:rows"},
     }
     install("rlhf-more", groups, {"toy_trainer": TRAINER, "toy_records": RECORDS})
     assert main(["plugins", "check"]) == 2
@@ -315,14 +327,17 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "hook 'setup_mesh'",
         "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
-        f"broken      extension 'gone' {more}: no 'Gone' in toy_records; correct the entry point",
+        f"broken      extension 'Mute' {more}: toy_records:Mute is a type, not a "
+        "rlhf.plugin.ExtensionPlugin",
+        f"broken      extension 'gone' {more}: no 'Gone' in toy_records; correct hooks=",
         f"broken      extension 'mute' {more}: extension toy_records.Mute: 'setup_mesh' is a "
         "wrapper without yield; write `result = yield` and return the result",
+        f"broken      format 'rows' {more}: no 'Wrong.rows' in toy_trainer; correct read=",
         f"broken      observer 'deaf' {more}: observer toy_records.Deaf: 'on_stop' is not a hook "
         "of observers; did you mean 'on_step'?",
         f"broken      observer 'ear' {more}: no 'Wrong.ear' in toy_trainer; correct hooks=",
         f"broken      observer 'plain' {more}: its class takes a config, but its record has none; "
-        "add config= to ObserverPlugin",
+        "add config= to the record",
         f"broken      observer 'tuned' {more}: its record has a config, but its class takes none; "
         "add `config` to __init__",
         f"broken      trainer 'half' {more}: toy_trainer:Half does not define loss, setup",
@@ -460,3 +475,88 @@ def test_the_module_is_the_command() -> None:
         [sys.executable, "-m", "rlhf", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("rlhf-core ")
+
+
+HELLO = """
+    from rlhf.plugin import CommandPlugin, positive
+
+    def arguments(parser):
+        parser.add_argument("--times", type=positive(int), default=1)
+
+    def greet(request, times):
+        print(request.name, request.config.toy.beta, times, request.argv)
+        return 7
+
+    plugin = CommandPlugin(
+        help="greet", run="hello_plugin:greet", arguments=arguments, takes="run"
+    )
+    words = CommandPlugin(help="print words", run="hello_plugin:lost")
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--times 3 toy --toy.beta 0.5 --model m --data d", "toy --toy.beta 0.5 --times=3 --nproc 1"],
+)
+def test_a_command_of_another_distribution_gets_the_request_and_its_own_options(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    install("rlhf-hello", {"commands": {"hello": "hello_plugin:plugin"}}, {"hello_plugin": HELLO})
+    assert main(["hello", *words.split()]) == 7
+    rest = [word for word in words.split() if word not in ("--times", "3", "--times=3")]
+    assert capsys.readouterr().out == f"toy 0.5 3 {['run', *rest]}\n"
+    assert main(["hello", "toy", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: rlhf hello toy [CONFIG.yaml] ")
+    assert "--times TIMES" in text
+    assert "# Strength of the toy." in text
+
+
+def test_a_broken_command_hurts_only_itself(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = {"hello": "hello_plugin:plugin", "lost": "hello_plugin:words", "gone": "gone:plugin"}
+    groups = {"commands": commands | {"run": "hello_plugin:plugin"}}
+    install("rlhf-hello", groups, {"hello_plugin": HELLO})
+    reserved = "its name 'run' is reserved for core"
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "\n  run        train: rlhf run sft " in text
+    assert "\n  hello      What rlhf-hello is (rlhf-hello)\n" in text
+    assert f"\n  run        {reserved} (rlhf-hello)\n" in text
+    assert main(["config", "toy"]) == 0
+    capsys.readouterr()
+    gone = (
+        "cannot be imported: ModuleNotFoundError: No module named 'gone' "
+        "(`python -c 'import gone'` shows where)"
+    )
+    lost = "no 'lost' in hello_plugin; correct run="
+    for name, problem in (("gone", f" {gone}"), ("lost", f": {lost}")):
+        assert main([name]) == 2
+        message = f"error: command '{name}' of rlhf-hello 1.0{problem}\n"
+        assert capsys.readouterr().err == message
+    assert main(["plugins", "check"]) == 2
+    assert capsys.readouterr().out.splitlines()[1:5] == [
+        f"broken      command 'gone' of rlhf-hello 1.0: {gone}",
+        "ok          command 'hello' of rlhf-hello 1.0",
+        f"broken      command 'lost' of rlhf-hello 1.0: {lost}",
+        f"broken      command 'run' of rlhf-hello 1.0: {reserved}",
+    ]
+
+
+def test_an_unknown_command_gets_a_near_match_and_the_installed_names(
+    toy: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("rlhf-hello", {"commands": {"hello": "hello_plugin:plugin"}})
+    available = f"available: {', '.join(CORE_COMMANDS)}, hello (rlhf-hello 1.0)"
+    assert main(["rnu"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: command 'rnu' is not installed (did you mean 'run'?); {available}\n"
+    )
+
+
+def test_each_file_with_a_record_is_a_command_of_core() -> None:
+    for name in CORE_COMMANDS:
+        record = load_record(find_command(name))
+        assert load_object(record.run).__name__ == f"{name}_command"

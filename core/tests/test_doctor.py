@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.commands import doctor
+from rlhf.commands import diagnosis
 from rlhf.commands.main import main
 from rlhf.folder import disk
 from rlhf.folder.disk import write_speed
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.launch import machine
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
+from rlhf_devkit.plain import PlainBackend
 
 LIBAIO = Finding(
     subject="async_io",
@@ -29,14 +29,14 @@ LIBAIO = Finding(
 @pytest.fixture
 def only_backends(monkeypatch, tmp_path):
     """Only one finding beside the backends', and no file in a folder of the user's."""
-    monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
+    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
     monkeypatch.setattr(disk, "SPEED_SECONDS", 0.0)
-    monkeypatch.setattr(doctor, "_versions", lambda: [Finding(subject="versions", here="1.0")])
+    monkeypatch.setattr(diagnosis, "_versions", lambda: [Finding(subject="versions", here="1.0")])
     for name in ("_packages", "describe_machine"):
-        monkeypatch.setattr(doctor, name, list)
+        monkeypatch.setattr(diagnosis, name, list)
 
     def backends(*found):
-        monkeypatch.setattr(doctor, "_backends", lambda: found)
+        monkeypatch.setattr(diagnosis, "_backends", lambda: found)
 
     return backends
 
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_written_is_missing(
 ):
     only_backends()
     (tmp_path / "file").touch()
-    monkeypatch.setattr(doctor, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
+    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
     assert main(["doctor"]) == 2
     _, refused, remedy = capsys.readouterr().out.splitlines()
     assert refused.startswith(f"missing   run folders      {problem.format(place=tmp_path)}")
@@ -126,23 +126,23 @@ def test_an_unsatisfied_requirement_is_an_error_with_its_install_command(install
     groups = {"backends": {"toy": "toy:plugin"}}
     requires = ["not-there>=1.2", "extra-of-another>=2; extra == 'fast'"]
     install("rlhf-toy", groups, {"toy": "import not_there"}, requires=requires)
-    (found,) = doctor._packages()
+    (found,) = diagnosis._packages()
     assert (found.subject, found.state) == ("rlhf-toy", "missing")
     assert found.here == "not-there>=1.2 is not installed"
     assert found.remedy == "pip install 'not-there>=1.2'"
-    (broken,) = doctor._backends()
+    (broken,) = diagnosis._backends()
     assert broken.here.startswith("backend 'toy' of rlhf-toy 1.0 cannot be imported: Mod")
     assert (broken.state, broken.remedy) == ("missing", "rlhf plugins check")
 
 
 def test_without_a_backend_no_run_can_start(install) -> None:
-    (found,) = doctor._backends()
+    (found,) = diagnosis._backends()
     assert found.here == "no backend is installed; run `pip install rlhf-plugin-deepspeed`"
     assert (found.state, found.remedy) == ("missing", "pip install rlhf-plugin-deepspeed")
 
 
 def test_every_extra_of_core_has_its_feature() -> None:
-    assert sorted(metadata.metadata("rlhf-core").get_all("Provides-Extra")) == [*doctor.FEATURES]
+    assert sorted(metadata.metadata("rlhf-core").get_all("Provides-Extra")) == [*diagnosis.FEATURES]
 
 
 def test_a_backend_may_leave_out_the_hook() -> None:

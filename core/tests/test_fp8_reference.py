@@ -9,7 +9,7 @@ import torch
 from pair_runs import Pairs, make_run, packed, take_a_step, write_inputs
 from torch import Tensor, nn
 
-from rlhf.commands.plan import plan_command
+from rlhf.commands.planning import plan_command
 from rlhf.config.sections import LoraConfig, ModelConfig
 from rlhf.errors import RLHFError
 from rlhf.forwards import replace_forward, replaced_forward
@@ -17,11 +17,11 @@ from rlhf.model.kernels import layers
 from rlhf.model.kernels.fp8 import fp8_products
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
 from rlhf.train import context
 from rlhf.train.context import RunContext
 from rlhf.train.fp8_reference import fp8_line, reference_in_fp8
 from rlhf.train.introduction import curve_line
+from rlhf_devkit import tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 

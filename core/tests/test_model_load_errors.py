@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -48,7 +49,11 @@ def failing(config: Config, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", ["folder", "hub name"])
-def test_a_path_that_is_not_a_model_is_reported(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_model_is_reported(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the hub's client tries for 24 seconds to reach it.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     path = str(tmp_path) if kind == "folder" else "someone/nothing"
     assert failing(config_of(path)).startswith(
         f"model.path {path} is neither a folder with a config.json nor a readable model on the "

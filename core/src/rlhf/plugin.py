@@ -1,8 +1,10 @@
 """What the first module of a plugin imports: light records, which load neither torch nor
 transformers."""
 
+import math
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
@@ -14,8 +16,12 @@ from rlhf.errors import RLHFError
 
 __all__ = [
     "BackendPlugin",
+    "CommandPlugin",
     "Config",
     "DataConfig",
+    "ExtensionPlugin",
+    "FormatPlugin",
+    "KernelsPlugin",
     "ModelConfig",
     "ObserverPlugin",
     "OptimConfig",
@@ -24,6 +30,7 @@ __all__ = [
     "check_model_folder",
     "check_reference",
     "check_rules",
+    "positive",
     "without_revisions",
 ]
 
@@ -73,13 +80,26 @@ class BackendPlugin:
     """`defaults(section)` returns changes of core's defaults by dotted name, such as
     `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
-    """Settings of the section under which the kits of `rlhf.testing` run, by a name: one entry for
+    """Settings of the section under which the kits of rlhf-devkit run, by a name: one entry for
     each way to divide a model, the plainest first."""
 
 
 @frozen
 class NoSettings:
     """This plugin has no settings."""
+
+
+@documented
+@frozen(kw_only=True)
+class ExtensionPlugin:
+    """A change of what a backend does, found under `rlhf.extensions`."""
+
+    hooks: str
+    """Import string `module:Class` of the class with the hook wrappers, imported when a run
+    starts. It is created with its section of the configuration: `Class(config)`; without `config`,
+    with no argument."""
+    config: type = NoSettings
+    """The frozen attrs class of its settings, which are `extensions: {NAME: {SETTING: VALUE}}`."""
 
 
 @documented
@@ -94,6 +114,65 @@ class ObserverPlugin:
     config: type = NoSettings
     """The frozen attrs class of its settings, which are `observers: {NAME: {SETTING: VALUE}}`. Run
     folders record them, so a password or a token is none of them: read it from the environment."""
+
+
+def no_arguments(parser: ArgumentParser) -> None:
+    """Add no argument."""
+
+
+@documented
+@frozen(kw_only=True)
+class CommandPlugin:
+    """A command, found under `rlhf.commands`. The entry point's name is what users type."""
+
+    help: str
+    """One line for `rlhf --help`."""
+    run: str
+    """Import string `module:function`, imported when the command is called. The function gets the
+    options as keywords, after the `Request` if `takes` is not "nothing", and returns the exit
+    code."""
+    arguments: Callable[[ArgumentParser], None] = no_arguments
+    """Adds the command's own arguments to its parser."""
+    takes: Literal["nothing", "settings", "run"] = "nothing"
+    """What follows the options: "run" is what `rlhf run` takes, a trainer's name, a YAML file and
+    settings; with "settings" model and data may be missing."""
+
+
+@documented
+@frozen(kw_only=True)
+class FormatPlugin:
+    """A row format, found under `rlhf.formats`. A trainer names it in `row_format`."""
+
+    read: str
+    """Import string of `read(row, reader)`, which returns what a row of the file becomes: see
+    `rlhf.formats`."""
+    demo: str | None = None
+    """Import string of `demo(problem, draw)`, which returns a row in this format made of a
+    `rlhf.demo.Problem`, with a `random.Random`: the rows of `demo:arithmetic`."""
+
+
+@documented
+@frozen(kw_only=True)
+class KernelsPlugin:
+    """Fused and compiled layers, found under `rlhf.kernels`."""
+
+    kernels: str
+    """Import string of the module that implements them, imported when a model is loaded."""
+
+
+def positive(kind: type[Any]) -> Callable[[str], Any]:
+    """Return a `type` for `ArgumentParser.add_argument` that accepts numbers above 0."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        return value
+
+    return read
 
 
 Rule = tuple[str, object]

@@ -8,8 +8,15 @@ import attrs
 
 from rlhf.config.field_docs import field_docs
 from rlhf.config.structure import expected, section_class, setting_name
+from rlhf.plugin import CommandPlugin
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import flow, to_tree
+
+plugin = CommandPlugin(
+    help="print every setting with its value, as YAML",
+    run="rlhf.commands.config:config_command",
+    takes="settings",
+)
 
 
 def config_command(request: Request) -> int:

@@ -1,109 +1,18 @@
-"""`rlhf doctor`: what this machine and installation have, what a feature lacks, and the remedy.
+"""The record of `rlhf doctor` and its options."""
 
-The backend adds what it knows through the hook `diagnose`.
-"""
+from argparse import ArgumentParser
 
-import json
-import platform
-import re
-from collections.abc import Iterator
-from importlib import metadata
-from pathlib import Path
-
-import attrs
-from huggingface_hub.constants import HF_HUB_CACHE
-
-from rlhf.errors import RLHFError, first_line
-from rlhf.folder.disk import free_space, write_speed
-from rlhf.hookspecs import Finding
-from rlhf.launch.caches import cache_root
-from rlhf.launch.machine import GIB, describe_machine
-from rlhf.registry.gateway import build_gateways, load_plugin
-from rlhf.registry.installed import find_backend, installed, is_satisfied
-
-VERSIONS = ("rlhf-core", "torch", "transformers")
-FEATURES = {
-    "flash": "long rows on Hopper and later",
-    "fp8": "model.fp8",
-    "kernels": "model.kernels liger",
-    "quantize": "model.quantize",
-    "serve": "rlhf serve",
-    "testing": "rlhf.testing",
-}
-"""What needs an extra of rlhf-core."""
-FOLDERS = {
-    "run folders": (Path("runs"), "set output to a folder that can be written"),
-    "cache of rows": (cache_root(), "set RLHF_CACHE to a folder that can be written"),
-    "cache of models": (Path(HF_HUB_CACHE), "set HF_HOME to a folder that can be written"),
-}
-COLUMNS = (8, 15)
+from rlhf.plugin import CommandPlugin
 
 
-def doctor_command(*, as_json: bool) -> int:
-    """Print all findings; returns 2 if something is missing that every run needs, else 0."""
-    findings = [*_versions(), *_packages(), *describe_machine(), *_disks(), *_backends()]
-    if as_json:
-        print(json.dumps([attrs.asdict(each) for each in findings], indent=2))
-    else:
-        for each in findings:
-            print("\n".join(_lines(each)))
-    return 2 if any(each.state == "missing" for each in findings) else 0
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the option for JSON."""
+    text = "print the findings as JSON"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
 
 
-def _lines(finding: Finding) -> Iterator[str]:
-    """Yield the finding in columns, and its remedy on a line below."""
-    state, subject = COLUMNS
-    yield f"{finding.state:{state}}  {finding.subject:{subject}}  {finding.here}"
-    if finding.state != "ok":
-        feature = f"for {finding.feature}: " if finding.feature else ""
-        yield f"{'':{state + subject + 2}}  {feature}{finding.remedy}"
-
-
-def _versions() -> Iterator[Finding]:
-    versions = [f"{name} {metadata.version(name)}" for name in VERSIONS if is_satisfied(name)]
-    yield Finding(
-        subject="versions", here=", ".join([f"Python {platform.python_version()}", *versions])
-    )
-
-
-def _packages() -> Iterator[Finding]:
-    """Yield each requirement of core and of the installed plugins that is not satisfied."""
-    names = {"rlhf-core", *(row.distribution for row in installed())}
-    for name in sorted(names):
-        for line in metadata.requires(name) or ():
-            requirement, _, marker = line.partition(";")
-            extra = next(iter(re.findall(r"extra == ['\"](\w+)['\"]", marker)), "")
-            if is_satisfied(line, extra=extra) or (extra and name != "rlhf-core"):
-                continue
-            yield Finding(
-                subject=extra or name,
-                here=f"{requirement.strip()} is not installed",
-                state="optional" if extra else "missing",
-                feature=FEATURES.get(extra, ""),
-                remedy=f"pip install '{f'{name}[{extra}]' if extra else requirement.strip()}'",
-            )
-
-
-def _disks() -> Iterator[Finding]:
-    for subject, (folder, remedy) in FOLDERS.items():
-        try:
-            speed = write_speed(folder)
-        except (RLHFError, OSError) as error:  # A special file system may refuse in its own way.
-            yield Finding(subject=subject, here=first_line(error), state="missing", remedy=remedy)
-            continue
-        free = f"{free_space(folder) / GIB:.1f} GiB free, writes {speed / 1e6:.0f} MB/s"
-        place = str(folder).replace(str(Path.home()), "~")
-        yield Finding(subject=subject, here=f"{place}: {free}")
-
-
-def _backends() -> Iterator[Finding]:
-    """Yield what each installed backend finds."""
-    names = sorted({row.name for row in installed() if row.kind == "backend"})
-    for name in names or (None,):
-        try:
-            hooks, _ = build_gateways(load_plugin(find_backend(name)))
-            yield from hooks.diagnose()
-        except Exception as error:  # A plugin's code may raise anything.
-            here = first_line(error)
-            remedy = "rlhf plugins check" if name else "pip install rlhf-plugin-deepspeed"
-            yield Finding(subject=name or "backend", here=here, state="missing", remedy=remedy)
+plugin = CommandPlugin(
+    help="check this machine: what is missing and the remedy; exit 2 if no run can start",
+    run="rlhf.commands.diagnosis:doctor_command",
+    arguments=add_arguments,
+)

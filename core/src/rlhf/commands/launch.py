@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.commands.parsing import positive
+from rlhf.commands.parsing import WORDS
 from rlhf.errors import RLHFError
 from rlhf.launch import jobs
+from rlhf.plugin import positive
 from rlhf.request.reader import Request
 
 PROGRAMS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "-f", "-"]}
 """What reads a job from its standard input."""
 
 
-def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
+def add_kinds(command: argparse.ArgumentParser) -> None:
     """Add the parsers of `rlhf launch KIND`."""
     kinds = command.add_subparsers(metavar="KIND", dest="kind", required=True)
     for kind, text in {
@@ -27,7 +28,7 @@ def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
         "kubernetes": "a TrainJob for Kubeflow's trainer",
     }.items():
         parser = kinds.add_parser(
-            kind, help=text, description=text, usage=f"rlhf launch {kind} [OPTIONS] NAME {words}"
+            kind, help=text, description=text, usage=f"rlhf launch {kind} [OPTIONS] NAME {WORDS}"
         )
         if kind == "hostfile":
             parser.add_argument("--hosts", required=True, type=Path, help="lines NAME slots=N")
@@ -51,8 +52,6 @@ def add_kinds(command: argparse.ArgumentParser, words: str) -> None:
             parser.add_argument("--resource", default="nvidia.com/gpu", help="name of a device")
         start = {"hostfile": "run this host's share"}.get(kind, "submit the job")
         parser.add_argument("--start", action="store_true", help=f"{start} instead of printing it")
-        parser.add_argument("name", metavar="NAME", help="the trainer")
-        parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def launch_command(request: Request, **chosen: Any) -> int:

@@ -1,19 +1,24 @@
 """`rlhf merge`: merge a LoRA adapter into its base model."""
 
 import shutil
+from argparse import ArgumentParser
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from rlhf.errors import RLHFError
-from rlhf.folder.disk import new_folder
-from rlhf.model.adapters import adapter_settings, merged
-from rlhf.model.exported import exported_model, exported_tokenizer, task_of
-from rlhf.model.extra import exported_extra, save_extra
-from rlhf.model.save import save_weights
-from rlhf.model.stored import damaged_file
-from rlhf.report.card import write_card
-from rlhf.report.recorded import is_run
+from rlhf.plugin import CommandPlugin
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the two folders."""
+    parser.add_argument("source", metavar="ADAPTER")
+    parser.add_argument("output", metavar="OUTPUT", help="a new folder")
+
+
+plugin = CommandPlugin(
+    help="merge a LoRA adapter into its base model",
+    run="rlhf.commands.merge:merge_command",
+    arguments=add_arguments,
+)
 
 
 def merge_command(source: str, output: str) -> int:
@@ -21,6 +26,18 @@ def merge_command(source: str, output: str) -> int:
 
     `source` is an adapter folder, or a run folder whose `model/` is one.
     """
+    # late: start-up time
+    from transformers.utils.logging import disable_progress_bar
+
+    from rlhf.folder.disk import new_folder
+    from rlhf.model.adapters import adapter_settings, merged
+    from rlhf.model.exported import exported_model, exported_tokenizer, task_of
+    from rlhf.model.extra import exported_extra, save_extra
+    from rlhf.model.save import save_weights
+    from rlhf.model.stored import damaged_file
+    from rlhf.report.card import write_card
+    from rlhf.report.recorded import is_run
+
     disable_progress_bar()
     with new_folder(Path(output)) as target:
         adapter = adapter_folder(Path(source))

@@ -1,14 +1,31 @@
 """`rlhf plugins` lists plugins from metadata only; `rlhf plugins check` loads each of them."""
 
 import json
+from argparse import ArgumentParser
 
 import attrs
 
 from rlhf.commands.output import print_table
 from rlhf.errors import RLHFError
+from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 
 COLUMNS = ("name", "kind", "distribution", "version", "summary")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add `check` and the option for JSON."""
+    text = "load each plugin; exit 2 if one is broken"
+    parser.add_argument("check", nargs="?", choices=["check"], help=text)
+    text = "print the list as JSON"
+    parser.add_argument("--json", dest="as_json", action="store_true", help=text)
+
+
+plugin = CommandPlugin(
+    help="list installed plugins without importing them",
+    run="rlhf.commands.plugins:plugins_command",
+    arguments=add_arguments,
+)
 
 
 def plugins_command(*, check: str | None, as_json: bool) -> int:
@@ -47,18 +64,32 @@ def check_plugins() -> int:
 
 
 def _check(plugin: Installed) -> None:
-    from rlhf.registry import gateway  # late: start-up time
+    # late: start-up time
+    from rlhf.registry import gateway
+    from rlhf.registry.imports import load_object, load_record
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
     if plugin.kind == "trainer":
         _check_trainer(plugin)
     elif plugin.kind == "backend":
-        gateway.check_backend(gateway.load_plugin(plugin))
-    elif plugin.kind == "observer":
-        gateway.check_hooks(plugin.kind, gateway.observer_class(plugin))
-    else:
-        gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin))
+        gateway.check_backend(gateway.load_backend(plugin))
+    elif plugin.kind in ("extension", "observer"):
+        gateway.hooks_class(plugin)
+    elif plugin.kind == "format":
+        record = load_record(plugin)
+        for path in filter(None, (record.read, record.demo)):
+            load_object(path, plugin)
+    elif plugin.kind == "command":
+        _check_command(plugin)
+
+
+def _check_command(plugin: Installed) -> None:
+    from rlhf.registry.imports import load_object, load_record  # late: start-up time
+
+    record = load_record(plugin)
+    record.arguments(ArgumentParser())
+    load_object(record.run, plugin)
 
 
 def _check_trainer(plugin: Installed) -> None:

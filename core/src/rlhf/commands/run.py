@@ -1,11 +1,19 @@
 """`rlhf run`: train."""
 
-from rlhf.api import start
 from rlhf.launch.signals import STOPPED
+from rlhf.plugin import CommandPlugin
 from rlhf.request.reader import Request
+
+plugin = CommandPlugin(
+    help="train: rlhf run sft --model Qwen/Qwen3-0.6B --data chats.jsonl",
+    run="rlhf.commands.run:run_command",
+    takes="run",
+)
 
 
 def run_command(request: Request) -> int:
     """Train; returns the exit code 0, or 143 if a signal stopped the run."""
+    from rlhf.api import start  # late: start-up time
+
     _, ended = start(request)
     return STOPPED if ended == "signal" else 0

@@ -10,24 +10,36 @@ from typing import Any
 import attrs
 
 from rlhf.errors import RLHFError, first_line
-from rlhf.plugin import BackendPlugin, ObserverPlugin, TrainerPlugin
+from rlhf.plugin import (
+    BackendPlugin,
+    CommandPlugin,
+    ExtensionPlugin,
+    FormatPlugin,
+    KernelsPlugin,
+    ObserverPlugin,
+    TrainerPlugin,
+)
 from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
 
 RECORDS: dict[str, Any] = {
     "trainer": TrainerPlugin,
     "backend": BackendPlugin,
+    "extension": ExtensionPlugin,
     "observer": ObserverPlugin,
+    "command": CommandPlugin,
+    "format": FormatPlugin,
+    "kernels": KernelsPlugin,
 }
 
 
 def load_record(plugin: Installed) -> Any:
-    """Stage 1: return the record of a trainer, backend or observer that the entry point names."""
+    """Stage 1: return the record that the entry point names."""
     record = load_object(plugin.value, plugin)
     expected = RECORDS[plugin.kind]
     if not isinstance(record, expected):
         kinds = f"is a {type(record).__name__}, not a rlhf.plugin.{expected.__name__}"
         raise RLHFError(f"{plugin}: {plugin.value} {kinds}")
-    if not attrs.has(record.config):
+    if hasattr(record, "config") and not attrs.has(record.config):
         raise RLHFError(f"{plugin}: its config {record.config!r} is not an attrs class")
     for requirement in getattr(record, "requires", ()):
         if not is_satisfied(requirement):

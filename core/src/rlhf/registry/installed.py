@@ -4,7 +4,7 @@ import functools
 import keyword
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -19,11 +19,39 @@ GROUPS = {
     "rlhf.backends": "backend",
     "rlhf.observers": "observer",
     "rlhf.extensions": "extension",
+    "rlhf.commands": "command",
+    "rlhf.formats": "format",
+    "rlhf.kernels": "kernels",
 }
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
-RESERVED = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
-"""Core's sections and the flags of `rlhf run`, which no trainer or backend may use as its name."""
+CORE_COMMANDS = {
+    "run": "rlhf.commands.run:plugin",
+    "config": "rlhf.commands.config:plugin",
+    "inspect": "rlhf.commands.inspect:plugin",
+    "plan": "rlhf.commands.plan:plugin",
+    "verify": "rlhf.commands.verify:plugin",
+    "export": "rlhf.commands.export:plugin",
+    "merge": "rlhf.commands.merge:plugin",
+    "plugins": "rlhf.commands.plugins:plugin",
+    "doctor": "rlhf.commands.doctor:plugin",
+    "report": "rlhf.commands.records:report",
+    "push": "rlhf.commands.records:push",
+    "runs": "rlhf.commands.records:runs",
+    "migrate": "rlhf.commands.records:migrate",
+    "serve": "rlhf.commands.records:serve",
+    "launch": "rlhf.commands.records:launch",
+}
+"""The records of core's own commands, in the order of `rlhf --help`."""
+SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
+"""Core's sections and the flags of `rlhf run`."""
+IN_CORE: Mapping[str, Collection[str]] = {
+    "command": CORE_COMMANDS,
+    "format": ("demonstration", "preference", "unpaired"),
+}
+"""What core has itself, by kind of plugin."""
+RESERVED: Mapping[str, Collection[str]] = dict.fromkeys(WITH_SECTION, SECTIONS) | dict(IN_CORE)
+"""The names that no other distribution may use, by kind of plugin."""
 
 
 class NotInstalled(RLHFError):
@@ -42,7 +70,7 @@ class Installed:
     problem: str | None = None
     """Why it cannot be used, as far as the metadata tell."""
     value: str = field(repr=False)
-    """What the entry point names: a record, or the class or object of an extension."""
+    """What the entry point names: a record."""
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}' of {self.distribution} {self.version}".rstrip()
@@ -67,6 +95,16 @@ def find(kind: str, name: str) -> Installed:
     if problem := _ambiguity(rows) or rows[0].problem:
         raise RLHFError(f"{kind} '{plain}' cannot be used: {problem}")
     return rows[0]
+
+
+def find_command(name: str) -> Installed:
+    """Return the command called `name`, of core or of another distribution."""
+    if name not in CORE_COMMANDS:
+        return find("command", name)
+    return Installed(
+        name=name, kind="command", distribution="rlhf-core", version="", summary="",
+        value=CORE_COMMANDS[name],
+    )  # fmt: skip
 
 
 def find_backend(name: str | None) -> Installed:
@@ -139,7 +177,7 @@ def name_problem(kind: str, name: str) -> str | None:
     if kind in WITH_SECTION and (not name.isidentifier() or keyword.iskeyword(name)):
         problem = "a keyword of Python" if keyword.iskeyword(name) else "not a Python identifier"
         return f"its name '{name}' is {problem}, so it cannot be a section"
-    if kind in WITH_SECTION and name in RESERVED:
+    if name in RESERVED.get(kind, ()):
         return f"its name '{name}' is reserved for core"
     return None
 
@@ -168,7 +206,8 @@ def _ambiguity(rows: list[Installed]) -> str | None:
 def _not_installed(kind: str, name: str) -> str:
     """Suggest an installation only for our own plugins: a typo must not install a stranger's."""
     rows = [row for row in installed() if row.kind == kind]
-    here = {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
+    here = {each: each for each in IN_CORE.get(kind, ())}
+    here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []
     if near := nearest(name.partition("@")[0], {**here, **known}):

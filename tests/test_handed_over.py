@@ -1,4 +1,4 @@
-"""What ranks do is what their launcher has read: a file that is saved in between changes nothing."""
+"""Ranks do what their launcher has read: a file that is saved in between changes nothing."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     *("commands", "serve", "api", "train", "memory", "reference", "contract"),
     *("scorer", "readouts", "model"),
-    *("trainer", "engine", "data", "demo", "report", "folder", "migration", "request"),
+    *("trainer", "engine", "formats", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
     *("sharding", "devices", "forwards"),

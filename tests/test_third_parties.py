@@ -13,15 +13,16 @@ from rlhf.commands.main import main
 from wheel_sites import ROOT, build, make_site, python
 
 METHODS = ROOT / "tests" / "third_parties"
-KINDS = {path.parent.name: path.stem for path in METHODS.glob("*/[tb]*.py")}
+MOST = {"trainer": 100, "backend": 120}
+"""Lines of code of a plugin of this kind with its tests."""
+KINDS = {path.parent.name: kind for kind in MOST for path in METHODS.glob(f"*/{kind}.py")}
 """For each plugin the kind: its file is called so."""
 QUICK = {
     "calibrated": "packed or least or hyper_parameter",
+    "ordinal": "rated or packed",
     "fully_shard": "(steps_are or resumed_run_is) and 2",
 }
 """Plugins, and which of their tests `make test` runs."""
-MOST = {"trainer": 100, "backend": 120}
-"""Lines of code of a plugin with its tests."""
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,12 @@ def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     project = folder / f"rlhf-{kind}-{name.replace('_', '-')}"
     (source,) = (project / "src").iterdir()
     (source / "demo.yaml").unlink(missing_ok=True)
-    for file in ("__init__.py", f"{kind}.py"):
-        shutil.copy(METHODS / name / file, source / file)
-    shutil.copy(METHODS / name / "checks.py", project / "tests" / f"test_{name}.py")
+    for file in (METHODS / name).glob("*.py"):
+        checks = project / "tests" / f"test_{name}.py"
+        shutil.copy(file, checks if file.name == "checks.py" else source / file.name)
+    if (more := METHODS / name / "entry_points.toml").exists():
+        with (project / "pyproject.toml").open("a") as declared:
+            declared.write(more.read_text())
     return project
 
 

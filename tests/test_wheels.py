@@ -64,12 +64,12 @@ def test_a_trainer_that_is_not_installed_says_which_package_has_it(site: Path) -
 
 LOAD = """
 from rlhf.registry.imports import load_object, load_record
-from rlhf.registry.gateway import load_plugin
+from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
-    records = {"trainer": "trainer", "observer": "hooks", "command": "run"}
+    records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
     of = records.get(plugin.kind)
-    record = load_plugin(plugin) if of is None else getattr(load_record(plugin), of)
+    record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     print(plugin.name, load_object(record) if isinstance(record, str) else record)
 """
 ALONE = [

@@ -15,7 +15,6 @@ from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
-from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
 from rlhf.registry.imports import load_user_object
@@ -34,8 +33,6 @@ __all__ = [
     "Term",
     "Trainer",
     "encode",
-    "encode_steps",
-    "label_per_token",
     "load_user_object",
 ]
 
@@ -91,7 +88,8 @@ class Trainer(abc.ABC):
 
     row_format: ClassVar[str | None] = None
     """The row format that core turns into token ids before it calls `example`: `demonstration`,
-    `preference`, `unpaired` or `stepwise`. With None `example` gets the row as a dictionary."""
+    `preference`, `unpaired` or one of `rlhf.formats`. With None `example` gets the row as a
+    dictionary."""
     renders_whole: ClassVar[bool] = False
     """Whether a prompt and its answer are tokenised as one text, and a conversation keeps what the
     chat template writes after its last turn, such as a line break. True for models that are read at

@@ -39,11 +39,6 @@ def _not_with_8_bits(name: Any) -> str | None:
     return text if name in WITH_8_BITS else None
 
 
-def _no_settings(extensions: Any) -> str | None:
-    names = ", ".join(extensions) if isinstance(extensions, Mapping) else None
-    return names and f"an extension has no settings; write [{names}]"
-
-
 def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
     if value != "auto":
         positive(instance, attribute, value)
@@ -74,6 +69,7 @@ def _has_direction(instance: object, attribute: object, value: str) -> None:
 class ModelConfig:
     """The model that is trained, and how it is represented."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"fp8": ("reference",)}
     path: str = ""
     """Folder or hub name of a model in the transformers layout."""
     revision: str | None = None
@@ -81,7 +77,8 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not in the model's folder."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Recorded in versions.json of the run."""
+    """Run Python code that comes with the model, its tokenizer or a teacher. Recorded in
+    versions.json of the run."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of the weights in forward and backward; bf16 and fp16 keep fp32 masters."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -96,14 +93,13 @@ class ModelConfig:
     """Kernels of the layers on CUDA. none: the model's own. liger: fused norms, and Liger's rotary
     embedding and gates (arXiv 2410.10989), for the families in docs/models.md; an error if they
     cannot be used. compile: torch.compile of the layers, for any family; at ZeRO stages 0 to 2,
-    without quantize, with recompute none or full. auto: compile with fp8 tensorwise or rowwise,
-    else those of liger that can be used."""
-    fp8: Literal["tensorwise", "rowwise", "reference"] | None = None
+    without quantize, with recompute none or full. auto: compile with fp8, else those of liger
+    that can be used."""
+    fp8: Literal["tensorwise", "rowwise"] | None = None
     """Compute the layers' matrix products in FP8 by this recipe of torchao, except those of
     adapters. Faster for large models; the curve differs slightly. tensorwise: one scale per tensor;
-    rowwise: one per row, slower in training; reference: rowwise, only in the frozen second model of
-    a reference. Needs GPUs of compute capability 9.0, for tensorwise 8.9.
-    """
+    rowwise: one per row, slower in training. Needs GPUs of compute capability 9.0, for tensorwise
+    8.9."""
     router_loss: float | None = field(default=None, validator=optional(not_negative))
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each
     step of training adds to the loss. It is computed over each example, so that the curve does not
@@ -115,11 +111,6 @@ class ModelConfig:
     for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more
     time. auto: the first of none, selective and full with which a step fits in the accelerator's
     memory."""
-
-    @property
-    def fp8_recipe(self) -> str | None:
-        """torchao's recipe for the products of this model, None if they are not in FP8."""
-        return None if self.fp8 == "reference" else self.fp8
 
 
 @documented
@@ -306,17 +297,29 @@ class LoraConfig:
     """Names of modules that are trained whole and saved with the adapter, such as embed_tokens."""
 
 
-@documented
 @frozen(kw_only=True)
-class Observers:
-    """Observers, which receive the metrics, evaluations and checkpoints of a run: [NAME, ...], or
-    {NAME: {SETTING: VALUE}} with settings of their own."""
+class NamedSections:
+    """Plugins with a section of settings each."""
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """The section of each observer."""
+        """The section of each plugin."""
         items = attrs.fields(type(self))
         return {setting_name(item): getattr(self, item.name) for item in items}
+
+
+@documented
+@frozen(kw_only=True)
+class Extensions(NamedSections):
+    """Extensions, which wrap hooks of the backend: [NAME, ...], or {NAME: {SETTING: VALUE}} with
+    settings of their own. The first is the outermost."""
+
+
+@documented
+@frozen(kw_only=True)
+class Observers(NamedSections):
+    """Observers, which receive the metrics, evaluations and checkpoints of a run: [NAME, ...], or
+    {NAME: {SETTING: VALUE}} with settings of their own."""
 
 
 @documented
@@ -338,8 +341,7 @@ class Config:
     lora: LoraConfig | None = None
     backend: str | None = None
     """Name of the backend; default: the only one installed."""
-    extensions: tuple[str, ...] = field(default=(), metadata={"instead": _no_settings})
-    """Extensions whose hook wrappers are active."""
+    extensions: Extensions = field(factory=Extensions)
     observers: Observers = field(factory=Observers)
     output: str | None = None
     """Run folder; default: runs/NAME-1, -2, ..."""

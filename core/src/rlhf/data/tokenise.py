@@ -84,10 +84,12 @@ def _prepare_entry(
             mapping = RowsToTrees(source, numbers, data, trainer, reader)
             table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
-            (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
+            (folder / "report.json").write_text(
+                json.dumps(attrs.asdict(_report(table))), encoding="utf-8"
+            )
 
     folder = once(cache_root() / "examples" / chosen, build)
-    report = Report(**json.loads((folder / "report.json").read_text()))
+    report = Report(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
     lost = {
         why: tuple(source.name + place for place in places) for why, places in report.lost.items()
     }
@@ -116,12 +118,10 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
 
 
 def _reader(trainer: ExampleMaker, tokenizer: Any, data: DataConfig) -> Reader:
-    """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
-    are marked."""
-    section = trainer.config
+    """Return a reader of the trainer's rows."""
     return Reader(
-        tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None), template=data.chat_template or "",
+        tokenizer, whole=trainer.renders_whole, section=trainer.config,
+        template=data.chat_template or "",
     )  # fmt: skip
 
 

@@ -135,8 +135,8 @@ PATCHES = {
         reason="like DeepSpeed's `memory_efficient_linear`, it keeps no gathered weight for "
         "backward; it also keeps no input of a frozen layer. With `patches: correctness`, "
         "DeepSpeed's is installed for the length of the run",
-        gain="the memory of a frozen layer's input, as the estimate assumes, and 44 -> 25 us of host "
-        "time for forward and backward of a layer, compared with DeepSpeed's",
+        gain="the memory of a frozen layer's input, as the estimate assumes, and 44 -> 25 us of "
+        "host time for forward and backward of a layer, compared with DeepSpeed's",
     ),
     "missing-gradients": Patch(
         targets=(

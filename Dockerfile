@@ -12,7 +12,8 @@ RUN pip install --no-cache-dir torch==2.13.0
 COPY core /src/core
 COPY plugins /src/plugins
 RUN pip install --no-cache-dir \
-    /src/core[kernels,serve] \
+    /src/core[serve] \
+    /src/plugins/kernels \
     /src/plugins/deepspeed \
     /src/plugins/sft \
     /src/plugins/dpo \

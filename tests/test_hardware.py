@@ -7,15 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE, PLUGIN = "core/src/rlhf", "plugins/deepspeed/src/rlhf_plugin_deepspeed"
+KERNELS = "plugins/kernels/src/rlhf_kernels"
 CUDA_ONLY = {
     f"{CORE}/commands/plan.py": "the device of a plan for other hardware",
     f"{CORE}/devices.py": "where kernels in Triton run",
     f"{CORE}/launch/importing.py": "the driver and a context, opened early, and Triton's digest",
-    f"{CORE}/model/kernels/cudnn.py": "attention by cuDNN",
     f"{CORE}/model/trainable.py": "bitsandbytes",
-    f"{CORE}/model/kernels/attention_triton.py": "kernels in Triton",
-    f"{CORE}/model/kernels/fp8.py": "products in FP8",
-    f"{CORE}/model/kernels/fused.py": "a kernel in Triton",
+    f"{KERNELS}/attention_triton.py": "kernels in Triton",
+    f"{KERNELS}/cudnn.py": "attention by cuDNN",
+    f"{KERNELS}/fp8.py": "products in FP8",
+    f"{KERNELS}/fused.py": "a kernel in Triton",
     f"{PLUGIN}/diagnosis.py": "the versions of NCCL and of the CUDA toolkit",
     f"{PLUGIN}/mesh.py": "the allocator's setting, before torch knows the device",
 }

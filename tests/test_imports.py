@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = (
     *("commands", "serve", "api", "train", "memory", "reference", "contract"),
-    *("scorer", "readouts", "model"),
+    *("kernels", "scorer", "readouts", "model"),
     *("trainer", "engine", "formats", "data", "demo", "report", "folder", "migration", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
@@ -68,6 +68,12 @@ def test_imports_go_down_the_rooms_and_from_plugins_to_core(tmp_path: Path) -> N
     done = check(configuration)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"Contracts: 5 kept, 0 broken", done.stdout)
+
+
+def test_only_the_gateway_loads_kernels() -> None:
+    core = ROOT.glob("core/src/**/*.py")
+    found = {path.name for path in core if "find_kernels" in path.read_text()}
+    assert found == {"accelerated.py", "installed.py"}
 
 
 def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:

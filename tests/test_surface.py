@@ -19,13 +19,20 @@ PUBLIC = tuple(
     f"rlhf.{name}"
     for name in (
         *("plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts", "engine"),
+        "kernels",
     )
 )
 FOR_US = ("rlhf.demo",)
 """Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
 DEVKIT = ROOT / "plugins/devkit"
 """Its kits make and watch whole runs, so it may import all of core, of exactly one version."""
-FILES = sorted(path for path in ROOT.glob("plugins/*/*/**/*.py") if DEVKIT not in path.parents)
+BESIDE_CORE = ROOT / "plugins/kernels/tests"
+"""The tests of kernels hold them against core's own layers, which no plugin sees."""
+FILES = [
+    path
+    for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
+    if not {DEVKIT, BESIDE_CORE} & {*path.parents}
+]
 OURS = ("rlhf", "rlhf_devkit")
 OF_OTHERS = sorted([
     *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")

@@ -7,7 +7,7 @@ import pytest
 
 from wheel_sites import PROJECTS, build, make_site, python, required, rlhf, top_level
 
-INSTALLED = ("core", "deepspeed", "dpo")
+INSTALLED = ("core", "deepspeed", "dpo", "kernels")
 """What a user of one trainer installs."""
 
 
@@ -19,7 +19,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheels of the core, the backend and one trainer, nothing else of ours."""
+    """The wheels of the core, the backend, the kernels and one trainer, nothing else of ours."""
     return make_site(tmp_path_factory.mktemp("one"), [wheels[name] for name in INSTALLED])
 
 
@@ -32,7 +32,7 @@ def whole_site(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_the_plugins_of_the_wheels_are_found_and_no_others(site: Path) -> None:
     done = rlhf(site, "plugins")
     names = [line.split()[0] for line in done.stdout.splitlines()[1:]]
-    assert sorted(names) == ["deepspeed", "dpo"]
+    assert sorted(names) == ["deepspeed", "dpo", "triton"]
 
 
 def test_every_plugin_of_all_wheels_loads(whole_site: Path) -> None:
@@ -68,6 +68,7 @@ from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
+    records |= {"kernels": "kernels"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     print(plugin.name, load_object(record) if isinstance(record, str) else record)

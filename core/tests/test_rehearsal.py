@@ -26,7 +26,6 @@ from rlhf.launch.places import Marker
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.rehearsal import STRICT
 from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
-from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
@@ -444,13 +443,3 @@ def test_a_rehearsal_draws_no_random_numbers_and_writes_no_file(words: list[str]
     assert fit.estimate is not None
     assert torch.equal(torch.randn(3), expected), "it must not draw from the generators"
     assert not Path(fit.config.output or "").exists()
-
-
-def test_a_rehearsal_notes_for_what_kernels_of_attention_are_compiled(tmp_path: Path) -> None:
-    words = small_run(tmp_path)
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    width = config["hidden_size"] // heads
-    REHEARSED.clear()
-    assert on_accelerator(words, GIB).fits
-    assert {Heads(heads, key_heads, width, width, torch.float32, width**-0.5, None)} == REHEARSED

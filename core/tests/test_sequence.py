@@ -14,7 +14,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.data.packing import filler
 from rlhf.engine import Axis, Mesh, axes
 from rlhf.errors import RLHFError
-from rlhf.model.kernels.layers import check_packed
+from rlhf.model.accelerated import check_packed
 from rlhf.model.packed import PackedModel
 from rlhf.model.sequence import all_rows, check_heads, part_of_rank
 from rlhf.readouts import summed_logprobs, token_logprobs

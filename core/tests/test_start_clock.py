@@ -1,7 +1,6 @@
 """The start of a run: its clock, its imports, and what is collected."""
 
 import gc
-import importlib
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import transformers  # noqa: F401
 from rlhf.engine import Mesh
 from rlhf.launch import importing as imports
 from rlhf.launch.garbage import without_collections
-from rlhf.launch.importing import Distributions, import_alone, importing, opening_device
+from rlhf.launch.importing import Distributions, importing, opening_device
 from rlhf.launch.startup import Startup
 from rlhf.train.rank import process_group
 
@@ -170,31 +169,6 @@ def test_the_files_of_all_distributions_are_read_when_another_package_is_asked_f
 def test_a_package_without_a_distribution_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "SAME_NAME", ("no_package",))
     assert Distributions(dict).get("no_package", []) == []
-
-
-def test_a_module_that_is_imported_alone_is_a_copy_that_nobody_else_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "many_kernels" / "ops"
-    package.mkdir(parents=True)
-    (tmp_path / "many_kernels" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("import many_kernels.ops.one\n")
-    (package / "one.py").write_text("from many_kernels.ops.two import kernel\n")
-    (package / "two.py").write_text("kernel = object()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    alone = import_alone("many_kernels.ops.one")
-    assert not {name for name in sys.modules if name.startswith("many_kernels.")}
-    whole = importlib.import_module("many_kernels.ops")
-    assert {*vars(whole)} >= {"one", "two"}
-    assert whole.one.kernel is not alone.kernel
-    assert import_alone("many_kernels.ops.one") is whole.one
-    (package / "one.py").write_text("1 / 0\n")
-    for name in ("many_kernels.ops", "many_kernels.ops.one", "many_kernels.ops.two"):
-        monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
-    with pytest.raises(ZeroDivisionError):
-        import_alone("many_kernels.ops.one")
-    assert "many_kernels.ops" not in sys.modules
 
 
 def test_collections_continue_after_a_failure() -> None:

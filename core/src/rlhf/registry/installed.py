@@ -119,6 +119,15 @@ def find_backend(name: str | None) -> Installed:
     return find("backend", names[0])
 
 
+def find_kernels() -> Installed | None:
+    """Return the only kernels that are installed; None if there are none."""
+    rows = [row for row in installed() if row.kind == "kernels"]
+    if len(rows) > 1:
+        names = " and ".join(f"{row.name} of {row.distribution}" for row in rows)
+        raise RLHFError(f"several kernels are installed ({names}); uninstall all but one")
+    return find("kernels", rows[0].name) if rows else None
+
+
 def is_satisfied(requirement: str, *, extra: str = "") -> bool:
     """Return whether an installed distribution satisfies a requirement such as `peft>=0.18`; one of
     an extra counts only if it is `extra`."""

@@ -21,7 +21,7 @@ from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
 from rlhf.launch.startup import Startup
 from rlhf.memory.fit import StepFit
-from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
+from rlhf.model.accelerated import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -91,7 +91,7 @@ class RunContext(RunModels):
         module = engine.module
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
+            module.layers = compile_layers(decoder(module.causal), config.model)
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine

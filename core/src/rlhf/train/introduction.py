@@ -11,6 +11,7 @@ from rlhf.errors import counted
 from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.model.accelerated import advice
 from rlhf.model.dropout import largest_dropout
 from rlhf.model.role import Role, trained_share
 from rlhf.request.reader import Request
@@ -38,7 +39,12 @@ def introduce_run(
         f"steps      {fit.steps:,} of {counted(request.config.batch.size, 'row')}, "
         f"{data.steps_per_epoch(request.config):,} per epoch"
     )
-    lines += [*memory_lines(fit, choice), *request.notes, *data.warnings()]
+    lines += [
+        *advice(fit.mesh.device),
+        *memory_lines(fit, choice),
+        *request.notes,
+        *data.warnings(),
+    ]
     print("\n".join([*lines, *data.trainer.remarks(data.train)]), flush=True)
     folder.once_begun(lambda: folder.write_summary(id=identity, **summary(fit, data)))
     return identity

@@ -149,9 +149,9 @@ LOSSES: dict[str, tuple[Callable[[Any, PackedBatch], Any], str]] = {
         "Mine.loss() returned a term 0 whose sum has no gradient; compute it from what an engine "
         "returned, and do not detach it",
     ),
-    "a metric that is a float": (
-        lambda trainer, batch: Loss((term(trainer, batch),), {"kl": 0.5}),  # type: ignore[dict-item]
-        "Mine.loss() returned the metric 'kl' as float; return a pair (sum, \"tokens\")",
+    "a metric that is text": (
+        lambda trainer, batch: Loss((term(trainer, batch),), {"kl": "0.5"}),  # type: ignore[dict-item]
+        "Mine.loss() returned the metric 'kl' as str; return a pair (sum, \"tokens\"), or a number",
     ),
     "a metric's sum that is a float": (
         lambda trainer, batch: Loss(

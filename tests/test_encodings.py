@@ -1,6 +1,9 @@
 """Text files have one encoding in every locale."""
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +50,14 @@ path.read_text(encoding="utf-8")
 os.open(path, os.O_RDONLY)
 """
     assert [line for line, _ in calls_in_the_encoding_of_the_locale(source)] == [2, 3, 4, 5, 6]
+
+
+def test_a_traceback_in_any_language_is_written_in_any_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom rlhf.folder.run_folder import write_error\n"
+        "write_error(Path(sys.argv[1]), 'rank-0.txt', '\\u6570\\u636e \\udcff')"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | ascii_only, check=True)
+    text = (tmp_path / "errors" / "rank-0.txt").read_text(encoding="utf-8")
+    assert text == "\u6570\u636e \\udcff"

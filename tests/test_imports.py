@@ -38,6 +38,7 @@ def contracts() -> str:
     lines += _contract("core", "forbidden", source=["rlhf"], forbidden=plugins)
     lines += _contract("deepspeed", "forbidden", source=["rlhf", *others], forbidden=["deepspeed"])
     lines += _contract("plugins", "independence", modules=plugins)
+    lines += ["ignore_imports =", "    rlhf_devkit.** -> rlhf_backend_torch"]
     lines += _contract("rooms", "layers", layers=list(ROOMS))
     lines += ["containers =", "    rlhf", "exhaustive = True"]
     lines += ["exhaustive_ignores =", "    __main__", "ignore_imports =", f"    {WITHOUT_TORCH}"]

@@ -105,11 +105,7 @@ def test_a_server_that_does_not_answer_is_named_and_does_not_hold_the_run(
         ("{wandb: {project: a}, mlflow: }", ["--observers", "[]"], {}),
         ("{wandb: a}", ["--observers.wandb.mode", "offline"], {"wandb": "a"}),
         ("[mlflow]", ["--observers", "{wandb: {project: b}}"], {"mlflow": "", "wandb": "b"}),
-        (
-            "null",
-            ["--observers", "wandb@rlhf-observer-wandb"],
-            {"wandb@rlhf-observer-wandb": "rlhf"},
-        ),
+        ("null", ["--observers", "wandb"], {"wandb": "rlhf"}),
     ],
 )
 def test_a_list_chooses_observers_and_a_mapping_adds_settings(

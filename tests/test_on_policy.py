@@ -117,10 +117,14 @@ def test_rollouts_and_their_evaluation_are_the_same_on_any_number_of_ranks(
         )
         (_, metrics), *_ = ranks.run(rewarded, words, str(ending.cache))
         curves.append(metrics)
-    for name in ("loss", "reward", "ratio", "eval/reward", "num_tokens"):
+    for name in ("loss", "reward", "finished", "read", "ratio", "eval/reward", "num_tokens"):
         values, others = ([line[name] for line in curve if name in line] for curve in curves)
         assert values == pytest.approx(others, abs=1e-5), name
         assert len(values) == (4 if name == "eval/reward" else 14)
+    assert column(curves[0], "clip") == [0.2] * 14
+    assert column(curves[0], "read") == pytest.approx(column(curves[0], "logprob"), abs=1e-5)
+    # Some answers end, others are cut at six tokens.
+    assert 0.0 < max(column(curves[0], "finished")) < 1.0
     first = column(curves[0], "ratio")
     # The first step of a rollout sees the policy that wrote its answers.
     assert [first[step] for step in (0, 4, 8, 12)] == pytest.approx([1.0] * 4, abs=1e-5)

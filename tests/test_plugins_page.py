@@ -29,7 +29,7 @@ plugin = TrainerPlugin(config=Section, trainer="page_trainers:{name}")
 """
 NAMES = (
     "MyTrainer", "OwnRows", "Imitation", "ActorCritic", "Denoiser", "TokenDPO", "AboveAverage",
-    "Retrieval", "Draws", "Clipped", "Judged",
+    "Retrieval", "Draws", "Clipped", "Judged", "Verified",
 )  # fmt: skip
 CLASS = r"^class (\w+)\((?:Trainer|Draws)\)"
 QUESTIONS = [

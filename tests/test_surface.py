@@ -28,9 +28,11 @@ DEVKIT = ROOT / "plugins/devkit"
 """Its kits make and watch whole runs, so it may import all of core, of exactly one version."""
 BESIDE_CORE = ROOT / "plugins/kernels/tests"
 """The tests of kernels hold them against core's own layers, which no plugin sees."""
-FILES = sorted(
-    path for path in ROOT.glob("plugins/*/*/**/*.py") if not {DEVKIT, BESIDE_CORE} & {*path.parents}
-)
+FILES = [
+    path
+    for path in sorted(ROOT.glob("plugins/*/*/**/*.py"))
+    if not {DEVKIT, BESIDE_CORE} & {*path.parents}
+]
 OURS = ("rlhf", "rlhf_devkit")
 OF_OTHERS = sorted([
     *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")

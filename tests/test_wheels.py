@@ -68,7 +68,7 @@ from rlhf.registry.gateway import load_backend
 from rlhf.registry.installed import installed
 for plugin in installed():
     records = {"trainer": "trainer", "observer": "hooks", "command": "run", "format": "read"}
-    records["kernels"] = "kernels"
+    records |= {"kernels": "kernels"}
     of = records.get(plugin.kind)
     record = load_backend(plugin) if of is None else getattr(load_record(plugin), of)
     print(plugin.name, load_object(record) if isinstance(record, str) else record)

@@ -104,3 +104,19 @@ def test_the_digest_of_the_content_does_not_change_with_the_numbers_of_rows_and_
     assert content(tmp_path, ROWS, (3, 3)) != digest
     monkeypatch.setattr(trees, "CHUNK_ROWS", 1)
     assert content(tmp_path, ROWS) == digest
+
+
+def test_columns_are_kept_and_part_of_the_content_only(tmp_path: Path) -> None:
+    path, digests, contents = tmp_path / "rows.arrow", set(), set()
+    for columns in ({}, {"gold": "three"}, {"gold": "four", "tests": [{"in": 1}]}):
+        rows = [Example([1, 2], [Answer([3])], columns=columns), Example([4], [Answer([5])])]
+        table = to_table([tree(each, status=KEPT) for each in rows])
+        write(table, path)
+        file = TreeFile(path)
+        assert [file[0].columns, file[1].columns] == [columns, {}]
+        digests.add(file.digest())
+        contents.add(file.content)
+    assert (len(digests), len(contents)) == (1, 3)
+    # As an earlier version wrote the examples of a rollout.
+    write(table.drop_columns(["columns"]), path)
+    assert TreeFile(path)[0].columns == {}

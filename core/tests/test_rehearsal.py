@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import attrs
 import pytest
@@ -271,6 +271,32 @@ def test_every_trained_model_is_in_the_estimate(words: list[str]) -> None:
     assert both.resident == one.resident + 2048
     assert "critic 0.000" in str(both)
     assert torch.equal(torch.get_rng_state(), random), "only rank 0 rehearses"
+
+
+class Rewarded(Trainer):
+    """A loss with values that only the examples of a rollout have."""
+
+    rollout_values: ClassVar[Any] = {"old": "token", "advantage": "answer", "weight": "example"}
+
+    def example(self, row: Any) -> Any: ...
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+
+    def rollout(self, examples: Any, step: int, seeds: Any) -> Any: ...
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        weights = batch.values["weight"][batch.answer_example] * batch.values["advantage"]
+        gains = (logprobs - batch.values["old"][batch.predict_at]) * weights[batch.answer]
+        return Loss((Term(gains.sum(), "tokens"),))
+
+
+def test_values_of_a_rollout_are_in_the_step_that_is_counted(words: list[str]) -> None:
+    fit = fit_of(words, GIB)
+    step = attrs.evolve(fit, trainer=Rewarded(None, fit.trainer.tokenizer)).estimate
+    assert step.states == fit.estimate.states
+    assert step.step.activations > 0
 
 
 class Reducing(PlainBackend):

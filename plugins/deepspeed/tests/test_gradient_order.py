@@ -182,28 +182,6 @@ def test_a_gradient_after_its_reduction_is_an_error(pair):
     )
 
 
-def room(settings):
-    """Whether room was made for all gradients of this rank at once."""
-    backend, seen = DeepSpeedBackend(), []
-    mesh, engine, _ = start(backend, case_of(settings))
-    optimizer = engine.deepspeed.optimizer
-    release = optimizer._release_ipg_buffers
-    optimizer._release_ipg_buffers = lambda: (
-        seen.append(optimizer.grads_in_partition is not None),
-        release(),
-    )
-    loss = engine(make_batch(0, [mesh.rank], engine.device), losses)["loss"].sum()
-    engine.backward(loss, last=True)
-    backend.close_mesh(mesh)
-    return seen
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_are_kept_one_by_one(pair, single, stage):
-    assert pair.run(room, {"stage": stage}) == [[False]] * 2
-    assert single.run(room, {"stage": stage}) == [[False]]
-
-
 def came_on_two_streams():
     """What streams do where the second gradient has come on another than the first."""
     backend, accelerator = DeepSpeedBackend(), Streams()

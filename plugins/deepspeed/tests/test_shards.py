@@ -4,22 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from streams import Stream, Streams, seen_by
 from torch import nn
 
 from rlhf_plugin_deepspeed.patches import stage_3
-from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients, ordered
+from rlhf_plugin_deepspeed.patches.stage_3 import MissingGradients
 from rlhf_plugin_deepspeed.prepare import _some_empty
-
-
-def test_the_host_does_not_wait_for_the_last_reduction(monkeypatch):
-    waited_for = []
-    compute = SimpleNamespace(wait_stream=waited_for.append)
-    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: compute)
-    reduction = ordered(SimpleNamespace)
-    reduction.synchronize()
-    assert waited_for == [reduction]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rlhf.engine import Plan
 from rlhf.hookspecs import hookimpl
 from rlhf.plugin import BackendPlugin
 from rlhf.registry.trainer_files import NoSettings
+from rlhf_backend_torch import TorchEngine
 from rlhf_devkit import (
     BackendConformance,
     ObserverConformance,
@@ -26,7 +27,6 @@ from rlhf_devkit import (
 )
 from rlhf_devkit.backend_conformance import Problems
 from rlhf_devkit.observer_conformance import Watched, watched_by
-from rlhf_devkit.plain import PlainEngine
 from rlhf_devkit.ranks import RankFailure
 
 KITS = (TrainerConformance, BackendConformance, ObserverConformance)
@@ -61,8 +61,7 @@ class Thawed(PlainBackend):
     def prepare(
         self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
     ) -> Any:
-        clip = plan.settings["clip"]
-        return PlainEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
+        return TorchEngine(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
 
 
 class Lossy(PlainBackend):

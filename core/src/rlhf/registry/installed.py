@@ -85,15 +85,12 @@ def installed() -> tuple[Installed, ...]:
 
 
 def find(kind: str, name: str) -> Installed:
-    """Return the plugin called `name`, or `name@distribution` if two distributions provide it."""
-    plain, has_distribution, distribution = name.partition("@")
-    rows = _named(kind, plain)
-    if has_distribution:
-        rows = [row for row in rows if _canonical(row.distribution) == _canonical(distribution)]
+    """Return the plugin called `name`."""
+    rows = _named(kind, name)
     if not rows:
         raise NotInstalled(_not_installed(kind, name))
     if problem := _ambiguity(rows) or rows[0].problem:
-        raise RLHFError(f"{kind} '{plain}' cannot be used: {problem}")
+        raise RLHFError(f"{kind} '{name}' cannot be used: {problem}")
     return rows[0]
 
 
@@ -208,8 +205,7 @@ def _ambiguity(rows: list[Installed]) -> str | None:
     if len(rows) < 2:
         return None
     owners = " and ".join(f"{row.distribution} {row.version}" for row in rows)
-    choice = f"{rows[0].name}@{rows[0].distribution}"
-    return f"{owners} both provide it; choose one as in {choice}, or uninstall one"
+    return f"{owners} both provide it; uninstall one"
 
 
 def _not_installed(kind: str, name: str) -> str:
@@ -219,7 +215,7 @@ def _not_installed(kind: str, name: str) -> str:
     here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []
-    if near := nearest(name.partition("@")[0], {**here, **known}):
+    if near := nearest(name, {**here, **known}):
         hints += [f"did you mean '{near}'?"] * (near != name)
         hints += [f"run `pip install {known.get(near)}`"] * (near not in here)
     hint = f" ({' '.join(hints)})" if hints else ""

@@ -68,7 +68,7 @@ def read_config(
     argv: Sequence[str] = (),
     backend: tuple[str, BackendPlugin] | None = None,
 ) -> Request:
-    """Return the request for the trainer `name` (or `name@distribution`, or `FILE.py:CLASS`).
+    """Return the request for the trainer `name` (or `FILE.py:CLASS`).
 
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.

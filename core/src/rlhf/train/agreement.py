@@ -22,7 +22,6 @@ from rlhf.folder.disk import sha256
 from rlhf.folder.run_folder import RECORDED
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import ModelSpec
-from rlhf.registry.installed import find_backend
 from rlhf.request.reader import Request
 from rlhf.request.settings_tree import flow, leaves, to_tree
 from rlhf.train.dataset import Dataset
@@ -44,7 +43,7 @@ def check_start(request: Request, data: Dataset, mesh: Mesh) -> None:
     if mesh.world == 1:
         return
     config, tokenizer = request.config, data.trainer.tokenizer
-    backend = find_backend(config.backend).value
+    backend = type(config.backend_section).__module__
     _check_alike(mesh, _versions(request), remedy=INSTALL)
     _check_alike(mesh, digests=_source_code(data.trainer, backend), remedy=INSTALL)
     _check_alike(mesh, _settings(request), remedy="start all ranks with the same settings")
@@ -152,7 +151,7 @@ def _source_code(trainer: Trainer, backend: str) -> dict[str, str]:
     """Return digests of the source code of core, trainer and backend, which two checkouts may have
     of one version."""
     kinds = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
-    modules = {name.partition(".")[0] for name in ("rlhf", backend.partition(":")[0], *kinds)}
+    modules = {name.partition(".")[0] for name in ("rlhf", backend, *kinds)}
     return {f"source code of {name}": _digest_of(name) for name in sorted(modules)}
 
 

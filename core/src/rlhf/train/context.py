@@ -4,15 +4,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
+import numpy as np
 from attrs import define, field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
@@ -31,7 +34,7 @@ from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
-from rlhf.reference.compute import attach_values
+from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
@@ -184,6 +187,30 @@ class RunContext(RunModels):
         """See `rlhf.trainer.Run`."""
         with self.phases("generation", running=engine):
             return sample(self, engine, prompts, **options)
+
+    def read(
+        self,
+        examples: Sequence[Example],
+        compute: Callable[[PackedBatch], Tensor],
+        *,
+        per: Literal["prediction", "answer"] = "prediction",
+    ) -> list[list[Any]]:
+        """See `rlhf.trainer.Run`."""
+        sizes = [[len(answer.tokens) for answer in example.answers] for example in examples]
+        lengths = [len(e.prompt) + sum(size) for e, size in zip(examples, sizes, strict=True)]
+        with ExitStack() as stack:
+            for role in self.roles.values():
+                stack.enter_context(evaluating(role.engine))
+            found = read_examples(
+                examples, range(len(examples)), np.array(lengths), compute, mesh=self.mesh,
+                tokens=self.config.batch.budget, per=per,
+            )  # fmt: skip
+        if per == "answer":
+            return [values.tolist() for values in found]
+        return [
+            np.split(values, np.cumsum(size)[:-1])
+            for values, size in zip(found, sizes, strict=True)
+        ]
 
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume

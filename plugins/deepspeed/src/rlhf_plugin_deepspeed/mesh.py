@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from attrs import evolve
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups, nvtx
 from torch import distributed
 
@@ -60,9 +59,6 @@ def join(config: Config, *, timeout: timedelta) -> Mesh:
     setting = config.backend_section.patches
     if in_force("no-ranges", setting=setting):
         replace("no-ranges", nvtx, enable_nvtx=False)
-    if distributed.get_world_size() == 1 and in_force("no-broadcast", setting=setting):
-        # The target's own parameters: a run that was not closed has it in place.
-        replace("no-broadcast", DeepSpeedEngine, _broadcast_model=lambda self: None)
     if in_force("no-passes", setting=setting):
         engine = import_module("deepspeed.runtime.engine")
         replace("no-passes", engine, is_deepcompile_supported=lambda: False)

@@ -92,6 +92,7 @@ def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
 
 def _renamed(text: str, name: str) -> str:
     text = text.replace("Plain", f"{_camel(name)}").replace("plain backend", f"backend {name}")
+    text = text.replace('name = "plain"', f'name = "{name}"')
     for old, new in {"new_name": name, "new-name": _hyphens(name), "NewName": _camel(name)}.items():
         text = text.replace(old, new)
     return text

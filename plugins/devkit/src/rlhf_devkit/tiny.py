@@ -41,8 +41,9 @@ from rlhf.train.loop import Stepper
 from rlhf.train.rank import process_group, run_rank
 from rlhf.train.session import Session
 from rlhf.train.set_up import set_up, step_fit
+from rlhf_backend_torch import TorchEngine
 from rlhf_devkit.curves import Metrics
-from rlhf_devkit.plain import PlainBackend, PlainEngine
+from rlhf_devkit.plain import PlainBackend
 
 AMPLE_TOKENS = 1 << 20
 """A `batch.tokens` that holds any step of the tests."""
@@ -250,7 +251,7 @@ def _batches(
     return plan, [*(order[rows] for rows in plan.survey), *(order[rows] for rows in plan.micro)]
 
 
-class KeepingEngine(PlainEngine):
+class KeepingEngine(TorchEngine):
     """A plain engine that keeps the gradients of its last step."""
 
     gradients: dict[str, Tensor]
@@ -268,15 +269,15 @@ class KeepingBackend(PlainBackend):
     """A plain backend that keeps its engines, which keep their gradients."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.engines: list[KeepingEngine] = []
 
     @hookimpl
     def prepare(
         self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
-    ) -> PlainEngine:
+    ) -> TorchEngine:
         if optimizer is None:
             model.requires_grad_(False).eval()
-        clip = plan.settings["clip"]
-        engine = KeepingEngine(model, optimizer, schedule, role=role, clip=clip, device=mesh.device)
+        engine = KeepingEngine(model, optimizer, schedule, role=role, plan=plan, mesh=mesh)
         self.engines.append(engine)
         return engine

@@ -4,7 +4,7 @@ It is a library and no plugin: a backend's distribution depends on it. Only reco
 before torch, so a record must not import this package.
 """
 
-from rlhf_backend_torch.backend import TorchBackend
+from rlhf_backend_torch.backend import TorchBackend, seed
 from rlhf_backend_torch.engine import TorchEngine
 
-__all__ = ["TorchBackend", "TorchEngine"]
+__all__ = ["TorchBackend", "TorchEngine", "seed"]

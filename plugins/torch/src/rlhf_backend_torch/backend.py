@@ -45,11 +45,7 @@ class TorchBackend:
 
     @hookimpl
     def setup_mesh(self, config: Config) -> Mesh:
-        if config.model.dtype not in self.precisions:
-            raise RLHFError(
-                f"the {self.name} backend does not support model.dtype {config.model.dtype}; "
-                f"set model.dtype to {' or '.join(self.precisions)} or choose another backend"
-            )
+        self.check_precision(config)
         local = int(os.environ.get("LOCAL_RANK", "0"))
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -71,6 +67,14 @@ class TorchBackend:
             rank, world = distributed.get_rank(), distributed.get_world_size()
         memory = _memory(device)
         return Mesh(rank=rank, world=world, local_rank=local, device=device, memory=memory)
+
+    def check_precision(self, config: Config) -> None:
+        """Raise RLHFError for a `model.dtype` that the backend does not support."""
+        if config.model.dtype not in self.precisions:
+            raise RLHFError(
+                f"the {self.name} backend does not support model.dtype {config.model.dtype}; "
+                f"set model.dtype to {' or '.join(self.precisions)} or choose another backend"
+            )
 
     @hookimpl
     def configure_zero(
@@ -119,10 +123,6 @@ class TorchBackend:
                 distributed.broadcast(sent, src=0)
                 value.copy_(sent)
         return mesh.on_rank_zero(lambda: missing)
-
-    @hookimpl
-    def shard(self, model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
-        return True
 
     @hookimpl
     def build_optimizer(

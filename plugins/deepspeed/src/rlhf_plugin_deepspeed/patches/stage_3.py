@@ -1,4 +1,4 @@
-"""ZeRO-3: no wait of the host for gradients, zeros for missing ones, gatherings after updates."""
+"""ZeRO-3: zeros for missing gradients, gatherings after updates."""
 
 from collections.abc import Callable
 from functools import cache
@@ -22,8 +22,6 @@ def patch_stage_3(optimizer: Any, plan: ZeroPlan) -> Callable[[], None]:
         return lambda: None
     if "gathering" in plan.patches:
         gather_at_once(optimizer)
-    if "no-wait" in plan.patches:
-        reduce_beside_host(optimizer)
     MissingGradients(optimizer)
     check_once(optimizer, plan.patches)
     return fence_of(optimizer.parameter_offload)
@@ -34,24 +32,6 @@ def forget_modules() -> None:
     replace("fresh-modules", parameter_offload, FWD_MODULE_STACK=[])
     name = check_target("fresh-modules", Coordinator, "__params_to_release")
     replace("fresh-modules", Coordinator, __params_to_release=cache(plain(vars(Coordinator)[name])))
-
-
-def reduce_beside_host(optimizer: Any) -> None:
-    """Let the host prepare the step while the last gradients of `optimizer`, DeepSpeed's at stage
-    3, are reduced. DeepSpeed waits after each backward pass."""
-    accelerator, stream = get_accelerator(), optimizer.reduce_and_partition_stream
-    if not accelerator.is_synchronized_device() and stream != accelerator.default_stream():
-        replace("no-wait", optimizer, reduce_and_partition_stream=ordered(type(stream)))
-
-
-def ordered(kind: type) -> Any:
-    """Return a stream of this class whose results are read on other streams: to wait for it is to
-    let the current stream wait, while the host continues."""
-
-    def synchronize(stream: Any) -> None:
-        get_accelerator().current_stream().wait_stream(stream)
-
-    return type("Ordered", (kind,), {"synchronize": synchronize})()
 
 
 class MissingGradients:

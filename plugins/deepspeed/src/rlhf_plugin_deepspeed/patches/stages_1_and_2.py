@@ -26,26 +26,12 @@ def patch_stages_1_and_2(
     if optimizer.cpu_offload:
         # Copies to the host would start on another stream.
         replace("gradient-order", optimizer, overlap_comm=False)
-    elif fits and "gradients-one-by-one" in plan.patches:
-        keep_one_by_one(optimizer)
     if fits and (optimizer.overlap_comm or optimizer.cpu_offload):
         return GradientOrder(optimizer, model)
     # During backward DeepSpeed reduces in no fixed order, and at stage 1 loses the gradients that
     # only earlier micro-batches have.
     replace("gradient-order", optimizer, overlap_comm=False)
     return None
-
-
-def keep_one_by_one(optimizer: Any) -> None:
-    """Keep this rank's gradients one by one, each when it has been reduced. DeepSpeed allocates
-    room for all of them with the first, beside the sums of earlier micro-batches."""
-
-    def copy_grads_in_partition(param: nn.Parameter, group_idx: int | None = None) -> None:
-        gradient = optimizer.get_gradient_for_reduction(param)
-        if param.numel() <= optimizer.reduce_bucket_size:
-            gradient.data = gradient.clone()  # Its bucket is filled again.
-
-    replace("gradients-one-by-one", optimizer, copy_grads_in_partition=copy_grads_in_partition)
 
 
 class GradientOrder:

@@ -10,19 +10,20 @@ from typing import get_args
 import attrs
 import pytest
 
+import rlhf
 from rlhf.config.field_docs import field_docs
 from rlhf.trainer import PackedBatch
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = tuple(
     f"rlhf.{name}"
-    for name in ("plugin", "hookspecs", "errors", "trainer", "scorer", "readouts", "engine")
+    for name in ("cli", "plugin", "hookspecs", "errors", "trainer", "scorer", "readouts", "engine")
 )
 FOR_US = ("rlhf.testing", "rlhf.demo")
 """Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""
 FILES = sorted(ROOT.glob("plugins/*/*/**/*.py"))
 OF_OTHERS = sorted([
-    *ROOT.glob("core/src/rlhf/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")
+    *ROOT.glob("core/src/rlhf/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/**/*.py")
 ])  # fmt: skip
 """What `rlhf new` writes, and methods of third parties."""
 
@@ -43,6 +44,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def is_public(module: str) -> bool:
     """Return whether a plugin may import the module."""
+    if module.removeprefix("rlhf.") in rlhf.__all__:  # `from rlhf import run`
+        return True
     return module in PUBLIC or any(module == own or module.startswith(f"{own}.") for own in FOR_US)
 
 
@@ -56,7 +59,7 @@ def test_what_others_write_imports_only_public_names(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "rlhf":
             module = importlib.import_module(str(node.module))
-            assert node.module in (*PUBLIC, *FOR_US)
+            assert node.module in ("rlhf", *PUBLIC, *FOR_US)
             public = getattr(module, "__all__", vars(module))
             assert [each.name for each in node.names if each.name not in public] == []
 

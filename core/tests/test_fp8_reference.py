@@ -21,7 +21,7 @@ from rlhf.testing import tiny
 from rlhf.train import context
 from rlhf.train.context import RunContext
 from rlhf.train.fp8_reference import fp8_line, reference_in_fp8
-from rlhf.train.introduction import curve_line
+from rlhf.train.introduction import depends_on_layout
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -110,10 +110,10 @@ def test_the_run_prints_how_far_the_reference_is_from_the_policy(folder: Path) -
         f"its log-probabilities differ from the policy's by {tokens:.2g} per token and "
         f"{answers:.2g} per answer (mean of the first rows)"
     )
-    assert curve_line(run) == [
-        "curve      depends on ranks and batch.tokens: products in FP8 are rounded differently in "
-        "other micro-batches"
-    ]
+    assert depends_on_layout(run) == (
+        "depends on ranks and batch.tokens: products in FP8 are rounded differently in other "
+        "micro-batches"
+    )
 
 
 @pytest.mark.parametrize("fp8", ["reference", "tensorwise"])

@@ -27,7 +27,6 @@ FEATURES = {
     "fp8": "model.fp8",
     "kernels": "model.kernels liger",
     "quantize": "model.quantize",
-    "serve": "rlhf serve",
     "testing": "rlhf.testing",
 }
 """What needs an extra of rlhf-core."""
@@ -73,7 +72,8 @@ def _packages() -> Iterator[Finding]:
         for line in metadata.requires(name) or ():
             requirement, _, marker = line.partition(";")
             extra = next(iter(re.findall(r"extra == ['\"](\w+)['\"]", marker)), "")
-            if is_satisfied(line, extra=extra) or (extra and name != "rlhf-core"):
+            is_feature = name == "rlhf-core" and extra in FEATURES
+            if is_satisfied(line, extra=extra) or (extra and not is_feature):
                 continue
             yield Finding(
                 subject=extra or name,

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROJECTS := core $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 SOURCES := $(addsuffix /src,$(PROJECTS))
-TEMPLATES := $(wildcard core/src/rlhf/templates/*/src)
+TEMPLATES := $(wildcard plugins/devkit/src/rlhf_devkit/templates/*/src)
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Files of few long tests come first, so that both workers end together.
 TESTS ?= $(filter-out core/tests,$(addsuffix /tests,$(PROJECTS))) tests core/tests

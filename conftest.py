@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.testing.ranks import close_shared, port_fixture
+from rlhf_devkit.ranks import close_shared, port_fixture
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its interpreter then runs kernels on the host.

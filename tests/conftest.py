@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import sft_runs
-from rlhf.testing.ranks import ranks_fixture
+from rlhf_devkit.ranks import ranks_fixture
 from sft_runs import Inputs
 
 one = ranks_fixture(1)

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from rlhf import demo
-from rlhf.testing import write_rows
+from rlhf_devkit import write_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide.md"
 RATINGS = [

@@ -11,8 +11,8 @@ from attrs import frozen
 
 from rlhf.demo import rows
 from rlhf.request.reader import read_config
-from rlhf.testing import make_model, write_rows
 from rlhf.train.rank import run_rank
+from rlhf_devkit import make_model, write_rows
 
 
 @frozen

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sft_runs
 from rlhf.commands.main import main
 from rlhf.model.exported import exported_model
-from rlhf.testing import column, command, short_run, tiny
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.ranks import Ranks
+from rlhf_devkit import column, command, short_run, tiny
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from sft_runs import Inputs
 

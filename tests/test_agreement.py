@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 import sft_runs
 from rlhf.engine import Mesh
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, tiny
 from rlhf.train import agreement
 from rlhf.train.agreement import fingerprint
 from rlhf.train.dataset import prepare_data
+from rlhf_devkit import Ranks, tiny
 from sft_runs import Inputs
 
 COPY = "copy one of the two to all hosts, or use a folder that all hosts share"

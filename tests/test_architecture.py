@@ -10,12 +10,13 @@ CORE = ROOT / "core/src/rlhf"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 BOTH = PAGE + (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add other things")[2]
 PATHS = sorted(set(re.findall(r"`([\w./-]+(?:/|\.(?:py|md|html|jinja|yml)))`", BOTH)))
-NAMES = sorted(set(re.findall(r"`((?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*)`", BOTH)) - {*PATHS, "PS"})
+NAMES = sorted(set(re.findall(r"`((?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*)`", BOTH)) - {*PATHS, "PS", "DK"})
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_on_the_page_exists(path: str) -> None:
     path = path.replace("PS/", "plugins/deepspeed/src/rlhf_plugin_deepspeed/")
+    path = path.replace("DK/", "plugins/devkit/src/rlhf_devkit/")
     assert any((folder / path).exists() for folder in (ROOT, CORE)), path
 
 

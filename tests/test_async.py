@@ -12,11 +12,11 @@ import pytest
 
 import sft_runs
 from rlhf.folder import checkpoints, retention
-from rlhf.testing import column
-from rlhf.testing.ranks import Ranks
 from rlhf.train import checkpointing
 from rlhf.train.fragments import write_fragments
 from rlhf.train.writing import Writing
+from rlhf_devkit import column
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 ASYNC = ("--checkpoint.async", "true", "--train.steps", "8")

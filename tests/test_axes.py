@@ -11,11 +11,11 @@ import torch
 from rlhf.engine import Mesh, axes
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, without_timings
-from rlhf.testing.curves import weights
-from rlhf.testing.plain import PlainBackend, seed
-from rlhf.testing.tiny import short_run
 from rlhf.train.rank import run_rank
+from rlhf_devkit import Ranks, without_timings
+from rlhf_devkit.curves import weights
+from rlhf_devkit.plain import PlainBackend, seed
+from rlhf_devkit.tiny import short_run
 from sft_runs import read_metrics
 
 CASES = {
@@ -51,11 +51,10 @@ class TensorRanks(PlainBackend):
         return Mesh(rank=rank, world=2, local_rank=rank, **axes(rank, tensor=2))
 
     @hookimpl
-    def export_weights(self, engine: Any, directory: Path) -> bool:
-        first = torch.distributed.get_rank() == 0
+    def weights(self, engine: Any, buckets: Any) -> Any:
         own, other = Mesh(world=2).gather([*engine.module.parameters()])
         assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
-        return super().export_weights(engine, directory) if first else True
+        return super().weights(engine, buckets)
 
 
 def run(trainer: str, words: list[str], cache: str, backend: type[PlainBackend]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import short_run, tiny
+from rlhf_devkit import short_run, tiny
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NEXT = math.nextafter(0.1, 1)

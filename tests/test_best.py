@@ -13,9 +13,9 @@ import sft_runs
 from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.request.reader import read_config
-from rlhf.testing import column
-from rlhf.testing.ranks import Ranks
 from rlhf.train.stop import StopWatch
+from rlhf_devkit import column
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 EVALUATED = ("--train.eval_every", "2", "--checkpoint.best=+eval/loss", "--checkpoint.keep", "1")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import short_run
-from rlhf.testing.curves import Metrics, same_curve, weights, without_timings
-from rlhf.testing.ranks import shared
-from rlhf.testing.tiny import make_model, run
+from rlhf_devkit import short_run
+from rlhf_devkit.curves import Metrics, same_curve, weights, without_timings
+from rlhf_devkit.ranks import shared
+from rlhf_devkit.tiny import make_model, run
 from rlhf_plugin_deepspeed import nvme
 from test_experts import FORMATS, STACKED, write_experts
 

@@ -27,11 +27,11 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError, place_of
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks
-from rlhf.testing.tiny import in_plain_torch
 from rlhf.train.rank import run_rank
 from rlhf.train.session import Session
 from rlhf.trainer import Loss, Run, Term, Trainer
+from rlhf_devkit import Ranks
+from rlhf_devkit.tiny import in_plain_torch
 from sft_runs import Inputs
 
 

@@ -15,9 +15,9 @@ from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import day_of
 from rlhf.launch.signals import DAY
 from rlhf.request.reader import Request, read_config
-from rlhf.testing import tiny, without_timings
 from rlhf.train.dataset import Dataset, prepare_data
 from rlhf.train.rank import of_one_day
+from rlhf_devkit import tiny, without_timings
 
 EAST, WEST = "EAST-14", "WEST+11"
 """Time zones 25 hours apart, as TZ has them: they never have the same day."""

@@ -15,8 +15,8 @@ import sft_runs
 from rlhf.demo import FORMATS, arithmetic, base_model_folder, print_before_and_after, rows
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.rank import run_rank
+from rlhf_devkit.plain import PlainBackend
 from rlhf_plugin_deepspeed.config import check, resolve
 from sft_runs import Inputs
 
@@ -100,7 +100,7 @@ def test_no_problem_is_in_both_splits() -> None:
     assert not expressions("train") & expressions("eval")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "stepwise"])
 def test_every_format_has_rows(format: str) -> None:
     found = rows("arithmetic", "eval", format)
     assert len(found) == 200

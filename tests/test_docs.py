@@ -22,9 +22,9 @@ from rlhf.commands.main import main
 from rlhf.demo import rows
 from rlhf.registry.installed import installed
 from rlhf.request.reader import read_config
-from rlhf.testing import write_rows
-from rlhf.testing.ranks import Ranks
 from rlhf.train.fragments import SavedEngine
+from rlhf_devkit import write_rows
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 ROOT = Path(__file__).parents[1]

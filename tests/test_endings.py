@@ -15,13 +15,14 @@ import sft_runs
 from rlhf.api import start as start_rank
 from rlhf.folder.run_folder import read_json
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, column
+from rlhf_devkit import Ranks, column
 from sft_runs import Inputs
 
 EXTENSION = '''
 import os, signal, time
 from pathlib import Path
 import attrs, pluggy
+from rlhf.plugin import ExtensionPlugin
 
 hookimpl = pluggy.HookimplMarker("rlhf")
 
@@ -47,7 +48,7 @@ class Extension:
         return attrs.evolve(plan, settings=settings, summary=plan.summary + ", clipped by probe")
 
 
-plugin = Extension()
+plugin = ExtensionPlugin(hooks="probe_module:Extension")
 '''
 OBSERVER = '''
 import json, os, time

@@ -10,8 +10,8 @@ import yaml
 
 import sft_runs
 from rlhf.request.reader import read_config
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.dataset import Dataset
+from rlhf_devkit.plain import PlainBackend
 from sft_runs import Inputs
 
 LENGTHS = [

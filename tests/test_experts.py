@@ -18,9 +18,9 @@ from transformers import (
 
 from rlhf.commands.main import main
 from rlhf.model.exported import exported_model
-from rlhf.testing import column, command, short_run
-from rlhf.testing.ranks import Ranks
-from rlhf.testing.tiny import run
+from rlhf_devkit import column, command, short_run
+from rlhf_devkit.ranks import Ranks
+from rlhf_devkit.tiny import run
 
 FORMATS = {
     "sft": "demonstration", "dpo": "preference", "rm": "preference", "kto": "unpaired",

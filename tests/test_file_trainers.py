@@ -13,7 +13,7 @@ import sft_runs
 from rlhf.commands.export import export_command
 from rlhf.errors import RLHFError
 from rlhf.readouts import exported_extra, exported_model
-from rlhf.testing import Ranks, column, tiny, without_timings
+from rlhf_devkit import Ranks, column, tiny, without_timings
 from sft_runs import Inputs
 
 FILE = """

@@ -27,12 +27,12 @@ from rlhf.config.sections import BatchConfig, DataConfig
 from rlhf.launch.places import Marker
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.testing import layouts
-from rlhf.testing.ranks import Ranks
 from rlhf.train.dataset import prepare_data
 from rlhf.train.generate import sample
 from rlhf.train.set_up import set_up
 from rlhf.trainer import Sample
+from rlhf_devkit import layouts
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|system|>{{ '\n' }}{% endfor %}"

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from doc_blocks import in_place
 from guide_package import install_guide
 from rlhf.readouts import exported_extra
-from rlhf.testing import Ranks, command
+from rlhf_devkit import Ranks, command
 from sft_runs import Inputs
 
 

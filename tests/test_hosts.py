@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sft_runs
-from rlhf.testing import Ranks, column
+from rlhf_devkit import Ranks, column
 from sft_runs import Inputs
 
 ADDRESSES = ("10.98.7.1", "10.98.7.2")

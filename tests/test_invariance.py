@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import sft_runs
-from rlhf.testing import column
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.ranks import Ranks, ranks_fixture
+from rlhf_devkit import column
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.ranks import Ranks, ranks_fixture
 from sft_runs import Inputs
 
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")

@@ -9,9 +9,9 @@ from attrs import field, frozen
 
 import sft_runs
 from rlhf.demo import rows
-from rlhf.testing.curves import Metrics, same_curve
-from rlhf.testing.ranks import shared
-from rlhf.testing.tiny import run, write_rows
+from rlhf_devkit.curves import Metrics, same_curve
+from rlhf_devkit.ranks import shared
+from rlhf_devkit.tiny import run, write_rows
 from sft_runs import Inputs
 
 PLACES = {

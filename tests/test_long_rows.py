@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from rlhf.commands.main import main
 from rlhf.engine import gib
-from rlhf.testing import make_model, write_rows
+from rlhf_devkit import make_model, write_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "backends.md"
 ROW = re.compile(r"\| ([\d,]+) \| (\d) \| ([\d.]+)(.*) \| ([\d.]+)(.*) \|")

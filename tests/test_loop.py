@@ -18,10 +18,10 @@ from rlhf.errors import RLHFError
 from rlhf.hookspecs import hookimpl
 from rlhf.model import probe
 from rlhf.request.reader import read_config
-from rlhf.testing import column, write_rows
-from rlhf.testing.ranks import RankFailure, Ranks
 from rlhf.train import loop
 from rlhf.train.rank import run_rank
+from rlhf_devkit import column, write_rows
+from rlhf_devkit.ranks import RankFailure, Ranks
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 

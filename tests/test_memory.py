@@ -18,8 +18,8 @@ from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.testing.ranks import Ranks
 from rlhf.trainer import Loss, Term, Trainer
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 from test_loop import run_odd
 

@@ -15,7 +15,7 @@ from rlhf.hookspecs import RunRecord
 from rlhf.registry import observers as limits
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import read_config
-from rlhf.testing import Ranks, without_timings
+from rlhf_devkit import Ranks, without_timings
 from sft_runs import Inputs
 
 SECRET = "f" * 40

@@ -17,10 +17,10 @@ import sft_runs
 from rlhf.commands.inspection import inspect_command
 from rlhf.folder import checkpoints
 from rlhf.request.reader import Request, read_config
-from rlhf.testing import column, layouts, without_timings
-from rlhf.testing.ranks import Ranks
 from rlhf.train.rank import run_rank
 from rlhf.train.rollout import FILE
+from rlhf_devkit import column, layouts, without_timings
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 BATCHES, PASSES = 2, 2

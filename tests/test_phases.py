@@ -14,9 +14,9 @@ from rlhf.demo import rows
 from rlhf.engine import StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.testing import write_rows
-from rlhf.testing.ranks import Ranks
 from rlhf.train.rank import run_rank
+from rlhf_devkit import write_rows
+from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from sft_runs import Inputs
 

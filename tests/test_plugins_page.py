@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf import demo
-from rlhf.testing import TrainerConformance, column
-from rlhf.testing.conformance import bench_of
+from rlhf_devkit import TrainerConformance, column
+from rlhf_devkit.conformance import bench_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 RECORD = """

@@ -17,9 +17,9 @@ from hub_server import TOKEN, Hub, hub
 from rlhf.commands.main import main
 from rlhf.folder.card import name_of
 from rlhf.request.reader import read_config
-from rlhf.testing import make_model
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.rank import run_rank
+from rlhf_devkit import make_model
+from rlhf_devkit.plain import PlainBackend
 from sft_runs import Inputs
 
 
@@ -215,7 +215,7 @@ def test_the_card_of_a_trained_reward_model_opens_it(inputs: Inputs, tmp_path: P
     words = ["--model", str(make_model(tmp_path / "base")), "--model.dtype", "fp32"]
     words += ["--train.steps", "1", "--batch.size", "2", "--output", str(tmp_path / "run")]
     from rlhf.demo import rows
-    from rlhf.testing import write_rows
+    from rlhf_devkit import write_rows
 
     pairs = write_rows(tmp_path / "pairs.jsonl", rows("arithmetic", "train", "preference")[:4])
     request = read_config("rm", overrides=[*words, "--data.train", str(pairs)])

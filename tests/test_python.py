@@ -16,7 +16,7 @@ import sft_runs
 from rlhf import RLHFError, read_config, run
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.request.settings_tree import to_tree
-from rlhf.testing import Ranks, without_timings
+from rlhf_devkit import Ranks, without_timings
 from sft_runs import Inputs
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import sft_runs
-from rlhf.testing.ranks import Ranks
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "real_rows.py"

@@ -15,9 +15,9 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.folder.disk import sha256
-from rlhf.testing import column
-from rlhf.testing.ranks import Ranks
 from rlhf.train import rank as rank_run
+from rlhf_devkit import column
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 ROUNDED = ("--model.dtype", "bf16", "--optim.states", "bf16")
@@ -165,7 +165,7 @@ from rlhf.plugin import BackendPlugin
 class BareConfig:
     shard: bool = False
 
-plugin = BackendPlugin(config=BareConfig, hooks="rlhf.testing.plain:PlainBackend")
+plugin = BackendPlugin(config=BareConfig, hooks="rlhf_devkit.plain:PlainBackend")
 """
 
 

@@ -21,15 +21,15 @@ from rlhf.engine import Mesh
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, read_config
-from rlhf.testing import Ranks, column, without_timings
-from rlhf.testing.curves import training
-from rlhf.testing.plain import PlainBackend
 from rlhf.train import rank as rank_run
 from rlhf.train.dataset import prepare_data
 from rlhf.train.exporting import export_checkpoint
 from rlhf.train.rank import run_rank
 from rlhf.train.session import Session
 from rlhf.train.set_up import step_fit
+from rlhf_devkit import Ranks, column, without_timings
+from rlhf_devkit.curves import training
+from rlhf_devkit.plain import PlainBackend
 from role_trainers import Bigrams
 from sft_runs import Inputs
 

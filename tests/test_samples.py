@@ -14,12 +14,12 @@ import sft_runs
 from rlhf.commands.main import main
 from rlhf.errors import RLHFError
 from rlhf.request.reader import read_config
-from rlhf.testing import layouts, run, short_run
-from rlhf.testing.ranks import Ranks
 from rlhf.train.dataset import prepare_data
 from rlhf.train.progress import sample_line
 from rlhf.train.samples import MAX_NEW_TOKENS
 from rlhf.train.set_up import check_samples
+from rlhf_devkit import layouts, run, short_run
+from rlhf_devkit.ranks import Ranks
 from rlhf_plugin_prm.scorer import Scorer as ProcessScorer
 from rlhf_plugin_rm.scorer import Scorer
 from sft_runs import Inputs

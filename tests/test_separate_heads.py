@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import sft_runs
-from rlhf.testing import column, short_run, tiny
-from rlhf.testing.ranks import Ranks
 from rlhf.train.exporting import write_model
+from rlhf_devkit import column, short_run, tiny
+from rlhf_devkit.ranks import Ranks
 from sft_runs import Inputs
 
 STAGE_3 = ("--deepspeed.stage", "3", "--deepspeed.persistence_threshold", "0")

@@ -12,10 +12,10 @@ from rlhf.data.order import RunOrder
 from rlhf.engine import Axis
 from rlhf.model.sequence import part_of_rank
 from rlhf.request.reader import read_config
-from rlhf.testing.curves import Metrics, same_curve
-from rlhf.testing.ranks import Ranks, shared
-from rlhf.testing.tiny import make_model, run, short_run
 from rlhf.train.dataset import prepare_data
+from rlhf_devkit.curves import Metrics, same_curve
+from rlhf_devkit.ranks import Ranks, shared
+from rlhf_devkit.tiny import make_model, run, short_run
 
 STAGES = {
     "0": ("--deepspeed.stage", "0"),

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file
 
 from rlhf.commands.main import main
-from rlhf.testing import column, make_model, short_run
-from rlhf.testing.curves import same_curve
-from rlhf.testing.ranks import Ranks, ranks_fixture
-from rlhf.testing.tiny import run
 from rlhf.train.exporting import write_model
+from rlhf_devkit import column, make_model, short_run
+from rlhf_devkit.curves import same_curve
+from rlhf_devkit.ranks import Ranks, ranks_fixture
+from rlhf_devkit.tiny import run
 
 TENSOR = ("--deepspeed.tensor_parallel", "2")
 STEPS = ("--train.steps", "3", "--optim.clip", "0.5")

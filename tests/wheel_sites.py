@@ -8,7 +8,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
+from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -17,11 +19,11 @@ PROJECTS = [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/
 
 def build(folder: Path, projects: Iterable[Path] = PROJECTS) -> dict[str, Path]:
     """Build the wheels of these projects, and return them by the name of the project's folder."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o"]
+    wheels = {}
     for project in projects:
-        arguments = [*command, str(folder / project.name), str(project)]
-        subprocess.run(arguments, check=True, capture_output=True)
-    return {path.parent.name: path for path in folder.glob("*/*.whl")}
+        made = WheelBuilder(str(project)).build(directory=str(folder / project.name))
+        wheels[project.name] = Path(next(made))
+    return wheels
 
 
 def make_site(folder: Path, wheels: Iterable[Path], *, third_party: set[str] | None = None) -> Path:
@@ -34,8 +36,10 @@ def make_site(folder: Path, wheels: Iterable[Path], *, third_party: set[str] | N
         ours = entry.name.startswith(("rlhf", "__editable__", "_rlhf", "_editable"))
         if not ours and (third_party is None or entry.name in third_party):
             (site / entry.name).symlink_to(entry)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*command, str(site), *map(str, wheels)], check=True)
+    # pip does the same with a wheel of pure Python, in ten times the time.
+    for wheel in wheels:
+        with ZipFile(wheel) as packed:
+            packed.extractall(site)
     return site
 
 

@@ -25,9 +25,9 @@ from rlhf.engine import Mesh
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
 from rlhf.trainer import Loss, Trainer
+from rlhf_devkit.plain import PlainBackend
 
 
 @attrs.frozen(kw_only=True)

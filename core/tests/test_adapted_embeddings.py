@@ -25,8 +25,8 @@ from rlhf.model.role import ModelSpec
 from rlhf.model.save import check_exportable, save_tokenizer_and_config, verify_export
 from rlhf.model.task import Task
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
+from rlhf_devkit.plain import PlainBackend
 
 EMBEDDING = ("embed_tokens", "q_proj")
 FILE = "adapter_model.safetensors"
@@ -39,7 +39,7 @@ def base(tmp_path: Path) -> str:
 
 def load(config: Config, task: Task = "causal") -> PackedModel:
     spec = ModelSpec(config=config, task=task)
-    return load_model(spec, plan=Plan(stage=0, precision="fp32"), mesh=Mesh(), hooks=None)
+    return load_model(spec, plan=Plan(precision="fp32"), mesh=Mesh(), hooks=None)
 
 
 def trained(config: Config, task: Task = "causal") -> PackedModel:

@@ -16,9 +16,9 @@ from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.reference import digest
 from rlhf.reference.digest import quick_digests
-from rlhf.testing import tiny
 from rlhf.train.checkpointing import check_data, check_frozen
 from rlhf.train.context import RunContext
+from rlhf_devkit import tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 WEIGHTS = "model.safetensors"

@@ -15,10 +15,10 @@ from rlhf.memory.fit import MARGIN, StepFit
 from rlhf.memory.rehearsal import STRICT
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.dataset import Dataset, prepare_data
 from rlhf.train.set_up import out_of_memory, step_fit
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
 
 
 @pytest.fixture(scope="module")

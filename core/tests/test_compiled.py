@@ -34,8 +34,8 @@ from rlhf.model.parts import decoder, layers_of
 from rlhf.reference.live import adapter_off
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
+from rlhf_devkit.plain import PlainBackend
 
 LAYERS = 3
 

@@ -21,7 +21,7 @@ from rlhf.model.extra import exported_extra, save_extra
 from rlhf.model.stored import damage
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.scorer import open_scorer
-from rlhf.testing import make_model
+from rlhf_devkit import make_model
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"

@@ -15,7 +15,7 @@ from rlhf.folder.disk import write_speed
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.launch import machine
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
+from rlhf_devkit.plain import PlainBackend
 
 LIBAIO = Finding(
     subject="async_io",

@@ -17,11 +17,11 @@ from rlhf.model.kernels import layers
 from rlhf.model.kernels.fp8 import fp8_products
 from rlhf.readouts import token_logprobs
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
 from rlhf.train import context
 from rlhf.train.context import RunContext
 from rlhf.train.fp8_reference import fp8_line, reference_in_fp8
 from rlhf.train.introduction import depends_on_layout
+from rlhf_devkit import tiny
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -9,11 +9,11 @@ from rlhf.contract.sums import RESERVED, ReducedSums, Sums
 from rlhf.data.order import RunOrder
 from rlhf.engine import LaterOutcome, Mesh, StepOutcome
 from rlhf.folder.run_folder import RunFolder
-from rlhf.testing import tiny
 from rlhf.train import journal
 from rlhf.train.journal import StepResult
 from rlhf.train.session import Session
 from rlhf.trainer import Loss
+from rlhf_devkit import tiny
 
 MOVED = StepOutcome(moved=True, grad_norm=1.0)
 

@@ -17,7 +17,7 @@ from rlhf.model.unfold import (
     rounded_up,
     unshared,
 )
-from rlhf.testing.ranks import ranks_fixture
+from rlhf_devkit.ranks import ranks_fixture
 
 pair = ranks_fixture(2)
 

@@ -27,9 +27,9 @@ from rlhf.model.finite import check_finite
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path, probe_batch
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext, probed_alike
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
 
 
 def engine_of(causal: Any, precision: str = "fp32") -> Any:

@@ -9,8 +9,8 @@ from rlhf.contract.names import NameCheck
 from rlhf.contract.sums import Sums
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing import Ranks, ranks_fixture
 from rlhf.trainer import Loss, Term
+from rlhf_devkit import Ranks, ranks_fixture
 
 two = ranks_fixture(2)
 

@@ -20,10 +20,10 @@ from rlhf.registry import observers as limits
 from rlhf.registry.gateway import build_gateways
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import read_config
-from rlhf.testing.bench import LIKELIHOOD
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.tiny import short_run
 from rlhf.train.rank import run_rank
+from rlhf_devkit.bench import LIKELIHOOD
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.tiny import short_run
 
 RUN = RunRecord(name="toy", folder=Path("nowhere"), config=Config(), steps=3)
 CALLS: list[tuple[str, dict[str, Any]]] = [

@@ -13,8 +13,8 @@ from rlhf.engine import Mesh, StateKind
 from rlhf.hookspecs import hookimpl
 from rlhf.memory.rehearsal import Rehearsed
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.offloading import TRAINING, Phase, Phases, phase_peak, shortage
+from rlhf_devkit.plain import PlainBackend
 
 
 class Recording(PlainBackend):

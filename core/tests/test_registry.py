@@ -28,7 +28,7 @@ def known_plugins() -> str:
     lines = []
     for path in PLUGINS.glob("*/pyproject.toml"):
         project = tomllib.loads(path.read_text())["project"]
-        for group, entries in project["entry-points"].items():
+        for group, entries in project.get("entry-points", {}).items():
             kind = rlhf.registry.installed.GROUPS[group]
             lines += [f"{kind} {name} {project['name']}\n" for name in entries]
     return "".join(sorted(lines))

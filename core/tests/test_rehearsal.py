@@ -30,13 +30,13 @@ from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config
-from rlhf.testing import tiny
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.dataset import prepare_data
 from rlhf.train.introduction import keep_traceback, memory_lines
 from rlhf.train.rank import ran_out
 from rlhf.train.set_up import set_up
 from rlhf.trainer import Loss, PackedBatch, Term, Trainer
+from rlhf_devkit import tiny
+from rlhf_devkit.plain import PlainBackend
 
 
 def test_live_and_peak_bytes_are_counted_once() -> None:

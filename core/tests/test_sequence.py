@@ -18,7 +18,7 @@ from rlhf.model.kernels.layers import check_packed
 from rlhf.model.packed import PackedModel
 from rlhf.model.sequence import all_rows, check_heads, part_of_rank
 from rlhf.readouts import summed_logprobs, token_logprobs
-from rlhf.testing.ranks import Ranks, ranks_fixture, shared
+from rlhf_devkit.ranks import Ranks, ranks_fixture, shared
 
 pair = ranks_fixture(2)
 

@@ -14,7 +14,7 @@ from rlhf.engine import Axis
 from rlhf.model import sequence
 from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
-from rlhf.testing.ranks import shared
+from rlhf_devkit.ranks import shared
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

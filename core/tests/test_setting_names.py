@@ -15,8 +15,8 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.registry.gateway import build_gateways
-from rlhf.testing.plain import PlainBackend
 from rlhf.train.context import RunContext
+from rlhf_devkit.plain import PlainBackend
 
 
 @attrs.frozen(kw_only=True)

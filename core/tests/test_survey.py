@@ -13,9 +13,9 @@ from rlhf.data.example import Answer, Example
 from rlhf.data.order import StepPlan
 from rlhf.data.packing import filler, pack
 from rlhf.engine import Mesh, axes
-from rlhf.testing.ranks import Ranks, ranks_fixture
 from rlhf.train.survey import Survey
 from rlhf.trainer import Trainer
+from rlhf_devkit.ranks import Ranks, ranks_fixture
 
 two = ranks_fixture(2)
 

@@ -28,7 +28,7 @@ from rlhf.model.exported import exported_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.save import verify_export
 from rlhf.model.shape import shape_of
-from rlhf.testing import tiny
+from rlhf_devkit import tiny
 
 TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
 HEAD = "lm_head.weight"

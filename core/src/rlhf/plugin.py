@@ -19,6 +19,7 @@ __all__ = [
     "CommandPlugin",
     "Config",
     "DataConfig",
+    "ExtensionPlugin",
     "FormatPlugin",
     "KernelsPlugin",
     "ModelConfig",
@@ -79,13 +80,26 @@ class BackendPlugin:
     """`defaults(section)` returns changes of core's defaults by dotted name, such as
     `{"model.dtype": "fp16"}`, that follow from the backend's section as the user wrote it."""
     tested: Mapping[str, Mapping[str, Any]] = field(factory=lambda: {"default": {}})
-    """Settings of the section under which the kits of `rlhf.testing` run, by a name: one entry for
+    """Settings of the section under which the kits of rlhf-devkit run, by a name: one entry for
     each way to divide a model, the plainest first."""
 
 
 @frozen
 class NoSettings:
     """This plugin has no settings."""
+
+
+@documented
+@frozen(kw_only=True)
+class ExtensionPlugin:
+    """A change of what a backend does, found under `rlhf.extensions`."""
+
+    hooks: str
+    """Import string `module:Class` of the class with the hook wrappers, imported when a run
+    starts. It is created with its section of the configuration: `Class(config)`; without `config`,
+    with no argument."""
+    config: type = NoSettings
+    """The frozen attrs class of its settings, which are `extensions: {NAME: {SETTING: VALUE}}`."""
 
 
 @documented
@@ -130,9 +144,11 @@ class FormatPlugin:
     """A row format, found under `rlhf.formats`. A trainer names it in `row_format`."""
 
     read: str
-    """Import string of `read(row, reader)`, which returns what a row of the file becomes."""
+    """Import string of `read(row, reader)`, which returns what a row of the file becomes: see
+    `rlhf.formats`."""
     demo: str | None = None
-    """Import string of a function that makes demo rows in this format."""
+    """Import string of `demo(problem, draw)`, which returns a row in this format made of a
+    `rlhf.demo.Problem`, with a `random.Random`: the rows of `demo:arithmetic`."""
 
 
 @documented

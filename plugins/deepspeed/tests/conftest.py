@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from rlhf.testing.ranks import port_fixture, ranks_fixture
+from rlhf_devkit.ranks import port_fixture, ranks_fixture
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its interpreter then runs kernels on the host.

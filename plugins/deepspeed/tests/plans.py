@@ -5,7 +5,7 @@ from attrs import evolve
 
 from rlhf.engine import GIB, Mesh, ModelShape
 from rlhf.plugin import ModelConfig
-from rlhf.testing.problem import configure
+from rlhf_devkit.problem import configure
 from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 

@@ -17,7 +17,7 @@ from torch.utils.file_baton import FileBaton
 from uneven import case_of
 
 from rlhf.engine import Mesh
-from rlhf.testing.problem import start
+from rlhf_devkit.problem import start
 from rlhf_plugin_deepspeed import builds, diagnosis
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 

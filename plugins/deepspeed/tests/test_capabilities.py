@@ -8,8 +8,8 @@ from attrs import evolve
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
-from rlhf.testing import read_config
-from rlhf.testing.problem import configure
+from rlhf_devkit import read_config
+from rlhf_devkit.problem import configure
 from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS, DeepSpeedConfig, check, resolve

@@ -10,7 +10,7 @@ from plans import config
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
-from rlhf.testing import read_config
+from rlhf_devkit import read_config
 from rlhf_plugin_deepspeed import capabilities
 from rlhf_plugin_deepspeed import config as section_of
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, check, resolve

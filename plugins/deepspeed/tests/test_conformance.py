@@ -1,6 +1,6 @@
 """DeepSpeed against what every backend has to prove."""
 
-from rlhf.testing import BackendConformance
+from rlhf_devkit import BackendConformance
 
 
 class TestDeepSpeed(BackendConformance):

@@ -7,7 +7,7 @@ import torch
 from streams import Stream
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, configure, losses, start
+from rlhf_devkit.problem import Case, configure, losses, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.patches import stage_3

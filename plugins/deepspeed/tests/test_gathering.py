@@ -9,7 +9,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from rlhf.testing.problem import Case, configure, losses, start
+from rlhf_devkit.problem import Case, configure, losses, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.patches.gathering import WholeLayers, prepare_gathering

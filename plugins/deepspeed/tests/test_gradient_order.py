@@ -13,7 +13,7 @@ from torch import distributed, nn
 from uneven import Changed, case_of, train
 
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import ROWS, losses, make_batch, start
+from rlhf_devkit.problem import ROWS, losses, make_batch, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.patches import stages_1_and_2
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import backward_order

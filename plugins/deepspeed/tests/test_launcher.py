@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import short_run
+from rlhf_devkit import short_run
 
 
 def launched(port: int, *words: str) -> subprocess.CompletedProcess[str]:

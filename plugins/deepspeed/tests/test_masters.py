@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf.testing.problem import Case, configure, follow, start
+from rlhf_devkit.problem import Case, configure, follow, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 

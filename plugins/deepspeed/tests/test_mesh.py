@@ -13,8 +13,8 @@ from torch import distributed
 
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import Case, configure, follow, load, losses, make_batch
-from rlhf.testing.ranks import ranks_fixture
+from rlhf_devkit.problem import Case, configure, follow, load, losses, make_batch
+from rlhf_devkit.ranks import ranks_fixture
 from rlhf_plugin_deepspeed import mesh as mesh_module
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig

@@ -6,8 +6,8 @@ import pytest
 import torch
 from uneven import HEADS, Changed, case_of, norms_of, step, without_head
 
-from rlhf.testing.problem import make_batch, start
-from rlhf.testing.ranks import RankFailure
+from rlhf_devkit.problem import make_batch, start
+from rlhf_devkit.ranks import RankFailure
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.patches import stages_1_and_2
 from rlhf_plugin_deepspeed.versions import installed_version, older

@@ -8,9 +8,9 @@ from plans import SHAPE, config, half, plan
 from rlhf.engine import GIB
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig, OptimConfig
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Case, configure, follow
-from rlhf.testing.ranks import shared
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Case, configure, follow
+from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.memory import estimate

@@ -20,7 +20,7 @@ from uneven import case_of
 import rlhf_plugin_deepspeed
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
-from rlhf.testing.problem import configure, follow, shape, start
+from rlhf_devkit.problem import configure, follow, shape, start
 from rlhf_plugin_deepspeed import zero
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved

@@ -3,8 +3,8 @@
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from rlhf.testing.plain import PlainBackend
-from rlhf.testing.problem import Case, configure, follow
+from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Case, configure, follow
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES, RAW
 from rlhf_plugin_deepspeed.config import PRESETS, DeepSpeedConfig

@@ -4,7 +4,7 @@ starts three ranks."""
 import pytest
 from uneven import norms_of, train, without_head
 
-from rlhf.testing.problem import losses
+from rlhf_devkit.problem import losses
 
 
 def test_shards_with_padding_count_too(three):

@@ -2,7 +2,7 @@
 
 from attrs import evolve
 
-from rlhf.testing.problem import ROWS, Case, configure, follow, losses, make_batch, start
+from rlhf_devkit.problem import ROWS, Case, configure, follow, losses, make_batch, start
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 

@@ -15,7 +15,7 @@ import pytest
 from attrs import frozen
 
 from rlhf.demo import rows
-from rlhf.testing import Other, Ranks, TrainerConformance, column, tiny
+from rlhf_devkit import Other, Ranks, TrainerConformance, column, tiny
 
 LN_2 = math.log(2)
 BCO = "{name: bco_pair, weight: 0.3}, "

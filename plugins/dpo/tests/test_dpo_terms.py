@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlhf.errors import RLHFError
-from rlhf.testing import pack, weighted_loss
 from rlhf.trainer import Answer, Example
+from rlhf_devkit import pack, weighted_loss
 from rlhf_plugin_dpo import plugin
 from rlhf_plugin_dpo.config import DPOConfig, LossEntry
 from rlhf_plugin_dpo.trainer import DPOTrainer

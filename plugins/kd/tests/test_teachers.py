@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rlhf import demo
 from rlhf.errors import RLHFError
-from rlhf.testing import column, layouts, read_config, shared, tiny, without_timings
+from rlhf_devkit import column, layouts, read_config, shared, tiny, without_timings
 
 Words = Callable[..., list[str]]
 CACHED = ("--kd.cache_top", "5", "--kd.temperature", "2", "--kd.sft", "0.1")

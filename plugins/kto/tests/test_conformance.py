@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestKTO(TrainerConformance):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import shared, tiny
+from rlhf_devkit import shared, tiny
 
 
 @pytest.mark.matrix

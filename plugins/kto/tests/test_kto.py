@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf import demo
 from rlhf.errors import RLHFError
-from rlhf.testing import pack, tiny, weighted_loss
 from rlhf.trainer import Answer, Example
+from rlhf_devkit import pack, tiny, weighted_loss
 from rlhf_plugin_kto.config import KTOConfig, check
 from rlhf_plugin_kto.losses import balance_advice, divergence, kto
 from rlhf_plugin_kto.trainer import KTOTrainer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.testing import Ranks, column, ranks_fixture, tiny, without_timings
+from rlhf_devkit import Ranks, column, ranks_fixture, tiny, without_timings
 
 two = ranks_fixture(2)
 EPOCH = 3

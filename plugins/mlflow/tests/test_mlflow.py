@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from rlhf.testing import ObserverConformance, call_hooks
+from rlhf_devkit import ObserverConformance, call_hooks
 from rlhf_observer_mlflow import MlflowConfig
 from rlhf_observer_mlflow.observer import Mlflow
 

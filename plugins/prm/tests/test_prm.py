@@ -10,8 +10,8 @@ import torch
 from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
 from rlhf.readouts import Head
-from rlhf.testing import pack, read_config, step_metrics, weighted_loss
 from rlhf.trainer import Answer
+from rlhf_devkit import pack, read_config, step_metrics, weighted_loss
 from rlhf_plugin_prm import measures
 from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds, step_loss

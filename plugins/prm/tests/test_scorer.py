@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.testing import command, shared, tiny
+from rlhf_devkit import command, shared, tiny
 from rlhf_plugin_prm.scorer import Scorer
 
 

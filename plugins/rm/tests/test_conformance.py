@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rlhf import demo
-from rlhf.testing import NUM_HELD_OUT, NUM_ROWS, TrainerConformance
+from rlhf_devkit import NUM_HELD_OUT, NUM_ROWS, TrainerConformance
 
 
 def ranked() -> list[dict[str, Any]]:

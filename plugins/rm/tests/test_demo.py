@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import shared, tiny
+from rlhf_devkit import shared, tiny
 from rlhf_plugin_rm.report import report
 
 

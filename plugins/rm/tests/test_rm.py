@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import Head
-from rlhf.testing import pack, read_config, step_metrics, weighted_loss
 from rlhf.trainer import Answer, PackedBatch
+from rlhf_devkit import pack, read_config, step_metrics, weighted_loss
 from rlhf_plugin_rm import losses
 from rlhf_plugin_rm.config import RMConfig
 from rlhf_plugin_rm.trainer import RMTrainer

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.errors import RLHFError
-from rlhf.testing import command, shared, tiny
+from rlhf_devkit import command, shared, tiny
 from rlhf_plugin_rm.scorer import Scorer
 
 

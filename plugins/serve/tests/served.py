@@ -15,7 +15,7 @@ from typing import Any
 from attrs import field, frozen
 from transformers import LlamaConfig
 
-from rlhf.testing import short_run, tiny
+from rlhf_devkit import short_run, tiny
 
 TOKEN = "a-token"
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]

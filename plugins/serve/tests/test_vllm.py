@@ -15,7 +15,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf.cli import main
-from rlhf.testing import short_run, tiny
+from rlhf_devkit import short_run, tiny
 
 SECONDS = 300
 """Time in which vLLM has to start."""

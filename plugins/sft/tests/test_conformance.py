@@ -1,6 +1,6 @@
 """Supervised fine-tuning against what every trainer has to prove."""
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestSFT(TrainerConformance):

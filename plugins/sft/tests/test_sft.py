@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhf.readouts import Head
-from rlhf.testing import pack, weighted_loss
 from rlhf.trainer import Answer, Example
+from rlhf_devkit import pack, weighted_loss
 from rlhf_plugin_sft.config import SFTConfig
 from rlhf_plugin_sft.trainer import SFTTrainer
 

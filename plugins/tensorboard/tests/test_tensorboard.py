@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlhf.testing import call_hooks
+from rlhf_devkit import call_hooks
 from rlhf_observer_tensorboard.observer import TensorBoard
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.testing import ObserverConformance, call_hooks
+from rlhf_devkit import ObserverConformance, call_hooks
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rlhf.testing import ObserverConformance, call_hooks
+from rlhf_devkit import ObserverConformance, call_hooks
 from rlhf_observer_wandb import WandbConfig
 from rlhf_observer_wandb.observer import Wandb
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf_trainer_calibrated.trainer import calibrated
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestCalibrated(TrainerConformance):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlhf_trainer_leave_one_out.trainer import advantages
 
-from rlhf.testing import TrainerConformance
+from rlhf_devkit import TrainerConformance
 
 
 class TestLeaveOneOut(TrainerConformance):

@@ -16,8 +16,8 @@ from rlhf.config.source_names import local_path
 from rlhf.errors import nearest
 
 Path = tuple[str, ...]
-REMOVED = {"offload": "full"}
-"""Values of earlier versions, and what replaces them (of `model.recompute`)."""
+REMOVED = {"offload": "full", "reference": "rowwise"}
+"""Values of earlier versions, and what replaces them (of `model.recompute`, `model.fp8`)."""
 
 
 class ProblemsError(ValueError):
@@ -253,7 +253,12 @@ def _message(path: Path, text: str, root: type) -> str:
 def foreign_names() -> dict[str, str]:
     """Return our name by that of TRL, Axolotl, LLaMA-Factory and OpenRLHF, from a list that is
     generated from the tables of rlhf-migrate."""
-    lines = pathlib.Path(__file__).with_name("foreign_names.txt").read_text().splitlines()
+    lines = (
+        pathlib.Path(__file__)
+        .with_name("foreign_names.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     return dict(line.split(" ", 1) for line in lines)
 
 

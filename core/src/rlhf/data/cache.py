@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 from filelock import FileLock
 
+from rlhf.data.formats import find_format
 from rlhf.folder.disk import sha256, writing
 from rlhf.launch.signals import PARENT
 
@@ -42,7 +43,8 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
-    the trainer's section and sources, core's version and sources, and `parts`."""
+    the trainer's section, its sources and those of its row format, core's version and sources, and
+    `parts`."""
     section = trainer.config
     content = {
         "parts": parts,
@@ -60,7 +62,7 @@ def _is_intact(folder: Path) -> bool:
     ranks of a launcher that has checked them before look only at their names."""
     checked = PARENT in os.environ
     try:
-        digests = dict(json.loads((folder / DIGESTS).read_text()))
+        digests = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")))
         return all(
             (folder / name).is_file() if checked else sha256(folder / name) == digest
             for name, digest in digests.items()
@@ -94,7 +96,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(part)
         digests = {path.name: sha256(path) for path in part.iterdir()}
-        (part / DIGESTS).write_text(json.dumps(digests))
+        (part / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
         part.rename(folder)
     except OSError:
         # Another host wrote the same to a shared folder: locks do not reach across all file
@@ -122,12 +124,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _sources(trainer: Any) -> list[str]:
-    """Return digests of the packages of the trainer's classes, and of core's data room.
+    """Return digests of the packages of the trainer's classes and of its row format, and of core's
+    data room.
 
     A helper module may decide what `example` returns as much as the trainer's own, so the whole
     top-level package counts, or all Python files in the folder of a single one.
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
+    if trainer.row_format is not None:
+        names.add(find_format(trainer.row_format).__module__)
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
     core = {name for name in names if name.startswith("rlhf.")}
     return [module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]

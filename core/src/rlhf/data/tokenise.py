@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data import trees
 from rlhf.data.cache import key, once
+from rlhf.data.example import ExampleMaker
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source
 from rlhf.data.folders import quiet
@@ -31,14 +32,12 @@ from rlhf.launch.caches import cache_root
 if TYPE_CHECKING:
     import datasets
 
-    from rlhf.trainer import Trainer
-
 BATCH_ROWS = 256
 ROWS_PER_PROCESS = 2000
 """Fewer rows do not pay for another process."""
 
 
-def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> Examples:
+def prepare(config: Config, trainer: ExampleMaker, tokenizer: Any, *, which: str) -> Examples:
     """Return the examples of `data.train` or `data.eval` (`which`), from the cache if possible.
 
     Needs no process group: one of several processes tokenises and the others wait for its file.
@@ -61,7 +60,7 @@ def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> 
 
 
 def _prepare_entry(
-    source: Source, place: int, config: Config, trainer: Trainer, tokenizer: Any
+    source: Source, place: int, config: Config, trainer: ExampleMaker, tokenizer: Any
 ) -> tuple[Part, Report]:
     entry, data, seed = source.entry, config.data, [config.train.seed, place]
     chosen = key(
@@ -85,10 +84,12 @@ def _prepare_entry(
             mapping = RowsToTrees(source, numbers, data, trainer, reader)
             table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
-            (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
+            (folder / "report.json").write_text(
+                json.dumps(attrs.asdict(_report(table))), encoding="utf-8"
+            )
 
     folder = once(cache_root() / "examples" / chosen, build)
-    report = Report(**json.loads((folder / "report.json").read_text()))
+    report = Report(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
     lost = {
         why: tuple(source.name + place for place in places) for why, places in report.lost.items()
     }
@@ -116,13 +117,11 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
     return np.concatenate([np.tile(np.arange(count), whole), extra])
 
 
-def _reader(trainer: Trainer, tokenizer: Any, data: DataConfig) -> Reader:
-    """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
-    are marked."""
-    section = trainer.config
+def _reader(trainer: ExampleMaker, tokenizer: Any, data: DataConfig) -> Reader:
+    """Return a reader of the trainer's rows."""
     return Reader(
-        tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None), template=data.chat_template or "",
+        tokenizer, whole=trainer.renders_whole, section=trainer.config,
+        template=data.chat_template or "",
     )  # fmt: skip
 
 

@@ -162,8 +162,13 @@ def _check_settings(request: Request, folder: Path) -> None:
             f"{folder} is a run of {', '.join(sorted(others))}, not of {request.name}; resume it "
             "with its own trainer, or choose another --output"
         )
-    known = _with_defaults(type(request.config), kept, folder)
+    extensions = [*before.get("extensions", ())], [*request.config.extensions.by_name]
+    if extensions[0] != extensions[1]:
+        free.add("extensions")
+    known = _with_defaults(type(request.config), without(kept, free), folder)
     changes = changed_keys(without(known, free), without(to_tree(request.config), free))
+    if "extensions" in free:
+        changes["extensions"] = extensions
     if changes:
         changed = ", ".join(
             f"{key}: {_in_words(old)} -> {_in_words(new)}" for key, (old, new) in changes.items()
@@ -269,7 +274,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of a run folder; empty if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -279,7 +284,7 @@ def write_error(folder: Path, name: str, text: str) -> Path:
     """Write a traceback into `errors/` of a run folder and return its path."""
     path = folder / "errors" / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
 
 
@@ -339,7 +344,7 @@ class RunFolder:
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Write further lines of METRICS or SAMPLES."""
-        with (self.path / name).open("a") as file:
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     def identity(self) -> str:

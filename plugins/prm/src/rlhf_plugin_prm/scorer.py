@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 
 from rlhf import scorer
 from rlhf.errors import RLHFError
-from rlhf.trainer import Row, encode_steps
+from rlhf.trainer import Row
+from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds
+from rlhf_plugin_prm.stepwise import encode_steps
 
 
 class Scorer(scorer.Scorer):
@@ -21,15 +23,17 @@ class Scorer(scorer.Scorer):
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         config = process_config(folder)
-        by_token = config.prm_formulation == "token"
+        by_token = config["prm_formulation"] == "token"
         super().__init__(
             folder,
             task="causal" if by_token else "token",
-            tokens=config.prm_reward_tokens if by_token else None,
+            tokens=config["prm_reward_tokens"] if by_token else None,
             device=device,
             dtype=dtype,
         )
-        self.marks = {"separator": config.prm_separator, "placeholder": config.prm_placeholder}
+        self.marks = PRMConfig(
+            separator=config["prm_separator"], placeholder=config["prm_placeholder"]
+        )
 
     def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
         """Return the prompt and its answers as token ids; an answer is a list of steps, and its
@@ -37,7 +41,7 @@ class Scorer(scorer.Scorer):
         for number, steps in enumerate(answers):
             if not isinstance(steps, list):
                 raise RLHFError(f"answers[{number}] must be a list of steps: {steps!r:.40}")
-        rows = [encode_steps(self.tokenizer, prompt, steps, **self.marks) for steps in answers]
+        rows = [encode_steps(self.tokenizer, prompt, steps, self.marks) for steps in answers]
         ends = [row.columns["ends"] for row in rows]
         return Row(rows[0].prompt, [row.answers[0] for row in rows], {"ends": ends})
 
@@ -51,13 +55,13 @@ class Scorer(scorer.Scorer):
         return self.scores(self.read(prompt, [steps])[0])
 
 
-def process_config(folder: str | Path) -> Any:
+def process_config(folder: str | Path) -> dict[str, Any]:
     """Return the config.json of a process reward model. Raises RLHFError for any other folder."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config, _ = PreTrainedConfig.get_config_dict(folder)
     except (OSError, ValueError):
-        config = None
-    if not hasattr(config, "prm_formulation"):
+        config = {}
+    if "prm_formulation" not in config:
         raise RLHFError(
             f"{folder} has no config.json of a process reward model; pass the model/ folder of a "
             "run of `rlhf run prm`"

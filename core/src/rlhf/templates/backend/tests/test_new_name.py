@@ -1,9 +1,0 @@
-"""What every backend has to prove."""
-
-from rlhf.testing import BackendConformance
-
-
-class TestNewName(BackendConformance):
-    backend = "new_name"
-    ranks = (1,)
-    precisions = ("fp32",)

@@ -46,9 +46,14 @@ def declared(project: Path, *, extras: bool) -> set[str]:
     lines = list(listed.get("dependencies", []))
     if extras:
         optional = listed.get("optional-dependencies", {})
-        lines += [line for extra in optional.values() for line in extra]
+        lines += [line for name in optional if name != "all" for line in optional[name]]
     found = names(lines)
     return found.union(*(declared(OURS[name], extras=extras) for name in found & OURS.keys()))
+
+
+def test_the_extra_all_brings_every_distribution_of_ours() -> None:
+    extras = metadata(ROOT / "core")["optional-dependencies"]
+    assert names(extras["all"]) == OURS.keys() - {"rlhf-core"}
 
 
 OPTIONAL = {"flash_attn": {"flash-attn-4"}}

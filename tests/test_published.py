@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 import sft_runs
 from hub_server import TOKEN, Hub, hub
 from rlhf.commands.main import main
-from rlhf.report.card import name_of
+from rlhf.folder.card import name_of
 from rlhf.request.reader import read_config
 from rlhf.train.rank import run_rank
 from rlhf_devkit import make_model
@@ -131,7 +131,7 @@ def test_an_adapter_s_card_says_how_peft_and_vllm_load_it_and_a_merged_one_is_pl
 def test_the_card_of_a_reward_model_names_its_class(
     run: Path, tmp_path: Path, task: str, kind: str, served: str
 ) -> None:
-    from rlhf.report.card import write_card
+    from rlhf.folder.card import write_card
 
     copy = tmp_path / "run"
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "model"))

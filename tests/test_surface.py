@@ -11,6 +11,7 @@ from typing import get_args
 import attrs
 import pytest
 
+import rlhf
 from rlhf.config.field_docs import field_docs
 from rlhf.trainer import PackedBatch
 
@@ -18,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = tuple(
     f"rlhf.{name}"
     for name in (
-        *("plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts", "engine"),
-        "kernels",
+        *("cli", "plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts"),
+        *("engine", "kernels"),
     )
 )
 FOR_US = ("rlhf.demo",)
@@ -35,7 +36,7 @@ FILES = [
 ]
 OURS = ("rlhf", "rlhf_devkit")
 OF_OTHERS = sorted([
-    *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/*/*.py")
+    *DEVKIT.glob("src/*/templates/*/**/*.py"), *ROOT.glob("tests/third_parties/**/*.py")
 ])  # fmt: skip
 """What `rlhf new` writes, and methods of third parties."""
 
@@ -56,6 +57,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def is_public(module: str) -> bool:
     """Return whether a plugin may import the module."""
+    if module.removeprefix("rlhf.") in rlhf.__all__:  # `from rlhf import run`
+        return True
     return module in PUBLIC or any(module == own or module.startswith(f"{own}.") for own in FOR_US)
 
 
@@ -69,7 +72,7 @@ def test_what_others_write_imports_only_public_names(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
             module = importlib.import_module(str(node.module))
-            assert node.module in (*PUBLIC, *FOR_US, "rlhf_devkit")
+            assert node.module in ("rlhf", *PUBLIC, *FOR_US, "rlhf_devkit")
             public = getattr(module, "__all__", vars(module))
             assert [each.name for each in node.names if each.name not in public] == []
 

@@ -1,5 +1,6 @@
 """Plugins of third parties, in `third_parties/`: each is written over what `rlhf new` makes, in
-about 100 lines, is installed beside the wheels of ours and passes the kit of its kind."""
+about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command of
+a third party is installed there too."""
 
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 
 from code_lines import code_lines
 from rlhf.commands.main import main
-from wheel_sites import ROOT, build, make_site, python
+from wheel_sites import ROOT, build, make_site, python, rlhf
 
 METHODS = ROOT / "tests" / "third_parties"
 MOST = {"trainer": 100, "backend": 120}
@@ -73,3 +74,32 @@ def test_a_plugin_passes_its_tests_with_the_wheels_installed(
     words += ["--rootdir", str(project), str(project / "tests"), "-k", tests]
     done = python(*words, sites=[site, own], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
+    (wheel,) = build(tmp_path / "wheel", [METHODS / "sweep"]).values()
+    own = tmp_path / "own"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(own), str(wheel)], check=True)
+
+    def sweep(*words: str) -> subprocess.CompletedProcess[str]:
+        return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
+
+    assert "\nrlhf-sweep: Trains once per learning rate\n  sweep\n" in sweep("--help").stdout
+    assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in sweep("plugins", "check").stdout
+    done = sweep("sweep", "sft", "--rate", "1e-3", "--train.steps", "2", "--rate=0.002")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("lr ")]
+    assert [line.split("  ")[0] for line in lines] == ["lr 0.001", "lr 0.002"]
+    assert (tmp_path / "sweep" / "lr-0.002" / "model").is_dir()
+    missing = sweep("sweep", "sft")
+    assert (missing.returncode, missing.stderr) == (
+        2, "error: the following arguments are required: --rate; see `rlhf sweep --help`\n"
+    )  # fmt: skip
+    done = rlhf(site, "sweep", folder=tmp_path)
+    assert done.stderr.startswith("error: command 'sweep' is not installed; available: run, ")
+    done = rlhf(site, "serve", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
+    )

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from served import Served, serving
 
 from doc_blocks import FENCED, commands, in_place
 from rlhf_devkit.ranks import Ranks
-from served import Served, serving
 from sft_runs import Inputs
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"

@@ -10,12 +10,11 @@ import pytest
 import yaml
 from attrs import field, frozen, validators
 
-from rlhf.commands.config import describe
+from rlhf.commands.description import describe
 from rlhf.config.field_docs import field_docs
-from rlhf.config.foreign import FOREIGN
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, DataEntry, OptimConfig
-from rlhf.config.structure import section_class, structure
+from rlhf.config.structure import foreign_names, section_class, structure
 from rlhf.errors import RLHFError
 from rlhf.request.reader import config_class, read_config
 from rlhf.request.settings_tree import changed_keys, merge, to_tree, without_removed
@@ -454,7 +453,7 @@ def test_changed_keys_are_leaves() -> None:
 
 
 def test_foreign_names_lead_to_settings_that_exist_and_are_not_settings_themselves() -> None:
-    for name, ours in FOREIGN.items():
+    for name, ours in foreign_names().items():
         section, _, field = ours.partition(".")
         if hasattr(Config, section) and field:
             config: Any = Config()

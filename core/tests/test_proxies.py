@@ -2,10 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from urllib.request import proxy_bypass
 
 import httpx
@@ -13,33 +9,9 @@ import pytest
 from requests.utils import should_bypass_proxies
 
 from rlhf.commands.main import main
-from rlhf.errors import RLHFError
-from rlhf.launch.proxies import bypass_proxies, is_local
-from rlhf.serve.check import post
+from rlhf.launch.proxies import bypass_proxies, is_local_host
 
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-
-
-@contextmanager
-def answering(text: str) -> Iterator[int]:
-    """Answer every request on the port that is yielded with a text as JSON."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(f'"{text}"'.encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture
@@ -52,31 +24,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("spelling", [str.lower, str.upper])
-def test_a_check_reaches_this_machine_without_a_proxy(
-    spelling: Callable[[str], str], environment: pytest.MonkeyPatch
-) -> None:
-    with answering("here") as port, answering("proxy") as proxy:
-        environment.setenv(spelling("http_proxy"), f"http://127.0.0.1:{proxy}")
-        for host in ("localhost", "LOCALHOST", "127.0.0.1", "127.0.0.2", "127.1", "0.0.0.0"):
-            assert post(f"http://{host}:{port}/classify", {}, None, "row") == "here", host
-        url = "http://rewards.invalid/classify"
-        assert post(url, {}, None, "row") == "proxy"
-        environment.setenv(spelling("no_proxy"), "invalid")
-        with pytest.raises(RLHFError, match=f"^cannot reach {url}, or its response is not JSON"):
-            post(url, {}, None, "row")
-
-
 def test_hosts_of_this_machine_are_known_by_name_and_address() -> None:
     own = socket.gethostname()
     local = ["localhost", "Localhost.", "a.localhost", "127.0.0.1", "127.255.255.254", "127.1"]
     local += ["0.0.0.0", "::1", "::", "::ffff:127.0.0.1", "::1%lo", own, own.upper()]
     for host in local:
-        assert is_local(host), host
+        assert is_local_host(host), host
     other = ["", "example.com", "localhost.example.com", "notlocalhost", "128.0.0.1", "10.0.0.1"]
     other += ["::2", "2001:db8::1", "a" * 300, f"{own}.example.com", "\u00e9\u00e9", "1.2.3.4.5"]
     for host in other:
-        assert not is_local(host), host
+        assert not is_local_host(host), host
 
 
 @pytest.mark.parametrize("listed", ["", "a.example, .b.example"])

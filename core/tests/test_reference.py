@@ -24,7 +24,7 @@ from rlhf.train import context
 from rlhf.train.context import RunContext
 from rlhf.train.exporting import whole_weights, write_weights
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
-from rlhf.train.introduction import curve_line
+from rlhf.train.introduction import depends_on_layout
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -273,10 +273,10 @@ def test_dropout_is_removed_except_that_of_the_adapter(folder: Path) -> None:
     layer = module.causal.model.layers[0].self_attn
     assert layer.attention_dropout == 0.0
     assert layer.q_proj.lora_dropout["default"].p == 0.3
-    assert curve_line(run) == [
-        "curve      depends on ranks and batch.tokens: dropout 0.3 is sampled per micro-batch"
-    ]
-    assert curve_line(make_run(folder)) == []
+    assert depends_on_layout(run) == (
+        "depends on ranks and batch.tokens: dropout 0.3 is sampled per micro-batch"
+    )
+    assert depends_on_layout(make_run(folder)) == ""
 
 
 @pytest.mark.parametrize(

@@ -296,15 +296,16 @@ def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> No
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_folder_in_use_is_refused_in_one_line(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_in_use_is_refused_in_one_line(  # type: ignore[no-untyped-def]
+    start, inputs: Inputs, one: Ranks, tmp_path: Path
+) -> None:
     first = start("--observers", "[witness]", "--train.steps", "1000", STEP_SECONDS="0.2")
     sft_runs.wait_for(tmp_path / "events", '["start"', first)
-    code, _, errors = finish(start("--overwrite"))
+    words = sft_runs.words(inputs, tmp_path / "run", "--overwrite")
+    (message,) = one.errors(sft_runs.run, words, str(inputs.cache))
     first.terminate()
-    assert code == 2
-    assert errors == (
-        f"error: another run is writing to {tmp_path / 'run'}; "
-        "wait for it or choose another --output\n"
+    assert message == (
+        f"another run is writing to {tmp_path / 'run'}; wait for it or choose another --output"
     )
     assert finish(first)[0] == 143
 

@@ -76,15 +76,15 @@ def most_likely(model: Path, prompts: list[Any]) -> list[str]:
 def test_samples_are_the_most_likely_answers_on_any_number_of_ranks(
     layout: tuple[str, ...], two: Ranks, one: Ranks, tmp_path: Path
 ) -> None:
-    model = ("--model", "demo:base")
+    more = ("--model", "demo:base", "--train.eval_at_start", "false")
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    found = taken("sft", "demonstration", two, tmp_path / "two", *layout, *model)
-    for sample in taken("sft", "demonstration", one, tmp_path / "one", *model):
+    found = taken("sft", "demonstration", two, tmp_path / "two", *layout, *more)
+    for sample in taken("sft", "demonstration", one, tmp_path / "one", *more):
         sample["row"] = sample["row"].replace("/one/", "/two/")
         assert sample in found
-    assert len({sample["answers"][0] for sample in found}) > 5
-    assert [sample["step"] for sample in found] == [0] * 3 + [2] * 3 + [4] * 3
+    assert len({sample["answers"][0] for sample in found}) > 3
+    assert [sample["step"] for sample in found] == [2] * 3 + [4] * 3
     rows = held_out(tmp_path / "two")
     for sample, row in zip(found[-3:], rows, strict=True):
         assert row["messages"][0]["content"] in sample["prompt"]

@@ -25,7 +25,7 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
-FOR_PLUGINS = ("plugin", "errors", "trainer", "scorer", "readouts", "engine", "demo")
+FOR_PLUGINS = ("plugin", "errors", "trainer", "formats", "scorer", "readouts", "engine", "demo")
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_devkit")
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"

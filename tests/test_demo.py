@@ -100,7 +100,7 @@ def test_no_problem_is_in_both_splits() -> None:
     assert not expressions("train") & expressions("eval")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "stepwise"])
 def test_every_format_has_rows(format: str) -> None:
     found = rows("arithmetic", "eval", format)
     assert len(found) == 200

@@ -22,6 +22,7 @@ EXTENSION = '''
 import os, signal, time
 from pathlib import Path
 import attrs, pluggy
+from rlhf.plugin import ExtensionPlugin
 
 hookimpl = pluggy.HookimplMarker("rlhf")
 
@@ -47,7 +48,7 @@ class Extension:
         return attrs.evolve(plan, settings=settings, summary=plan.summary + ", clipped by probe")
 
 
-plugin = Extension()
+plugin = ExtensionPlugin(hooks="probe_module:Extension")
 '''
 OBSERVER = '''
 import json, os, time

@@ -17,7 +17,9 @@ from rlhf.trainer import PackedBatch
 ROOT = Path(__file__).parents[1]
 PUBLIC = tuple(
     f"rlhf.{name}"
-    for name in ("plugin", "hookspecs", "errors", "trainer", "scorer", "readouts", "engine")
+    for name in (
+        *("plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts", "engine"),
+    )
 )
 FOR_US = ("rlhf.demo",)
 """Tests may import these and the modules in them; the reports of our demos may import rlhf.demo."""

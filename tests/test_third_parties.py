@@ -14,8 +14,8 @@ from wheel_sites import ROOT, build, make_site, python
 
 METHODS = ROOT / "tests" / "third_parties"
 NAMES = sorted(path.name for path in METHODS.iterdir() if (path / "trainer.py").exists())
-QUICK = ("calibrated", "packed or least or hyper_parameter")
-"""A method, and which of its tests `make test` runs."""
+QUICK = [("calibrated", "packed or least or hyper_parameter"), ("ordinal", "rated or packed")]
+"""Methods, and which of their tests `make test` runs."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,12 @@ def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     project = folder / f"rlhf-trainer-{name.replace('_', '-')}"
     (source,) = (project / "src").iterdir()
     (source / "demo.yaml").unlink()
-    for file in ("__init__.py", "trainer.py"):
-        shutil.copy(METHODS / name / file, source / file)
-    shutil.copy(METHODS / name / "checks.py", project / "tests" / f"test_{name}.py")
+    for file in (METHODS / name).glob("*.py"):
+        checks = project / "tests" / f"test_{name}.py"
+        shutil.copy(file, checks if file.name == "checks.py" else source / file.name)
+    if (more := METHODS / name / "entry_points.toml").exists():
+        with (project / "pyproject.toml").open("a") as declared:
+            declared.write(more.read_text())
     return project
 
 
@@ -47,7 +50,7 @@ def test_a_method_takes_less_than_a_hundred_lines(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tests"),
-    [QUICK, *(pytest.param(name, "", marks=pytest.mark.matrix) for name in NAMES)],
+    [*QUICK, *(pytest.param(name, "", marks=pytest.mark.matrix) for name in NAMES)],
 )
 def test_a_method_passes_its_tests_with_the_wheels_installed(
     name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -218,12 +218,12 @@ def test_a_replacement_layout_has_a_number_of_ranks_that_its_axes_divide(
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ((3, 0), "ranks, stage and batch.tokens"),
-        ((0, 0), "ranks and batch.tokens (stage not varied)"),
+        ((True, False), "ranks, stage and batch.tokens"),
+        ((False, False), "ranks and batch.tokens (stage not varied)"),
     ],
 )
 def test_what_was_varied_is_what_the_runs_did(
-    stages: tuple[int, int],
+    stages: tuple[bool, bool],
     words: str,
     inputs: Inputs,
     tmp_path: Path,
@@ -236,7 +236,7 @@ def test_what_was_varied_is_what_the_runs_did(
         folder.mkdir()
         (folder / "output.txt").write_text("devices    2 x cpu\n")
         stage = stages[layout.ranks == 1]
-        (folder / "plan.json").write_text(json.dumps({"policy": {"stage": stage}}))
+        (folder / "plan.json").write_text(json.dumps({"policy": {"sharded": stage}}))
         lines = [{"step": step, "loss": 1.0} for step in (1, 2)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder

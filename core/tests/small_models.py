@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 
 def load(config: Config, *, stage: int = 0, precision: str = "fp32") -> Any:
     """Load the policy of `config` as a single rank does."""
-    plan = Plan(stage=stage, precision=precision)
+    plan = Plan(sharded=stage == 3, precision=precision)
     return load_model(ModelSpec(config=config), plan=plan, mesh=Mesh(), hooks=WholeWeights())
 
 

@@ -39,7 +39,7 @@ def base(tmp_path: Path) -> str:
 
 def load(config: Config, task: Task = "causal") -> PackedModel:
     spec = ModelSpec(config=config, task=task)
-    return load_model(spec, plan=Plan(stage=0, precision="fp32"), mesh=Mesh(), hooks=None)
+    return load_model(spec, plan=Plan(precision="fp32"), mesh=Mesh(), hooks=None)
 
 
 def trained(config: Config, task: Task = "causal") -> PackedModel:

@@ -2,18 +2,13 @@
 
 import os
 import pwd
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rlhf.errors import RLHFError
-from rlhf.launch.bytecode import sources
 from rlhf.launch.caches import cache_root
 
 IMPORTS = """
@@ -47,83 +42,6 @@ def test_bytecode_beside_its_sources_is_used(tmp_path: Path) -> None:
     assert start(tmp_path / "site") == []
     assert (tmp_path / "site" / "torch" / "__pycache__").exists()
     assert start(tmp_path / "site", PYTHONDONTWRITEBYTECODE="1") == []
-
-
-WAITS = """
-import sys, time
-from pathlib import Path
-while not list(Path(sys.argv[1]).rglob("torch/*/later.*.pyc")):
-    time.sleep(0.01)
-"""
-
-
-def test_modules_without_bytecode_are_compiled_before_their_import(tmp_path: Path) -> None:
-    library = tmp_path / "site" / "torch"
-    for folder in ("nn", "testing", "nn/tests"):
-        (library / folder).mkdir(parents=True)
-        (library / folder / "later.py").touch()
-    (library / "__init__.py").touch()
-    paths = {"PYTHONPATH": str(library.parent), "RLHF_CACHE": str(tmp_path / "cache")}
-    environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
-    command = [sys.executable, "-c", IMPORTS + WAITS, str(tmp_path / "cache")]
-    subprocess.run(command, env=environment, check=True, timeout=300)
-    compiled = (tmp_path / "cache" / "bytecode").rglob("later.*.pyc")
-    assert [path.parent.name for path in compiled] == ["nn"]
-
-
-def test_compiling_ends_with_the_process_that_imports(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf.launch.bytecode", str(os.getppid())]
-    assert subprocess.run(command, timeout=300).returncode == -signal.SIGKILL
-    words = "import time; from rlhf.launch import caches; caches.compile_beside(); time.sleep(60)"
-    environment = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", words], env=environment) as run:
-        wait_for(lambda: len(helpers_of(run.pid)) > 1)
-        run.kill()
-    wait_for(lambda: not helpers_of(run.pid))
-
-
-def helpers_of(pid: int) -> list[Path]:
-    """Return the processes that compile for another, which forks give the same command line."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (process / "cmdline").read_text().split("\0")
-            if words[-4:] == ["-m", "rlhf.launch.bytecode", str(pid), ""]:
-                found.append(process)
-    return found
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_a_folder_of_tests_above_a_library_is_no_part_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = tmp_path / "tests" / "a_library"
-    (library / "tests").mkdir(parents=True)
-    for file in (library / "__init__.py", library / "tests" / "skipped.py"):
-        file.touch()
-    monkeypatch.syspath_prepend(str(library.parent))
-    assert sources("a_library") == [str(library / "__init__.py")]
-
-
-def test_a_cache_with_bytecode_starts_no_helper(tmp_path: Path) -> None:
-    site, cache = tmp_path / "site", tmp_path / "cache" / "bytecode"
-    for _ in range(2):
-        start(site, PYTHONDONTWRITEBYTECODE="1")
-    words = "from rlhf.launch import caches; caches.compile_beside = print; caches.keep_compiled()"
-    paths = {"PYTHONPATH": str(site), "RLHF_CACHE": str(cache.parent), "PYTHONPYCACHEPREFIX": ""}
-    environment = os.environ | paths | {"PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", words]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == ""
-    next(cache.rglob("torch/__init__*.pyc")).unlink()
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == "\n"
 
 
 def kernels_of(**variables: str) -> Path:

@@ -268,7 +268,9 @@ TRAINER = """
 """
 RECORDS = """
     from rlhf.hookspecs import hookimpl
-    from rlhf.plugin import BackendPlugin, ObserverPlugin, TrainerPlugin
+    from rlhf.plugin import (
+        BackendPlugin, ExtensionPlugin, FormatPlugin, ObserverPlugin, TrainerPlugin
+    )
     from toy_plugin import PlainConfig, ToyConfig
 
     half = TrainerPlugin(config=ToyConfig, trainer="toy_trainer:Half")
@@ -280,6 +282,10 @@ RECORDS = """
     deaf = ObserverPlugin(hooks="toy_records:Deaf")
     plain = ObserverPlugin(hooks="toy_records:Tuned")
     tuned = ObserverPlugin(config=ToyConfig, hooks="toy_records:Sound")
+
+    gone = ExtensionPlugin(hooks="toy_records:Gone")
+    mute = ExtensionPlugin(hooks="toy_records:Mute")
+    rows = FormatPlugin(read="toy_trainer:Wrong.rows")
 
     class Deaf:
         @hookimpl
@@ -310,7 +316,8 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "trainers": trainers,
         "backends": {"empty": "toy_records:hooks"},
         "observers": {name: f"toy_records:{name}" for name in ("ear", "deaf", "plain", "tuned")},
-        "extensions": {"gone": "toy_records:Gone", "mute": "toy_records:Mute"},
+        "extensions": {name: f"toy_records:{name}" for name in ("gone", "mute", "Mute")},
+        "formats": {"rows": "toy_records:rows"},
     }
     install("rlhf-more", groups, {"toy_trainer": TRAINER, "toy_records": RECORDS})
     assert main(["plugins", "check"]) == 2
@@ -320,14 +327,17 @@ def test_plugins_check_loads_each_plugin_and_reports_its_errors(
         "hook 'setup_mesh'",
         "broken      backend 'plain' of rlhf-toy 1.0: cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_hooks' (`python -c 'import toy_hooks'` shows where)",
-        f"broken      extension 'gone' {more}: no 'Gone' in toy_records; correct the entry point",
+        f"broken      extension 'Mute' {more}: toy_records:Mute is a type, not a "
+        "rlhf.plugin.ExtensionPlugin",
+        f"broken      extension 'gone' {more}: no 'Gone' in toy_records; correct hooks=",
         f"broken      extension 'mute' {more}: extension toy_records.Mute: 'setup_mesh' is a "
         "wrapper without yield; write `result = yield` and return the result",
+        f"broken      format 'rows' {more}: no 'Wrong.rows' in toy_trainer; correct read=",
         f"broken      observer 'deaf' {more}: observer toy_records.Deaf: 'on_stop' is not a hook "
         "of observers; did you mean 'on_step'?",
         f"broken      observer 'ear' {more}: no 'Wrong.ear' in toy_trainer; correct hooks=",
         f"broken      observer 'plain' {more}: its class takes a config, but its record has none; "
-        "add config= to ObserverPlugin",
+        "add config= to the record",
         f"broken      observer 'tuned' {more}: its record has a config, but its class takes none; "
         "add `config` to __init__",
         f"broken      trainer 'half' {more}: toy_trainer:Half does not define loss, setup",

@@ -200,12 +200,6 @@ def test_values_of_a_wrong_type_are_refused_and_not_converted(
     assert problems(f"--{name}", value) == [f"{name}: {message}"]
 
 
-def test_settings_of_an_extension_are_refused(toy: Path) -> None:
-    assert problems("--extensions.loud.factor", "0.2") == [
-        "extensions: an extension has no settings; write [loud]"
-    ]
-
-
 def test_settings_of_an_entry_are_refused_outside_of_it(toy: Path) -> None:
     assert problems("--data", "{path: a.jsonl, columns: {prompt: question}}", given=GIVEN[:2]) == [
         "data.path: unknown setting; it belongs in an entry of data.train",

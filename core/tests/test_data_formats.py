@@ -1,6 +1,7 @@
 """The formats by name, and the demo's rows in each of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,38 @@ from rlhf import demo
 from rlhf.data.formats import FORMATS, read_rows
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
+from rlhf.registry.installed import IN_CORE, installed
+
+CORE = "available: demonstration, preference, unpaired"
 
 
-def test_an_unknown_format_is_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pairs", f"format 'pairs' is not installed; {CORE}"),
+        ("prefrence", f"format 'prefrence' is not installed (did you mean 'preference'?); {CORE}"),
+        (
+            "stepwise",
+            f"format 'stepwise' is not installed (run `pip install rlhf-plugin-prm`); {CORE}",
+        ),
+    ],
+)
+def test_a_format_that_is_not_installed_is_named(
+    name: str, message: str, install: Callable[..., Path]
+) -> None:
     with pytest.raises(RLHFError) as caught:
-        read_rows("pairs", [], Reader(TOKENIZER))
-    assert str(caught.value) == (
-        "unknown row format 'pairs'; available: demonstration, preference, stepwise, unpaired"
-    )
+        read_rows(name, [], Reader(TOKENIZER))
+    assert str(caught.value) == message
+
+
+def test_no_distribution_may_use_the_name_of_a_format_of_core(
+    install: Callable[..., Path],
+) -> None:
+    assert IN_CORE["format"] == tuple(FORMATS)
+    install("other-rows", {"formats": {"preference": "other_rows:plugin"}})
+    (row,) = installed()
+    assert row.problem == "its name 'preference' is reserved for core"
+    assert read_rows("preference", [], Reader(TOKENIZER)) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -73,17 +98,3 @@ def test_real_unpaired_rows_end_their_answers(name: str) -> None:
         reply = reply if isinstance(reply, str) else reply[-1]["content"]
         assert tokenizer.decode(row.answers[0].tokens) == reply + tokenizer.eos_token
         assert row.columns["label"] is raw["label"]
-
-
-@real
-@pytest.mark.parametrize("name", ["bigbench_mistake", "prmbench", "gsm8k_derived"])
-def test_real_steps_end_at_the_separator(name: str) -> None:
-    rows = real_rows(f"prm/{name}.eval.jsonl")
-    tokenizer, trees = real_trees("stepwise", rows)
-    for raw, (row,) in zip(rows, trees, strict=True):
-        assert tokenizer.decode(row.prompt) == raw["prompt"]
-        assert row.columns["labels"] == [float(label) for label in raw["labels"]]
-        start = 0
-        for step, end in zip(raw["completions"], row.columns["ends"], strict=True):
-            assert tokenizer.decode(row.answers[0].tokens[start : end + 1]) == step + "\n"
-            start = end + 1

@@ -280,11 +280,6 @@ WITH_SYSTEM: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"prompt": "What is two?", "completion": "one", "label": True},
         {"prompt": [SYSTEM, USER], "completion": "one", "label": True},
     ),
-    (
-        "stepwise",
-        {"prompt": "What is two?", "completions": ["one"], "labels": [1]},
-        {"prompt": [SYSTEM, USER], "completions": ["one"], "labels": [1]},
-    ),
 ]
 
 

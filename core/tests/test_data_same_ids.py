@@ -91,12 +91,22 @@ def write_csv(path: Path, rows: list[Row]) -> None:
             writer.writerow({name: it for name, it in texts.items() if row[name] is not None})
 
 
+def with_all_columns(rows: list[Row]) -> list[Row]:
+    """The rows as a table has them: writers of tables take the columns of the first one."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
 WRITERS: dict[str, Callable[[Path, list[Row]], Any]] = {
     "rows.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
     "rows.json": lambda path, rows: path.write_text(json.dumps(rows, indent=1)),
     "rows.csv": write_csv,
-    "rows.parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
-    "saved": lambda path, rows: datasets.Dataset.from_list(rows).save_to_disk(str(path)),
+    "rows.parquet": lambda path, rows: pq.write_table(
+        pa.Table.from_pylist(with_all_columns(rows)), path
+    ),
+    "saved": lambda path, rows: datasets.Dataset.from_list(with_all_columns(rows)).save_to_disk(
+        str(path)
+    ),
 }
 
 

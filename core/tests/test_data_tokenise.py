@@ -11,6 +11,7 @@ from numbered_words import ROWS, Raw, Section, examples_of, ids, write_lines
 
 from rlhf.config.sections import DataEntry
 from rlhf.data.example import Example
+from rlhf.data.examples import Report
 from rlhf.errors import RLHFError
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -119,3 +120,11 @@ def test_a_value_per_example_is_read_after_other_values(tmp_path: Path) -> None:
     examples = examples_of(path, trainer=Named)
     assert examples.value("margin").tolist() == [0.0, 0.5, 1.0]
     assert examples.value("weight").tolist() == [0.0, 3.0, 6.0]
+
+
+def test_values_per_token_next_to_trained_tokens_are_not_called_labels() -> None:
+    report = Report(rows=2, examples=2, tokens=9, trained=4, labels=12, labels_cut=1)
+    assert str(report) == (
+        "2 rows; 2 examples of 9 tokens; 4 trained on, 44.4 %; 12 per-token values; "
+        "1 per-token value cut off, 7.7 %"
+    )

@@ -1,5 +1,6 @@
 """`rlhf export`: the files of the run, and run folders that are not as a run leaves them."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from rlhf.commands.export import export_command
@@ -16,10 +17,11 @@ from rlhf.errors import RLHFError
 from rlhf.folder import checkpoints as checkpoint
 from rlhf.hookspecs import hookimpl
 from rlhf.request.reader import read_config
-from rlhf.train.exporting import export_checkpoint
+from rlhf.train.exporting import BUCKET, buckets_of, export_checkpoint
 from rlhf.train.rank import run_rank
 from rlhf_devkit import tiny
 from rlhf_devkit.plain import PlainBackend
+from rlhf_devkit.problem import Packed, TinyModel
 
 
 def made(folder: Path) -> Path:
@@ -153,13 +155,9 @@ class Lossy(PlainBackend):
     """Exports a model without its last weight."""
 
     @hookimpl
-    def export_weights(self, engine: Any, directory: Path) -> bool:
-        super().export_weights(engine, directory)
-        file = directory / "model.safetensors"
-        weights = load_file(file)
-        del weights["model.norm.weight"]
-        save_file(weights, file)
-        return True
+    def weights(self, engine: Any, buckets: Any) -> Any:
+        for bucket in super().weights(engine, buckets):
+            yield {name: value for name, value in bucket.items() if "model.norm" not in name}
 
 
 @pytest.mark.parametrize(
@@ -208,3 +206,21 @@ def test_a_checkpoint_with_weights_that_the_model_has_no_place_for_is_refused(
         "model.layers.1.mlp.gate_proj.weight and 6 others; restore the model.path with which it "
         "was trained"
     )
+
+
+def test_weights_are_pulled_in_buckets_of_bounded_bytes_a_tied_one_once() -> None:
+    module = Packed()
+    buckets = [*buckets_of(module, 2048)]
+    parameters = dict(module.named_parameters())
+    assert [name for bucket in buckets for name in bucket] == [*parameters, "model.scale"]
+    state = module.state_dict()
+    sizes = [[4 * state[name].numel() for name in bucket] for bucket in buckets]
+    assert all(sum(each) <= 2048 or len(each) == 1 for each in sizes)
+    assert all(sum(one) + other[0] > 2048 for one, other in itertools.pairwise(sizes))
+
+
+def test_of_a_model_with_an_adapter_only_the_adapter_is_pulled() -> None:
+    model = get_peft_model(TinyModel(), LoraConfig(r=2, target_modules=["up"]))
+    (names,) = buckets_of(Packed(model), BUCKET)
+    assert len(names) == 4
+    assert all(".lora_" in name for name in names)

@@ -42,7 +42,7 @@ def load(path: str, labels: int | None = 5, **sections: Any) -> PackedModel:
     config = config_of(path, **sections)
     extra = first_values(config, EXTRA)
     spec = ModelSpec(config=config, task="sequence", labels=labels, extra=extra)
-    plan, hooks = Plan(stage=0, precision="fp32"), cast(Any, WholeWeights())
+    plan, hooks = Plan(precision="fp32"), cast(Any, WholeWeights())
     return load_model(spec, plan=plan, mesh=Mesh(), hooks=hooks).eval()
 
 

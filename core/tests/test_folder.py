@@ -216,7 +216,7 @@ def test_a_run_of_a_release_with_fewer_settings_resumes(tmp_path: Path) -> None:
 
 PLUGINS = """
 from attrs import frozen
-from rlhf.plugin import BackendPlugin, TrainerPlugin
+from rlhf.plugin import BackendPlugin, ExtensionPlugin, TrainerPlugin
 
 @frozen(kw_only=True)
 class BareConfig:
@@ -227,6 +227,11 @@ class GrownConfig:
     power: float = 1.0
     scale: float = 2.0
 
+@frozen(kw_only=True)
+class SlowConfig:
+    seconds: float = 1.0
+
+slow = ExtensionPlugin(config=SlowConfig, hooks="no.such:Slow")
 bare = BackendPlugin(config=BareConfig, hooks="rlhf_devkit.plain:PlainBackend")
 grown = TrainerPlugin(config=GrownConfig, trainer="no.such:Trainer")
 """
@@ -299,6 +304,19 @@ def test_another_extension_is_refused_and_another_observer_is_not(tmp_path: Path
         f"{tmp_path}/run cannot be resumed with another configuration: extensions: [] -> [slow]; "
         "restore these values, or choose another --output"
     )
+
+
+@pytest.mark.usefixtures("_plugins")
+def test_a_resumed_run_keeps_the_settings_of_its_extensions(tmp_path: Path) -> None:
+    backend, words = ("--backend", "bare"), ("--extensions.slow.seconds", "2")
+    resume = begun(tmp_path / "run", *backend, *words)
+    assert check_resumable(resume(*backend, *words), tmp_path / "run") is None
+    with pytest.raises(RLHFError) as error:
+        check_resumable(resume(*backend, "--extensions", "[slow]"), tmp_path / "run")
+    assert "another configuration: extensions.slow.seconds: 2.0 -> 1.0; " in str(error.value)
+    # As a run of an earlier version has recorded it.
+    change(tmp_path / "run", extensions=["slow"])
+    assert check_resumable(resume(*backend, "--extensions", "slow"), tmp_path / "run") is None
 
 
 @pytest.mark.usefixtures("_plugins")

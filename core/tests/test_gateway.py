@@ -1,6 +1,7 @@
 """Hooks behind the gateways: who answers, who wraps, and every implementation that cannot work."""
 
 import inspect
+import pickle
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -368,7 +369,8 @@ def test_an_observer_implements_no_backend_hook() -> None:
 HOOKS = """
     import inspect
     from rlhf.hookspecs import BackendHooks, hookimpl
-    from rlhf.plugin import ObserverPlugin
+    from attrs import frozen
+    from rlhf.plugin import ExtensionPlugin, ObserverPlugin
 
     class Plain: ...
 
@@ -379,10 +381,19 @@ HOOKS = """
             exec(f"def {name}({parameters}): return '{name}'", scope)
             setattr(Plain, name, hookimpl(scope[name]))
 
+    @frozen(kw_only=True)
+    class LoudConfig:
+        end: str = ""
+
     class Loud:
+        def __init__(self, config):
+            self.config = config
+
         @hookimpl(wrapper=True)
         def setup_mesh(self):
-            return (yield).upper()
+            return (yield).upper() + self.config.end
+
+    loud = ExtensionPlugin(config=LoudConfig, hooks="toy_hooks:Loud")
 
     listener = ObserverPlugin(hooks="toy_hooks:Listener")
 
@@ -398,7 +409,7 @@ def test_the_configuration_names_backend_extensions_and_observers(
     toy: Path, install: Install
 ) -> None:
     groups = {
-        "extensions": {"loud": "toy_hooks:Loud", "broken": "toy_gone:Gone"},
+        "extensions": {"loud": "toy_hooks:loud", "broken": "toy_gone:Gone"},
         "observers": {"ear": "toy_hooks:listener"},
     }
     install("rlhf-ears", groups, {"toy_hooks": HOOKS})
@@ -408,9 +419,17 @@ def test_the_configuration_names_backend_extensions_and_observers(
     assert hooks.setup_mesh(config=request.config) == "SETUP_MESH"
     observers.on_eval(run=RUN, step=7, metrics={})
     assert load_object("toy_hooks:Listener").heard == [7]
-    request = read_config("toy", overrides=["--extensions", "broken"])
+    request = read_config("toy", overrides=["--extensions.loud.end", "AS"])
+    assert pickle.loads(pickle.dumps(request.config)) == request.config
+    hooks, _ = load_hooks(request.config)
+    assert hooks.setup_mesh(config=request.config) == "SETUP_MESHAS"
     with pytest.raises(RLHFError) as caught:
-        load_hooks(request.config)
+        read_config("toy", overrides=["--extensions.loud.ends", "AS"])
+    assert str(caught.value) == (
+        "extensions.loud.ends: unknown setting; did you mean extensions.loud.end?"
+    )
+    with pytest.raises(RLHFError) as caught:
+        read_config("toy", overrides=["--extensions", "broken"])
     assert str(caught.value) == (
         "extension 'broken' of rlhf-ears 1.0 cannot be imported: ModuleNotFoundError: "
         "No module named 'toy_gone' (`python -c 'import toy_gone'` shows where)"

@@ -141,7 +141,7 @@ def test_a_damaged_export_is_reported(tmp_path: Path) -> None:
 def adapted(base: Path, revision: str | None = None) -> PackedModel:
     """A trained adapter over the model in `base`."""
     config = Config(model=ModelConfig(path=str(base), revision=revision), lora=LoraConfig(rank=4))
-    plan = Plan(stage=0, precision="fp32")
+    plan = Plan(precision="fp32")
     module = load_model(ModelSpec(config=config), plan=plan, mesh=Mesh(), hooks=None)
     for name, parameter in module.named_parameters():
         if "lora_B" in name:

@@ -64,7 +64,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def load(path: str, task: Any, *, stage: int = 0, **sections: Any) -> PackedModel:
     config = Config(model=ModelConfig(path=path, **sections.pop("model", {})), **sections)
-    plan = Plan(stage=stage, precision="fp32")
+    plan = Plan(sharded=stage == 3, precision="fp32")
     spec = ModelSpec(config=config, task=task)
     return load_model(spec, plan=plan, mesh=Mesh(), hooks=WholeWeights()).eval()
 

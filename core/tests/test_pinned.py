@@ -136,7 +136,7 @@ def test_weights_on_a_device_are_those_of_the_folder(
     monkeypatch.setattr(devices, "PIECE", 1000)
     path = write_model(tmp_path, LlamaConfig(**SIZES, tie_word_embeddings=True))
     mesh = Mesh(device=torch.device("cuda", 0))
-    plan, hooks = Plan(stage=0, precision=precision), Any
+    plan, hooks = Plan(precision=precision), Any
     module = load_model(ModelSpec(config=config_of(path)), plan=plan, mesh=mesh, hooks=hooks)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     own = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict()

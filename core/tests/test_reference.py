@@ -22,6 +22,7 @@ from rlhf.reference import live as reference
 from rlhf.request.reader import read_config
 from rlhf.train import context
 from rlhf.train.context import RunContext
+from rlhf.train.exporting import whole_weights, write_weights
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 from rlhf.train.introduction import curve_line
 
@@ -211,7 +212,8 @@ def test_an_impossible_mode_is_refused(
 def test_an_adapter_to_continue_is_part_of_the_start(folder: Path, tmp_path: Path) -> None:
     run = make_run(folder, lora=LoraConfig(rank=2))
     take_a_step(run, packed(run))
-    run.hooks.export_weights(engine=run.roles["policy"].engine, directory=tmp_path)
+    engine = run.roles["policy"].engine
+    write_weights(whole_weights(run.hooks, engine, keep=True), engine.module, tmp_path)
     model = attrs.evolve(run.config.model, adapter=str(tmp_path))
     later = make_run(folder, model=model)
     batch = packed(later)

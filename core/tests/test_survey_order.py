@@ -62,7 +62,9 @@ def test_a_survey_with_examples_of_its_own_comes_before_the_loss_of_each_step(
     examples: Examples, config: Config, workers: int
 ) -> None:
     trainer = Surveying(Section(), None)
-    courses = [order(examples, config, rank, 2, trainer=trainer) for rank in range(2)]
+    courses = [
+        order(examples, config, rank, 2, draw_survey=trainer.survey_examples) for rank in range(2)
+    ]
     sources = [batches_from(course, workers=workers) for course in courses]
     paired: list[dict[int, int]] = [{}, {}]
     most = 0
@@ -93,13 +95,18 @@ def test_a_survey_of_the_loss_s_examples_has_fewer_micro_batches(
     examples: Examples, config: Config, ranks: int
 ) -> None:
     trainer = Averaging(Section(), None)
-    plans = [order(examples, config, rank, ranks, trainer=trainer).step(0) for rank in range(ranks)]
+    plans = [
+        order(examples, config, rank, ranks, draw_survey=trainer.survey_examples).step(0)
+        for rank in range(ranks)
+    ]
     seen = [row for plan in plans for part in plan.survey for row in part.rows]
     assert sorted(seen) == sorted(plans[0].rows)
     for plan in plans:
         assert (len(plan.survey), len(plan.micro)) == ((1, 3) if ranks == 1 else (1, 2))
     for part in plans[0].survey:
-        assert order(examples, config, 0, ranks, trainer=trainer)[part].rows == tuple(part.rows)
+        assert order(examples, config, 0, ranks, draw_survey=trainer.survey_examples)[
+            part
+        ].rows == tuple(part.rows)
 
 
 def test_a_survey_s_micro_batches_stop_growing_where_it_gains_nothing(
@@ -107,7 +114,7 @@ def test_a_survey_s_micro_batches_stop_growing_where_it_gains_nothing(
 ) -> None:
     def sizes(most: int) -> list[int]:
         monkeypatch.setattr(rlhf.data.order, "SURVEY_TOKENS", most)
-        course = order(examples, config, trainer=Averaging(Section(), None))
+        course = order(examples, config, draw_survey=Averaging(Section(), None).survey_examples)
         return [len(course[part].tokens) for part in course.step(0).survey]
 
     assert [len(sizes(most)) for most in (200, 60, 10)] == [1, 2, 3]
@@ -127,7 +134,7 @@ def test_an_example_of_the_survey_may_be_longer_than_a_micro_batch(
         def survey_examples(self, examples: Examples, draw: np.random.Generator) -> Shifted:
             return Long(examples, 1)
 
-    plan = order(examples, config, trainer=Lengthening(Section(), None)).step(0)
+    plan = order(examples, config, draw_survey=Lengthening(Section(), None).survey_examples).step(0)
     assert [len(part.rows) for part in plan.survey] == [1] * 10
 
 
@@ -135,7 +142,7 @@ def test_a_survey_sees_the_micro_batch_of_a_loss_that_has_one(
     examples: Examples, config: Config
 ) -> None:
     config = attrs.evolve(config, batch=BatchConfig(size=10, tokens=200))
-    plan = order(examples, config, trainer=Averaging(Section(), None)).step(0)
+    plan = order(examples, config, draw_survey=Averaging(Section(), None).survey_examples).step(0)
     assert (len(plan.survey), len(plan.micro)) == (0, 1)
 
 
@@ -143,7 +150,7 @@ def test_a_survey_sees_the_micro_batch_of_a_loss_that_has_one(
 def test_the_memory_of_a_step_is_counted_for_the_survey_s_largest_micro_batch(
     examples: Examples, config: Config, kind: type[Numbers]
 ) -> None:
-    course = order(examples, config, trainer=kind(Section(), None))
+    course = order(examples, config, draw_survey=kind(Section(), None).survey_examples)
     parts = [part for number in range(12) for part in course.step(number).survey]
     most = max(len(course[part].tokens) for part in parts)
     found = largest(course, 12)

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
-from attrs import frozen
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,7 +12,6 @@ from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data.example import Example
 from rlhf.data.examples import Examples
 from rlhf.data.formats import read_rows
-from rlhf.data.stepwise import label_per_token
 from rlhf.data.tokenise import prepare
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError
@@ -29,14 +26,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
 WHERE = "rows.jsonl line 1"
-
-
-@frozen
-class Section:
-    """How a trainer marks steps."""
-
-    separator: str = ";"
-    placeholder: str | None = None
 
 
 def tokenizer_of(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -63,8 +52,7 @@ TOKENIZER = tokenizer_of()
 
 
 def read(format: str, section: Any = None, **columns: Any) -> list[Row]:
-    marks = attrs.asdict(section) if section else {}
-    (rows,) = read_rows(format, [(WHERE, columns)], Reader(TOKENIZER, **marks))
+    (rows,) = read_rows(format, [(WHERE, columns)], Reader(TOKENIZER, section=section))
     return rows
 
 
@@ -91,25 +79,29 @@ def said(text: str) -> dict[str, str]:
 
 
 class OfFormat(Trainer):
-    """Takes the rows of any format as they come; `rows` is set by `made`."""
+    """Takes the rows of any format as they come."""
 
     def example(self, row: Any) -> Example:
-        values = {"label": [label_per_token(row)]} if self.row_format == "stepwise" else {}
-        return Example(row.prompt, row.answers, values)
+        return Example(row.prompt, row.answers)
 
     def setup(self, run: Any) -> None: ...
     def loss(self, batch: Any) -> Any: ...
 
 
 def made(
-    format: str, rows: list[dict[str, Any]], path: Path, *, section: Any = None, **data: Any
+    format: str,
+    rows: list[dict[str, Any]],
+    path: Path,
+    *,
+    trainer: type[Trainer] = OfFormat,
+    section: Any = None,
+    **data: Any,
 ) -> Examples:
     """The examples of rows that are written to `path`."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kind = type("OfFormat", (OfFormat,), {"row_format": format})
+    kind = type("OfFormat", (trainer,), {"row_format": format})
     config = Config(data=DataConfig(train=(DataEntry(path=str(path)),), **data))
-    trainer = kind(section or Section(), TOKENIZER)
-    return prepare(config, trainer, TOKENIZER, which="train")
+    return prepare(config, kind(section, TOKENIZER), TOKENIZER, which="train")
 
 
 def refusal(format: str, section: Any = None, **columns: Any) -> str:

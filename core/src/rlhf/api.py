@@ -85,11 +85,12 @@ def run(
     one outside of the steps, SystemExit with 143 for another signal there that stops runs, and
     RuntimeError if a process that was started has failed with a defect, whose traceback it prints.
     """
-    words = [option(name, value) for name, value in to_tree(config).items()]
-    words += [f"--nproc={nproc}"] * (nproc is not None) + ["--overwrite"] * overwrite
-    words += [f"--resume={resume if isinstance(resume, str) else ''}"] * (resume is not False)
-    argv = ["run", config.trainer_key, *words]
-    request = reader.read_config(config.trainer_key, overrides=words, argv=argv)
+    words = [] if nproc is None else [f"--nproc={nproc}"]
+    if overwrite:
+        words.append("--overwrite")
+    if resume is not False:
+        words.append(f"--resume={resume if isinstance(resume, str) else ''}")
+    request = reader.read_config(config.trainer_key, settings=to_tree(config), overrides=words)
     try:
         with same_environment():
             bypass_proxies()
@@ -174,13 +175,13 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
 
         prepare_data(request, day)
 
-    command = [sys.executable, "-m", "rlhf", *request.argv]
+    command = [sys.executable, "-m", "rlhf", "run", request.name]
     checkpoint = request.config.checkpoint
     variables = {DAY: day.isoformat()} | ({FOLDER: str(folder)} if place.hosts == 1 else {})
     started = Ranks(
         command, ranks, checkpoint.stop_timeout,
         place=place, signals=checkpoint.stop_signals, places_in=folder / run_folder.RANKS,
-        prepare=prepare, variables=variables,
+        prepare=prepare, variables=variables, request=reader.handed_over(request),
     )  # fmt: skip
     code = started.wait()
     if code not in (0, STOPPED):

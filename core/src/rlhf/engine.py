@@ -6,13 +6,11 @@ A backend prepares modules as engines, places processes in a `Mesh`, turns the c
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from attrs import Factory, field, frozen
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config, OptimConfig
@@ -26,7 +24,7 @@ __all__ = [
     "GIB", "Axis", "Deferred", "Engine", "EngineState", "Fragment", "LaterOutcome", "Layout",
     "Mesh", "ModelShape", "Plan", "Readout", "SavedState", "Sharding", "StateKind", "StepOutcome",
     "axes", "free", "free_space", "fused_on", "gib", "has_triton", "is_sharded", "on_device",
-    "register_sharding", "rehearsing_on", "replace_forward", "save_weights", "whole_shape",
+    "register_sharding", "rehearsing_on", "replace_forward", "whole_shape",
     "write_speed",
 ]  # fmt: skip
 
@@ -86,19 +84,20 @@ class ModelShape:
 class Plan:
     """How a backend runs a configuration. Returned by `configure_zero`, written to `plan.json`."""
 
-    stage: int
-    """ZeRO stage, 0 to 3; at 3 the weights are sharded too."""
+    sharded: bool = False
+    """Whether the ranks divide the weights of the model, so that each forward is collective."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     tensor: int = 1
     """Number of ranks over which the layers are divided."""
     settings: dict[str, Any] = field(factory=dict)
-    """The backend's own configuration (DeepSpeed's JSON)."""
+    """The backend's own configuration, as plain data."""
     offload_states: Literal["auto", "always", "never"] = "never"
     """Whether phases that do not need all states of the engines leave them on the host: if such a
     phase would not fit the device (auto), always, or never."""
     summary: str = ""
-    """One line for the start of the run: stage, offload, optimizer, and the reason."""
+    """One line for the start of the run, which begins with how the model is divided, such as
+    `ZeRO 2`."""
     lighter: tuple[str, ...] = ()
     """Backend settings that would need less device memory, the smallest change first, each with
     what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
@@ -322,21 +321,21 @@ class SavedState(Protocol):
 
 @documented
 class Engine(Protocol):
-    """A model prepared by a backend. The only source of truth for stage, precision and device."""
+    """A model prepared by a backend. The only source of truth for precision and device."""
 
     module: Any
     """The prepared module, unwrapped: a `PackedModel`, or one of the trainer's own."""
     role: str
     """`policy`, or another name such as `critic`, `reference` or `teacher`."""
-    stage: int
-    """ZeRO stage."""
+    sharded: bool
+    """Whether the ranks divide its weights, as `Plan.sharded`."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     device: torch.device
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """Run the module's forward; collective at stage 3. A loaded model takes a `PackedBatch` and
-        a `Readout`, and returns the readout's values by name."""
+        """Run the module's forward; collective if `sharded`. A loaded model takes a `PackedBatch`
+        and a `Readout`, and returns the readout's values by name."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of the scalar `loss`. Collective.
@@ -357,17 +356,6 @@ class Engine(Protocol):
 
     def eval(self) -> None:
         """Switch dropout and recomputation off."""
-
-
-def save_weights(module: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Write whole weights from the host, for the hook `export_weights`: a model folder, or
-    model.safetensors of a module of the trainer's own, where a tied weight has its first name."""
-    if save := getattr(module, "save_weights", None):
-        save(weights, directory)
-        return
-    first = {value.data_ptr() or name: name for name, value in reversed([*weights.items()])}
-    once = {name: weights[name].contiguous() for name in first.values()}
-    save_file(once, directory / "model.safetensors")
 
 
 def gib(size: float) -> str:

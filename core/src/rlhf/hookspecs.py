@@ -8,7 +8,7 @@ trainer), `folder`, `config`, `steps` of the whole schedule, `id`, `settings` an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
@@ -108,23 +108,23 @@ class BackendHooks:
 
     1. `setup_mesh`.
     2. For each model, in the order of `Trainer.setup`: `configure_zero`, `estimate_memory`,
-       `model_context` and `load_weights` (both only for a language model at stage 3),
-       `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A language
-       model then runs without gradient, to choose its attention path.
+       `model_context` and `load_weights` (both only for a language model with a `sharded` plan),
+       `shard`, `build_optimizer` and `build_schedule` (both only if it is trained), `prepare`. A
+       language model then runs without gradient, to choose its attention path.
     3. `save_checkpoint` for each engine whose weights change, to know the size of a checkpoint. The
        last call of an engine may have been a forward without backward.
     4. `load_checkpoint` for each of them, if the run is resumed.
     5. The steps. `save_checkpoint` may follow an evaluation, which has no backward either.
-    6. `export_weights`, then `close_mesh`.
+    6. `weights`, then `close_mesh`.
 
     The hooks do not all get the same module:
 
     - `model_context` and `load_weights` are about the transformers model.
-    - `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a language
-      model it is a wrapper: its `model` is the transformers model, perhaps under peft. The wrapper
-      may have parameters of the trainer's own, which `load_weights` has not seen.
-    - A module of `run.prepare` has no wrapper. Its weights are whole at any stage, and
-      `load_weights` is not called.
+    - `shard`, `build_optimizer` and `prepare` get one module, which is also `engine.module`. For a
+      language model it is a wrapper: its `model` is the transformers model, perhaps under peft. The
+      wrapper may have parameters of the trainer's own, which `load_weights` has not seen.
+    - A module of `run.prepare` has no wrapper. Its weights are whole, and `load_weights` is
+      not called.
     """
 
     @hookspec(firstresult=True)
@@ -182,23 +182,34 @@ class BackendHooks:
 
     @hookspec(firstresult=True)
     def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
-        """Return the context in which the transformers model of `role` is created; called only at
-        stage 3.
+        """Return the context in which the transformers model of `role` is created; called only
+        if the plan is `sharded`.
 
-        It shards the parameters. Such a backend calls `rlhf.engine.register_sharding`
-        before, so that core knows the whole shape of each parameter. They are sharded over
-        `mesh.shards`."""
+        It may shard the parameters, over `mesh.shards`, or leave that to `shard`. A backend calls
+        `rlhf.engine.register_sharding` before, so that core knows the whole shape of each
+        parameter."""
 
     @hookspec(firstresult=True)
     def load_weights(
         self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
     ) -> tuple[str, ...]:
-        """Load weights into a transformers model that was created sharded; called only at stage 3.
+        """Load weights into a transformers model that was created sharded; called only if the
+        plan is `sharded`.
 
         `module` is not yet in the wrapper that `build_optimizer` and `prepare` get.
         `weights` is the full state dict in rank 0's host memory and None on other ranks. Only one
-        parameter is whole at a time. Returns the names of parameters that are not in `weights`.
-        Collective."""
+        parameter is whole at a time on an accelerator. Returns the names of parameters that are not
+        in `weights`. Collective."""
+
+    @hookspec(firstresult=True)
+    def shard(self, model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
+        """Divide the parameters of a loaded `model` among the ranks, in place, before its optimizer
+        is built.
+
+        Called once for each model, trained or not, with the module that `prepare` gets: adapters
+        and the trainer's own parameters are in it. Parameters may be replaced. A language model
+        with a `sharded` plan may still be on the host. Core's default changes nothing. Returns
+        True. Collective."""
 
     @hookspec(firstresult=True)
     def build_optimizer(
@@ -234,21 +245,25 @@ class BackendHooks:
     @hookspec(firstresult=True)
     def load_checkpoint(self, engine: Engine, saved: SavedState) -> bool:
         """Restore `engine` from what `save_checkpoint` returned, perhaps with another number of
-        ranks, stage or offload. Each rank reads what it holds now. Returns True. Collective."""
+        ranks, sharding or offload. Each rank reads what it holds now. Returns True. Collective."""
 
     @hookspec(firstresult=True)
-    def export_weights(self, engine: Engine, directory: Path) -> bool:
-        """Gather the weights in rank 0's host memory, one parameter at a time on the accelerator,
-        and write them with `rlhf.engine.save_weights`. Returns True.
-        Collective."""
+    def weights(
+        self, engine: Engine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield, for each bucket of names in `engine.module`, its whole weights and buffers.
+
+        Core chooses the buckets by the bytes of the whole weights, the same on every rank. The
+        values are on the device of every rank until the next bucket is taken, when shards take
+        their place again; nobody writes into them. Every rank takes all buckets. Collective."""
 
     @hookspec(firstresult=True)
     def mix_weights(self, engine: Engine, source: Engine, share: float) -> bool:
         """Set each weight of `engine` to `share` times that of `source` plus `1 - share` times its
         own.
 
-        `engine` is not trained. Both have the same model, each at its own stage. Only one parameter
-        is whole at a time. Returns True. Collective."""
+        `engine` is not trained. Both have the same model, each divided in its own way. Only one
+        parameter is whole at a time. Returns True. Collective."""
 
     @hookspec(firstresult=True)
     def generation_context(self, engine: Engine) -> AbstractContextManager[Any]:

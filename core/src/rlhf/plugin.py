@@ -19,6 +19,7 @@ __all__ = [
     "CommandPlugin",
     "Config",
     "DataConfig",
+    "ExtensionPlugin",
     "FormatPlugin",
     "KernelsPlugin",
     "ModelConfig",
@@ -90,6 +91,19 @@ class NoSettings:
 
 @documented
 @frozen(kw_only=True)
+class ExtensionPlugin:
+    """A change of what a backend does, found under `rlhf.extensions`."""
+
+    hooks: str
+    """Import string `module:Class` of the class with the hook wrappers, imported when a run
+    starts. It is created with its section of the configuration: `Class(config)`; without `config`,
+    with no argument."""
+    config: type = NoSettings
+    """The frozen attrs class of its settings, which are `extensions: {NAME: {SETTING: VALUE}}`."""
+
+
+@documented
+@frozen(kw_only=True)
 class ObserverPlugin:
     """A receiver of what happens in a run, found under `rlhf.observers`."""
 
@@ -130,9 +144,11 @@ class FormatPlugin:
     """A row format, found under `rlhf.formats`. A trainer names it in `row_format`."""
 
     read: str
-    """Import string of `read(row, reader)`, which returns what a row of the file becomes."""
+    """Import string of `read(row, reader)`, which returns what a row of the file becomes: see
+    `rlhf.formats`."""
     demo: str | None = None
-    """Import string of a function that makes demo rows in this format."""
+    """Import string of `demo(problem, draw)`, which returns a row in this format made of a
+    `rlhf.demo.Problem`, with a `random.Random`: the rows of `demo:arithmetic`."""
 
 
 @documented

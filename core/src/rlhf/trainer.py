@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,13 +15,9 @@ from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.data.examples import Examples, Packable
-from rlhf.data.stepwise import encode_steps, label_per_token
 from rlhf.data.tokens import Row, encode
 from rlhf.engine import Engine, Readout
 from rlhf.registry.imports import load_user_object
-
-if TYPE_CHECKING:
-    from rlhf.scorer import Scorer
 
 __all__ = [
     "Answer",
@@ -37,8 +33,6 @@ __all__ = [
     "Term",
     "Trainer",
     "encode",
-    "encode_steps",
-    "label_per_token",
     "load_user_object",
 ]
 
@@ -94,13 +88,14 @@ class Trainer(abc.ABC):
 
     row_format: ClassVar[str | None] = None
     """The row format that core turns into token ids before it calls `example`: `demonstration`,
-    `preference`, `unpaired` or `stepwise`. With None `example` gets the row as a dictionary."""
+    `preference`, `unpaired` or one of `rlhf.formats`. With None `example` gets the row as a
+    dictionary."""
     renders_whole: ClassVar[bool] = False
     """Whether a prompt and its answer are tokenised as one text, and a conversation keeps what the
     chat template writes after its last turn, such as a line break. True for models that are read at
     the end of a whole text. Otherwise the prompt has the tokens of the text that the model
     continues, and the answer its own."""
-    scorer: ClassVar["type[Scorer] | None"] = None
+    scorer: ClassVar[type[Any] | None] = None
     """The class that opens the exported models as `Scorer(folder, device=device, dtype=dtype)`;
     `rlhf serve` needs it, and finds it by the trainer's name in the exported config.json."""
 
@@ -227,13 +222,13 @@ class Reference(Protocol):
     """The policy before its first step: log-probabilities in float32, without gradient."""
 
     def token_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the log-probability of each prediction of the batch [N]. Collective at stage 3."""
+        """Return the log-probability of each prediction of the batch [N]. Collective if sharded."""
 
     def answer_logprobs(self, batch: PackedBatch) -> Tensor:
-        """Return the sum over the predictions of each answer [A]. Collective at stage 3."""
+        """Return the sum over the predictions of each answer [A]. Collective if sharded."""
 
     def __call__(self, batch: PackedBatch, readout: Readout) -> Mapping[str, Tensor]:
-        """Run `readout` on the reference. Collective at stage 3. Raises RLHFError in mode `cache`,
+        """Run `readout` on the reference. Collective if sharded. Raises RLHFError in mode `cache`,
         which only holds log-probabilities of the data's own answers."""
 
 

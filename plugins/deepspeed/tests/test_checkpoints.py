@@ -7,11 +7,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from rlhf_devkit.plain import PlainBackend
-from rlhf_devkit.problem import Case, configure, follow, saved_weights
+from rlhf_devkit.problem import Case, configure, follow, saved_weights, whole_weights
 from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.weights import gathered
 
 LAYOUTS = (
     {"stage": 0},
@@ -31,7 +30,7 @@ def run(case):
     """The outcome and the final weights, on whichever rank this is."""
     backend = DeepSpeedBackend()
     outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    weights = whole_weights(DeepSpeedBackend(), engine)
     backend.close_mesh(mesh)
     return outcome, weights
 

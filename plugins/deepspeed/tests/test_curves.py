@@ -7,12 +7,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from rlhf_devkit.plain import PlainBackend
-from rlhf_devkit.problem import Case, configure, follow
+from rlhf_devkit.problem import Case, configure, follow, whole_weights
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.weights import gathered
 
 LAYOUTS = (
     {"stage": 0},
@@ -42,7 +41,7 @@ def run(case):
     """The outcome and the final weights, on whichever rank this is."""
     backend = DeepSpeedBackend()
     outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    weights = whole_weights(DeepSpeedBackend(), engine)
     backend.close_mesh(mesh)
     return outcome, weights
 

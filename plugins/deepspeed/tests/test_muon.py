@@ -8,7 +8,7 @@ from plans import SHAPE, half, plan
 from test_optimizers import LAYOUTS, run
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from rlhf.engine import Mesh, Plan
+from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf_devkit.problem import Case, Packed, configure, follow
 from rlhf_devkit.ranks import shared
@@ -19,6 +19,7 @@ from rlhf_plugin_deepspeed.checkpoint import Piece
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.memory import estimate
 from rlhf_plugin_deepspeed.muon import Exchange, Muon, hidden_matrices, orthogonal
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 GROUP = {"lr": 0.02, "weight_decay": 0.1}
 
@@ -35,7 +36,7 @@ def test_steps_are_those_of_torch():
     optimizer = Muon(groups, matrices=matrices, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     assert optimizer.notes == ["optimizer  Muon for 4 matrices, AdamW for 9 others"]
     optimizer.exchange = Exchange(
-        [whole(item) for item in ours.parameters()], Plan(stage=0, precision="bf16"), Mesh()
+        [whole(item) for item in ours.parameters()], ZeroPlan(stage=0, precision="bf16"), Mesh()
     )
     rest = [item for item in theirs.parameters() if item not in others]
     pair = (

@@ -17,14 +17,23 @@ from plans import SHAPE, half, plan
 
 from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
-from rlhf_devkit.problem import Case, configure, follow, load, losses, make_batch, start
+from rlhf_devkit.problem import (
+    Case,
+    configure,
+    follow,
+    load,
+    losses,
+    make_batch,
+    start,
+    whole_weights,
+)
 from rlhf_plugin_deepspeed import nvme
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.memory import estimate, states
 from rlhf_plugin_deepspeed.nvme import Drive, StateFiles, file_system, find_drive, is_in_file
-from rlhf_plugin_deepspeed.weights import BackendSharding, gathered
+from rlhf_plugin_deepspeed.weights import BackendSharding
 
 STAGES = (
     {"stage": 1},
@@ -84,7 +93,7 @@ def run(case, folder=None):
     backend = DeepSpeedBackend()
     with disk_measured_quickly():
         outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    weights = whole_weights(DeepSpeedBackend(), engine)
     state = backend.save_checkpoint(engine).fragments
     moments = [item.values for item in state if item.kind.startswith("exp_avg")]
     trained = {item.name for item in state if item.kind.startswith("exp_avg")}

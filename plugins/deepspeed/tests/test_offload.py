@@ -6,10 +6,18 @@ import filecmp
 import pytest
 import torch
 
-from rlhf_devkit.problem import Case, Packed, configure, follow, losses, make_batch, shape
+from rlhf_devkit.problem import (
+    Case,
+    Packed,
+    configure,
+    follow,
+    losses,
+    make_batch,
+    shape,
+    whole_weights,
+)
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
-from rlhf_plugin_deepspeed.weights import gathered
 
 KINDS = ("optimizer", "masters", "gradients", "weights")
 STAGES = (
@@ -55,7 +63,7 @@ class Restless(DeepSpeedBackend):
 def train(backend, case):
     """The outcome and the final weights."""
     outcome, engine, mesh = follow(backend, case)
-    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    weights = whole_weights(DeepSpeedBackend(), engine)
     backend.close_mesh(mesh)
     return outcome, weights
 

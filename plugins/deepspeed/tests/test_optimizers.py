@@ -8,14 +8,13 @@ import torch
 
 from rlhf.errors import RLHFError
 from rlhf.plugin import OptimConfig
-from rlhf_devkit.problem import Case, configure, follow, shape
+from rlhf_devkit.problem import Case, configure, follow, shape, whole_weights
 from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.first_moment import RULES, FirstMomentOptimizer
 from rlhf_plugin_deepspeed.memory import bytes_per_parameter
 from rlhf_plugin_deepspeed.optimizer import TITLES
-from rlhf_plugin_deepspeed.weights import gathered
 
 NAMES = [name for name in get_args(get_type_hints(OptimConfig)["name"]) if name != "adamw"]
 LAYOUTS = (
@@ -54,7 +53,7 @@ def run(case, kind=DeepSpeedBackend):
     backend = kind()
     try:
         outcome, engine, mesh = follow(backend, case)
-        weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+        weights = whole_weights(DeepSpeedBackend(), engine)
     except RLHFError as error:
         return str(error)
     backend.close_mesh(mesh)

@@ -11,14 +11,23 @@ from rlhf.engine import GIB, Mesh
 from rlhf.errors import RLHFError
 from rlhf.plugin import ModelConfig
 from rlhf_devkit.plain import PlainBackend
-from rlhf_devkit.problem import Case, configure, follow, load, losses, make_batch, move_states
+from rlhf_devkit.problem import (
+    Case,
+    configure,
+    follow,
+    load,
+    losses,
+    make_batch,
+    move_states,
+    whole_weights,
+)
 from rlhf_devkit.ranks import shared
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig, check
 from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.memory import estimate, states
 from rlhf_plugin_deepspeed.mesh import axis_sizes
-from rlhf_plugin_deepspeed.weights import BackendSharding, gathered
+from rlhf_plugin_deepspeed.weights import BackendSharding
 
 SETTINGS = {
     "stage": 3,
@@ -58,7 +67,7 @@ def run(case):
     with torch.no_grad():
         frozen = float(reference(batch, losses)["loss"].sum()) / 8
     del loss
-    weights = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    weights = whole_weights(DeepSpeedBackend(), engine)
     backend.close_mesh(mesh)
     assert groups._get_zero_param_intra_parallel_group() is None
     return outcome, weights, frozen, seen

@@ -1,6 +1,7 @@
 """Sharded creation and loading, inference engines, experts as leaves, generation, the group's
 life."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -23,13 +24,13 @@ from rlhf_devkit.problem import (
     losses,
     shape,
     start,
+    whole_weights,
 )
 from rlhf_plugin_deepspeed.backend import DeepSpeedBackend
 from rlhf_plugin_deepspeed.config import DeepSpeedConfig
 from rlhf_plugin_deepspeed.leaves import expert_blocks
 from rlhf_plugin_deepspeed.mesh import ALLOCATOR, expand_segments
 from rlhf_plugin_deepspeed.quiet import silenced
-from rlhf_plugin_deepspeed.weights import gathered
 
 SHARDED = {"stage": 3, "persistence_threshold": 0}
 
@@ -55,7 +56,7 @@ def sharded(change, dtype="fp32"):
         return str(error), {}, 0
     elements = sum(parameter.ds_tensor.numel() for parameter in module.parameters())
     engine = backend.prepare(module, None, None, "reference", plan, mesh)
-    values = {name: value.clone() for name, value in gathered(engine, adapter_only=False)}
+    values = whole_weights(DeepSpeedBackend(), engine)
     backend.close_mesh(mesh)
     return found, values, elements
 
@@ -64,6 +65,7 @@ def test_sharded_weights_are_those_of_the_plain_module(pair):
     (missing, values, elements), (_, _, other) = pair.run(sharded, {})
     assert missing == ()
     expected = initial_weights() | {"model.scale": torch.full((1,), 3.0)}
+    del expected["model.head.weight"]  # It is the embedding's.
     assert set(values) == set(expected)
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     whole = sum(parameter.numel() for parameter in Packed().parameters())
@@ -374,3 +376,23 @@ def test_incomplete_variables_of_a_launcher_are_refused(monkeypatch):
         "the launcher set RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start the "
         "ranks with torchrun, or unset them to run one process"
     )
+
+
+def statuses():
+    """How many elements are whole after each bucket of weights is taken, and after the last."""
+    backend = DeepSpeedBackend()
+    mesh, engine, _ = start(backend, Case(config=configure(DeepSpeedConfig(**SHARDED))))
+    parameters = dict(engine.module.named_parameters())
+    found = []
+    buckets = [[name] for name in parameters]
+    for bucket in itertools.chain(backend.weights(engine, buckets), [{}]):
+        whole = {name for name, item in parameters.items() if item.numel()}
+        found.append((whole, {*bucket}))
+    backend.close_mesh(mesh)
+    return found
+
+
+def test_only_one_bucket_is_whole_at_a_time(pair):
+    for found in pair.run(statuses):
+        assert len(found) > 2
+        assert all(whole == bucket for whole, bucket in found)

@@ -91,14 +91,14 @@ class Sharded(PlainBackend):
         self, config: Any, mesh: Any, model_shape: Any, role: Any, trained: Any, occupied: Any
     ) -> Plan:
         plan = super().configure_zero(config, mesh, model_shape, role, trained, occupied)
-        return attrs.evolve(plan, stage=3)
+        return attrs.evolve(plan, sharded=True)
 
     @hookimpl
     def prepare(
         self, model: Any, optimizer: Any, schedule: Any, role: Any, plan: Any, mesh: Any
     ) -> Any:
         engine: Any = super().prepare(model, optimizer, schedule, role, plan, mesh)
-        engine.stage = 3
+        engine.sharded = True
         return engine
 
 

@@ -31,6 +31,7 @@ def test_it_answers_every_hook_that_core_has_no_default_for():
         "layouts",
         "offload_states",
         "reload_states",
+        "shard",
     }
     for name in answered:
         given = inspect.signature(getattr(PlainBackend, name)).parameters.values()

@@ -1,8 +1,8 @@
-"""A reward model of ratings. The record of the trainer."""
+"""A reward model of ratings. The records of the trainer and of the row format that it reads."""
 
 from attrs import field, frozen, validators
 
-from rlhf.plugin import TrainerPlugin
+from rlhf.plugin import FormatPlugin, TrainerPlugin
 
 
 @frozen(kw_only=True)
@@ -18,3 +18,4 @@ plugin = TrainerPlugin(
     trainer="rlhf_trainer_ordinal.trainer:Ordinal",
     defaults={"optim.lr": 1e-5},
 )
+rated = FormatPlugin(read="rlhf_trainer_ordinal.rows:rated", demo="rlhf_trainer_ordinal.rows:demo")

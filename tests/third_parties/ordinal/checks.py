@@ -2,18 +2,31 @@
 
 import pytest
 import torch
+from rlhf_trainer_ordinal import OrdinalConfig
+from rlhf_trainer_ordinal.rows import rated
 from rlhf_trainer_ordinal.trainer import log_likelihood
+from transformers import AutoTokenizer
 
+from rlhf.demo import base_model_folder, rows
+from rlhf.errors import RLHFError
+from rlhf.formats import read_row
 from rlhf_devkit import TrainerConformance
 
 
 class TestOrdinal(TrainerConformance):
     trainer = "ordinal"
-    rows = [
-        {"text": f"How much is {n} + {n}?", "reply": str(2 * n + n % 5), "rating": 5 - n % 5}
-        for n in range(29)
-    ]
     others = {"levels": 6}
+
+
+def test_rated_rows_are_found_by_their_name_and_read_with_the_trainers_levels() -> None:
+    row = rows("arithmetic", "eval", "rated")[0]
+    tokenizer = AutoTokenizer.from_pretrained(base_model_folder())
+    (read,) = read_row(rated, row, tokenizer, section=OrdinalConfig())
+    tokens = [*read.prompt, *read.answers[0].tokens]
+    assert tokenizer.decode(tokens) == row["text"] + row["reply"] + tokenizer.eos_token
+    with pytest.raises(RLHFError) as error:
+        read_row(rated, {**row, "rating": 4}, tokenizer, section=OrdinalConfig(levels=3))
+    assert str(error.value) == "the row: `rating` must be an integer from 1 to 3, got 4"
 
 
 def test_the_probabilities_of_all_ratings_sum_to_one() -> None:

@@ -1,28 +1,21 @@
 """Proportional odds (McCullagh, 1980): P(rating <= k) = sigmoid(threshold[k] - score)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from rlhf_trainer_ordinal import OrdinalConfig
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, softplus
 
-from rlhf.errors import RLHFError
 from rlhf.readouts import Head, scores
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer, encode
+from rlhf.trainer import Example, Loss, PackedBatch, Row, Run, Term, Trainer
 
 
 class Ordinal(Trainer):
+    row_format = "rated"
     renders_whole = True
     config: OrdinalConfig
 
-    def example(self, row: Mapping[str, Any]) -> Example:
-        rating, levels = row.get("rating"), self.config.levels
-        if rating not in range(1, levels + 1):
-            raise RLHFError(f"`rating` must be an integer from 1 to {levels}, got {rating}")
-        encoded = encode(self.tokenizer, row["text"], row["reply"], renders_whole=True)
-        return Example(encoded.prompt, encoded.answers, {"rating": [float(rating)]})
+    def example(self, row: Row) -> Example:
+        return Example(row.prompt, row.answers, {"rating": [float(row.columns["rating"])]})
 
     def setup(self, run: Run) -> None:
         extra = {"first": torch.tensor([-1.0]), "gaps": torch.zeros(self.config.levels - 2)}

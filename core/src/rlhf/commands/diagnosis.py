@@ -18,7 +18,7 @@ from rlhf.folder.disk import free_space, write_speed
 from rlhf.hookspecs import Finding
 from rlhf.launch.caches import cache_root
 from rlhf.launch.machine import GIB, describe_machine
-from rlhf.registry.gateway import build_gateways, load_plugin
+from rlhf.registry.gateway import build_gateways, load_backend
 from rlhf.registry.installed import find_backend, installed, is_satisfied
 
 VERSIONS = ("rlhf-core", "torch", "transformers")
@@ -100,7 +100,7 @@ def _backends() -> Iterator[Finding]:
     names = sorted({row.name for row in installed() if row.kind == "backend"})
     for name in names or (None,):
         try:
-            hooks, _ = build_gateways(load_plugin(find_backend(name)))
+            hooks, _ = build_gateways(load_backend(find_backend(name)))
             yield from hooks.diagnose()
         except Exception as error:  # A plugin's code may raise anything.
             here = first_line(error)

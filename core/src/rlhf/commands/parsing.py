@@ -1,12 +1,14 @@
 """The command line: the command, its own options, and what it reads of a run's configuration."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any, Never
 
 from rlhf.errors import RLHFError
+from rlhf.launch.signals import REQUEST
 from rlhf.plugin import CommandPlugin
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import CORE_COMMANDS, find_command, installed, known_plugins
@@ -45,11 +47,14 @@ def act(words: Sequence[str]) -> int:
     if not rest:
         parser.error("the following arguments are required: NAME")
     _raise_if_unexpected(rest[:1] if rest[0].startswith("-") else [])
-    from rlhf.request.reader import read_config  # late: start-up time
+    from rlhf.request.reader import read_config, received  # late: start-up time
 
-    request = read_config(
-        rest[0], overrides=rest[1:], inputs=record.takes == "run", argv=["run", *rest]
-    )
+    if REQUEST in os.environ:
+        request = received(int(os.environ.pop(REQUEST)))
+    else:
+        request = read_config(
+            rest[0], overrides=rest[1:], inputs=record.takes == "run", argv=["run", *rest]
+        )
     return int(load_object(record.run, plugin)(request, **arguments))
 
 

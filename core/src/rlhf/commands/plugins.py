@@ -64,20 +64,24 @@ def check_plugins() -> int:
 
 
 def _check(plugin: Installed) -> None:
-    from rlhf.registry import gateway  # late: start-up time
+    # late: start-up time
+    from rlhf.registry import gateway
+    from rlhf.registry.imports import load_object, load_record
 
     if plugin.problem is not None:
         raise RLHFError(plugin.problem)
     if plugin.kind == "trainer":
         _check_trainer(plugin)
     elif plugin.kind == "backend":
-        gateway.check_backend(gateway.load_plugin(plugin))
-    elif plugin.kind == "observer":
-        gateway.check_hooks(plugin.kind, gateway.observer_class(plugin))
+        gateway.check_backend(gateway.load_backend(plugin))
+    elif plugin.kind in ("extension", "observer"):
+        gateway.hooks_class(plugin)
+    elif plugin.kind == "format":
+        record = load_record(plugin)
+        for path in filter(None, (record.read, record.demo)):
+            load_object(path, plugin)
     elif plugin.kind == "command":
         _check_command(plugin)
-    else:
-        gateway.check_hooks(plugin.kind, gateway.load_plugin(plugin))
 
 
 def _check_command(plugin: Installed) -> None:

@@ -306,8 +306,9 @@ def listed(names: Sequence[str]) -> str:
 
 
 def stage_of(run: Path) -> int:
-    """Return the stage that the backend chose."""
-    return int(json.loads((run / "plan.json").read_text())["policy"]["stage"])
+    """Return the stage that the backend chose, or of one without stages whether it shards."""
+    plan = json.loads((run / "plan.json").read_text())["policy"]
+    return int(plan.get("stage", plan["sharded"]))
 
 
 def said(run: Path, label: str) -> str:

@@ -39,11 +39,6 @@ def _not_with_8_bits(name: Any) -> str | None:
     return text if name in WITH_8_BITS else None
 
 
-def _no_settings(extensions: Any) -> str | None:
-    names = ", ".join(extensions) if isinstance(extensions, Mapping) else None
-    return names and f"an extension has no settings; write [{names}]"
-
-
 def _positive_or_auto(instance: object, attribute: Any, value: Any) -> None:
     if value != "auto":
         positive(instance, attribute, value)
@@ -306,17 +301,29 @@ class LoraConfig:
     """Names of modules that are trained whole and saved with the adapter, such as embed_tokens."""
 
 
-@documented
 @frozen(kw_only=True)
-class Observers:
-    """Observers, which receive the metrics, evaluations and checkpoints of a run: [NAME, ...], or
-    {NAME: {SETTING: VALUE}} with settings of their own."""
+class NamedSections:
+    """Plugins with a section of settings each."""
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """The section of each observer."""
+        """The section of each plugin."""
         items = attrs.fields(type(self))
         return {setting_name(item): getattr(self, item.name) for item in items}
+
+
+@documented
+@frozen(kw_only=True)
+class Extensions(NamedSections):
+    """Extensions, which wrap hooks of the backend: [NAME, ...], or {NAME: {SETTING: VALUE}} with
+    settings of their own. The first is the outermost."""
+
+
+@documented
+@frozen(kw_only=True)
+class Observers(NamedSections):
+    """Observers, which receive the metrics, evaluations and checkpoints of a run: [NAME, ...], or
+    {NAME: {SETTING: VALUE}} with settings of their own."""
 
 
 @documented
@@ -338,8 +345,7 @@ class Config:
     lora: LoraConfig | None = None
     backend: str | None = None
     """Name of the backend; default: the only one installed."""
-    extensions: tuple[str, ...] = field(default=(), metadata={"instead": _no_settings})
-    """Extensions whose hook wrappers are active."""
+    extensions: Extensions = field(factory=Extensions)
     observers: Observers = field(factory=Observers)
     output: str | None = None
     """Run folder; default: runs/NAME-1, -2, ..."""

@@ -1,8 +1,8 @@
 """Calls a trainer's `survey` and `loss`, and checks what they do.
 
 What they return is checked whenever they return, on the host only. How they call the models is
-watched in the first survey and the first loss, at any ZeRO stage: most mistakes have no effect
-below stage 3, or a silent one.
+watched in the first survey and the first loss: most mistakes have no effect, or a silent one,
+unless weights are sharded.
 """
 
 from collections.abc import Iterator, Mapping

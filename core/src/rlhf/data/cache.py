@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 from filelock import FileLock
 
+from rlhf.data.formats import find_format
 from rlhf.folder.disk import sha256, writing
 from rlhf.launch.signals import PARENT
 
@@ -42,7 +43,8 @@ def once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def key(trainer: Any, tokenizer: Any, **parts: Any) -> str:
     """Return a digest of everything that decides what a row becomes: the tokenizer, its template,
-    the trainer's section and sources, core's version and sources, and `parts`."""
+    the trainer's section, its sources and those of its row format, core's version and sources, and
+    `parts`."""
     section = trainer.config
     content = {
         "parts": parts,
@@ -122,12 +124,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _sources(trainer: Any) -> list[str]:
-    """Return digests of the packages of the trainer's classes, and of core's data room.
+    """Return digests of the packages of the trainer's classes and of its row format, and of core's
+    data room.
 
     A helper module may decide what `example` returns as much as the trainer's own, so the whole
     top-level package counts, or all Python files in the folder of a single one.
     """
     names = {kind.__module__ for kind in type(trainer).__mro__} - {"builtins", "abc", "typing"}
+    if trainer.row_format is not None:
+        names.add(find_format(trainer.row_format).__module__)
     outside = {name.partition(".")[0] for name in names} - {"rlhf"}
     core = {name for name in names if name.startswith("rlhf.")}
     return [module_digest(name) for name in sorted({*outside, *core, "rlhf.data"})]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from attrs import frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.errors import RLHFError
 
 ANCHORS = ("\n", ".", "a", "(")
@@ -20,11 +21,13 @@ Tokens = tuple[list[int], int]
 """Token ids, and how many of the first of them are trained on."""
 
 
+@documented
 @frozen
 class Rendered:
     """A prompt with an answer as text, and the spans of it that are trained on."""
 
     text: str
+    """The prompt, then the answer."""
     spans: tuple[tuple[int, int], ...]
     """`(start, end)` of characters, in rising order, without overlap."""
     bos: bool = False
@@ -33,11 +36,13 @@ class Rendered:
     """Whether EOS is added, which is trained on."""
 
 
+@documented
 @frozen
 class Encoded:
     """A text as token ids."""
 
     ids: list[int]
+    """Token ids."""
     trained: list[tuple[int, int]]
     """`(start, end)` of the tokens of each span, in rising order; equal if it has none."""
 

@@ -1,7 +1,7 @@
 """One row as a tree: a prompt and the answers that share it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
@@ -40,3 +40,14 @@ class Example:
     """Further keyword arguments of the model, such as pixel values: tensors, arrays or nested
     lists. The cache keeps them as lists of numbers. Those of the examples in a batch are
     concatenated along the first dimension."""
+
+
+class ExampleMaker(Protocol):
+    """What makes examples of rows: `rlhf.trainer.Trainer`."""
+
+    config: Any
+    row_format: ClassVar[str | None]
+    renders_whole: ClassVar[bool]
+
+    def example(self, row: Any) -> Example:
+        """Return the example that a row becomes."""

@@ -9,7 +9,6 @@ from rlhf.data.messages import as_messages
 from rlhf.data.other_rows import with_our_columns
 from rlhf.data.preference import preferences, render_pair
 from rlhf.data.prompts import split_prompt
-from rlhf.data.stepwise import stepwise
 from rlhf.data.tokens import (
     Reader,
     Row,
@@ -23,6 +22,8 @@ from rlhf.data.tokens import (
     render_text,
 )
 from rlhf.errors import RLHFError
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find
 
 Format = Callable[[Columns, Reader], list[Unencoded]]
 """`(row, reader) -> the rows it becomes`: none if there is nothing to train on, several if a
@@ -60,19 +61,26 @@ FORMATS: dict[str, Format] = {
     "demonstration": demonstrations,
     "preference": preferences,
     "unpaired": unpaired,
-    "stepwise": stepwise,
 }
+"""Core's own formats; others are found as plugins."""
+
+
+def find_format(name: str) -> Format:
+    """Return the function that reads rows of the format that a trainer names in `row_format`."""
+    if name in FORMATS:
+        return FORMATS[name]
+    plugin = find("format", name)
+    read: Format = load_object(load_record(plugin).read, plugin)
+    return read
 
 
 def read_rows(format: str, rows: Sequence[tuple[str, Columns]], reader: Reader) -> list[list[Row]]:
-    """Return what each of the `(place, row)` becomes in the format that a trainer names in
-    `row_format`. Raises RLHFError for a row that the format does not allow, with its place."""
-    if format not in FORMATS:
-        raise RLHFError(f"unknown row format {format!r}; available: {', '.join(sorted(FORMATS))}")
-    unencoded = []
+    """Return what each of the `(place, row)` becomes in a format. Raises RLHFError for a row that
+    the format does not allow, with its place."""
+    read, unencoded = find_format(format), []
     for where, row in rows:
         with errors_at(where):
-            unencoded.append((where, FORMATS[format](with_our_columns(row), reader)))
+            unencoded.append((where, read(with_our_columns(row), reader)))
     return encode_all(unencoded, reader)
 
 

@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf.config.sections import DataConfig
 from rlhf.data import trees
 from rlhf.data.columns import Columns, OwnRow, errors_at
-from rlhf.data.example import Answer, Example
+from rlhf.data.example import Answer, Example, ExampleMaker
 from rlhf.data.files import Source
 from rlhf.data.formats import read_rows
 from rlhf.data.packing import (
@@ -25,9 +25,6 @@ from rlhf.data.packing import (
 from rlhf.data.tokens import Reader, Row
 from rlhf.errors import RLHFError, counted
 
-if TYPE_CHECKING:
-    from rlhf.trainer import Trainer
-
 
 @frozen(eq=False)
 class RowsToTrees:
@@ -36,7 +33,7 @@ class RowsToTrees:
     source: Source
     numbers: NDArray[np.int64]
     data: DataConfig
-    trainer: "Trainer"
+    trainer: ExampleMaker
     reader: Reader
 
     def __call__(self, table: pa.Table, indices: Sequence[int]) -> pa.Table:

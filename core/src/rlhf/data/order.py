@@ -1,7 +1,7 @@
 """The order of a run: the micro-batches that this rank sees in each step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -15,9 +15,6 @@ from rlhf.data.example import Example
 from rlhf.data.examples import Examples, Packable
 from rlhf.data.layout import Rows, costs, layout, steps
 from rlhf.data.packing import num_labels, num_predictions, pack
-
-if TYPE_CHECKING:
-    from rlhf.trainer import Trainer
 
 Made = TypeVar("Made")
 ROUND_ON_ACCELERATOR = 128
@@ -95,8 +92,9 @@ class RunOrder:
     ranks: int = 1
     round_to: int = 1
     """T of a micro-batch is rounded up to a multiple of this, within the budget."""
-    trainer: "Trainer | None" = field(default=None, repr=False)
-    """Decides what its survey sees; None without a survey."""
+    draw_survey: Callable[[Examples, np.random.Generator], Packable] | None = None
+    """`Trainer.survey_examples`. None without a survey, and with a rollout, whose examples it sees.
+    """
     fixed_survey: Packable | None = None
     """What the survey sees in every epoch, if a cache has values of it."""
     _epochs: dict[int, list[Rows]] = field(factory=dict, init=False, repr=False)
@@ -192,18 +190,12 @@ class RunOrder:
 
     def surveyed(self, epoch: int) -> Packable | None:
         """Return the examples that the survey sees in this epoch: those of the loss unless the
-        trainer has others. None without a survey, and with a rollout, whose examples it sees."""
-        if self.trainer is None or self.trainer.needs_rollout() or not self.trainer.needs_survey():
-            return None
-        if self.fixed_survey is not None:
-            return self.fixed_survey
-
-        def drawn(trainer: "Trainer" = self.trainer) -> Packable:
-            return trainer.survey_examples(
-                self.examples, survey_draw(self.config.train.seed, epoch)
-            )
-
-        return _kept(self._surveyed, epoch, drawn)
+        trainer has others. None if `draw_survey` is."""
+        draw = self.draw_survey
+        if draw is None or self.fixed_survey is not None:
+            return self.fixed_survey if draw else None
+        numbers = survey_draw(self.config.train.seed, epoch)
+        return _kept(self._surveyed, epoch, lambda: draw(self.examples, numbers))
 
     @property
     def _budget(self) -> int:

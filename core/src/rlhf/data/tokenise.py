@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rlhf.config.sections import Config, DataConfig, DataEntry
 from rlhf.data import trees
 from rlhf.data.cache import key, once
+from rlhf.data.example import ExampleMaker
 from rlhf.data.examples import NAMED_ROWS, Examples, Part, Report
 from rlhf.data.files import Source
 from rlhf.data.folders import quiet
@@ -31,14 +32,12 @@ from rlhf.launch.caches import cache_root
 if TYPE_CHECKING:
     import datasets
 
-    from rlhf.trainer import Trainer
-
 BATCH_ROWS = 256
 ROWS_PER_PROCESS = 2000
 """Fewer rows do not pay for another process."""
 
 
-def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> Examples:
+def prepare(config: Config, trainer: ExampleMaker, tokenizer: Any, *, which: str) -> Examples:
     """Return the examples of `data.train` or `data.eval` (`which`), from the cache if possible.
 
     Needs no process group: one of several processes tokenises and the others wait for its file.
@@ -61,7 +60,7 @@ def prepare(config: Config, trainer: Trainer, tokenizer: Any, *, which: str) -> 
 
 
 def _prepare_entry(
-    source: Source, place: int, config: Config, trainer: Trainer, tokenizer: Any
+    source: Source, place: int, config: Config, trainer: ExampleMaker, tokenizer: Any
 ) -> tuple[Part, Report]:
     entry, data, seed = source.entry, config.data, [config.train.seed, place]
     chosen = key(
@@ -116,13 +115,11 @@ def _repeat(count: int, weight: float, seed: Sequence[int]) -> NDArray[np.int64]
     return np.concatenate([np.tile(np.arange(count), whole), extra])
 
 
-def _reader(trainer: Trainer, tokenizer: Any, data: DataConfig) -> Reader:
-    """Return a reader of the trainer's rows: the tokenizer, how they are rendered, and how steps
-    are marked."""
-    section = trainer.config
+def _reader(trainer: ExampleMaker, tokenizer: Any, data: DataConfig) -> Reader:
+    """Return a reader of the trainer's rows."""
     return Reader(
-        tokenizer, whole=trainer.renders_whole, separator=getattr(section, "separator", "\n"),
-        placeholder=getattr(section, "placeholder", None), template=data.chat_template or "",
+        tokenizer, whole=trainer.renders_whole, section=trainer.config,
+        template=data.chat_template or "",
     )  # fmt: skip
 
 

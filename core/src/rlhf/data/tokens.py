@@ -35,24 +35,27 @@ Unencoded = tuple[list[Rendered], Callable[[list[Encoded]], Row]]
 """A row before it is tokenised: the text of each path, and what makes a row of their token ids."""
 
 
+@documented
 @define(eq=False)
 class Reader:
-    """A tokenizer with its chat template, and how steps are marked."""
+    """What a row format reads rows with: the tokenizer, its chat template and the settings of the
+    trainer."""
 
     tokenizer: Any
+    """The tokenizer of transformers."""
     whole: bool = False
     """Whether texts are tokenised as one, and conversations keep what the template writes after
     their last turn."""
-    separator: str = "\n"
-    """Text that ends a step unless a placeholder does."""
-    placeholder: str | None = None
-    """Text that marks the end of a step, if any."""
+    section: Any = None
+    """The trainer's own section, whose settings may say how rows are read."""
     template: str = ""
     """What error messages call the chat template; empty for that of the tokenizer."""
     encoder: Encoder = Factory(lambda it: Encoder(it.tokenizer, as_one=it.whole), takes_self=True)
+    """Tokenises the texts."""
     chat: ChatTemplate = Factory(
         lambda it: ChatTemplate(it.tokenizer, whole=it.whole, name=it.template), takes_self=True
     )
+    """Renders conversations."""
 
 
 def encode(
@@ -89,6 +92,23 @@ def _reader(tokenizer: Any, template: str, **options: Any) -> Reader:
     return Reader(tokenizer, **options)
 
 
+def read_row(
+    read: Callable[[Columns, Reader], list[Unencoded]],
+    row: Columns,
+    tokenizer: Any,
+    *,
+    section: Any = None,
+    where: str = "the row",
+) -> list[Row]:
+    """Return what one row becomes in the format that `read` implements, with a trainer's hashable
+    `section`: for rows that are in no file. Errors call the row `where`."""
+    reader = reader_of(tokenizer, section=section)
+    with errors_at(where):
+        unencoded = read(row, reader)
+    (rows,) = encode_all([(where, unencoded)], reader)
+    return rows
+
+
 def encode_all(rows: Sequence[tuple[str, Sequence[Unencoded]]], reader: Reader) -> list[list[Row]]:
     """Tokenise all rows at once; errors name the place of the row."""
     paths = [path for _, parts in rows for rendered, _ in parts for path in rendered]
@@ -113,6 +133,16 @@ def render_text(prompt: str, answer: str) -> Rendered:
     """Return plain text of which the answer is trained on."""
     whole = prompt + answer
     return Rendered(whole, ((len(prompt), len(whole)),), bos=True, eos=True)
+
+
+def render_prompt(row: Columns, reader: Reader) -> str:
+    """Return the row's `prompt` as text: messages end with the header of an answer, and a row may
+    have no prompt."""
+    prompt = row.get("prompt")
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    messages = as_messages("prompt", prompt)
+    return reader.chat.prompt(messages, tools=tools_of(row), keywords=keywords_of(row))
 
 
 def render_conversation(

@@ -12,17 +12,21 @@ from rlhf.demo import arithmetic
 from rlhf.demo.arithmetic import Problem, problems
 from rlhf.demo.report import LOG_RATIOS, print_before_and_after
 from rlhf.errors import RLHFError
+from rlhf.registry.imports import load_object, load_record
+from rlhf.registry.installed import find
 
 __all__ = [
     "LOG_RATIOS", "Problem", "base_model_folder", "print_before_and_after", "problems", "rows",
 ]  # fmt: skip
 
-FORMATS: dict[str, Callable[[arithmetic.Problem, random.Random], dict[str, Any]]] = {
+Maker = Callable[[Problem, random.Random], dict[str, Any]]
+
+FORMATS: dict[str, Maker] = {
     "demonstration": arithmetic.demonstration,
     "preference": arithmetic.preference,
     "unpaired": arithmetic.unpaired,
-    "stepwise": arithmetic.stepwise,
 }
+"""What makes rows of core's formats; other formats bring their own."""
 
 
 def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
@@ -40,10 +44,20 @@ def rows(name: str, split: str, format: str) -> list[dict[str, Any]]:
             f"demo:{name} has no rows for a trainer without a row_format; give data.train files of "
             "your own (in tests: rows)"
         )
-    if name != "arithmetic" or format not in FORMATS:
+    if name != "arithmetic":
         raise RLHFError(f"demo:{name} has no {format} rows; use demo:arithmetic")
-    draw = random.Random(f"{format} {split}")
-    return [FORMATS[format](problem, draw) for problem in arithmetic.problems(split)]
+    make, draw = FORMATS.get(format) or _maker(format), random.Random(f"{format} {split}")
+    return [make(problem, draw) for problem in arithmetic.problems(split)]
+
+
+def _maker(format: str) -> Maker:
+    """Return what makes rows of a plugin's format."""
+    plugin = find("format", format)
+    path = load_record(plugin).demo
+    if path is None:
+        raise RLHFError(f"{plugin} has no demo rows; give data.train files of your own")
+    maker: Maker = load_object(path, plugin)
+    return maker
 
 
 def base_model_folder() -> Path:

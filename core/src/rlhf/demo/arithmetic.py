@@ -58,21 +58,6 @@ def with_a_slip(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
     return Problem(problem.question, (*steps, _sentence(value)), value), place
 
 
-def with_a_stray_number(problem: Problem, draw: random.Random) -> tuple[Problem, int]:
-    """Return the same problem with one step that takes a number which is not the question's,
-    rightly worked out from there on, and the number of that step."""
-    operations = [step.split() for step in problem.steps[:-1]]
-    place = draw.randrange(len(operations))
-    value = int(operations[0][0])
-    steps = []
-    for number, (_, sign, text, _, _) in enumerate(operations):
-        operand = _far_from(int(text), draw) if number == place else int(text)
-        result = value + operand if sign == "+" else value - operand
-        steps.append(f"{value} {sign} {operand} = {result}")
-        value = result
-    return Problem(problem.question, (*steps, _sentence(value)), value), place
-
-
 def equations(split: str) -> Iterator[str]:
     """Plain text of sums and of chains of them worked out: what the base model is made from. No
     held-out problem is in the training text."""
@@ -131,18 +116,6 @@ def unpaired(problem: Problem, draw: random.Random) -> dict[str, Any]:
     }
 
 
-def stepwise(problem: Problem, draw: random.Random) -> dict[str, Any]:
-    """Steps with a label each: everything from a stray number on is wrong."""
-    shown, first_wrong = problem, len(problem.steps)
-    if draw.random() < 0.5:
-        shown, first_wrong = with_a_stray_number(problem, draw)
-    return {
-        "prompt": problem.question + "\n",
-        "completions": list(shown.steps),
-        "labels": [number < first_wrong for number in range(len(shown.steps))],
-    }
-
-
 def _chain(draw: random.Random) -> tuple[list[int], list[str]]:
     numbers, signs = [draw.randint(1, LARGEST)], []
     value = numbers[0]
@@ -197,11 +170,6 @@ def _other(right: int, draw: random.Random) -> int:
     """Return a wrong result near the right one that still lies between 0 and 99."""
     near = [right + off for off in range(-10, 11) if off and 0 <= right + off <= LARGEST]
     return draw.choice(near) if near else draw.randint(0, LARGEST)
-
-
-def _far_from(number: int, draw: random.Random) -> int:
-    """Return a number from 1 to 99 that is not a neighbour of another one."""
-    return draw.choice([other for other in range(1, LARGEST + 1) if abs(other - number) > 10])
 
 
 def _held_out(expression: str) -> bool:

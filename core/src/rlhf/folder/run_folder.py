@@ -162,8 +162,13 @@ def _check_settings(request: Request, folder: Path) -> None:
             f"{folder} is a run of {', '.join(sorted(others))}, not of {request.name}; resume it "
             "with its own trainer, or choose another --output"
         )
-    known = _with_defaults(type(request.config), kept, folder)
+    extensions = [*before.get("extensions", ())], [*request.config.extensions.by_name]
+    if extensions[0] != extensions[1]:
+        free.add("extensions")
+    known = _with_defaults(type(request.config), without(kept, free), folder)
     changes = changed_keys(without(known, free), without(to_tree(request.config), free))
+    if "extensions" in free:
+        changes["extensions"] = extensions
     if changes:
         changed = ", ".join(
             f"{key}: {_in_words(old)} -> {_in_words(new)}" for key, (old, new) in changes.items()

@@ -1,16 +1,12 @@
 """What a run keeps on disk so that the next one starts sooner."""
 
 import os
-import subprocess
 import sys
 from contextlib import suppress
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from subprocess import DEVNULL
-from threading import Thread
 
 from rlhf.errors import RLHFError
-from rlhf.launch.signals import PARENT
 
 
 def cache_root() -> Path:
@@ -37,22 +33,7 @@ def keep_compiled() -> None:
     torch = getattr(find_spec("torch"), "origin", "torch/__init__.py")
     bytecode = Path(cache_from_source(torch))
     writable = os.access(bytecode.parents[1], os.W_OK) and not sys.dont_write_bytecode
-    if bytecode.exists():
-        return
-    if not writable:
+    if not bytecode.exists() and not writable:
         sys.pycache_prefix, sys.dont_write_bytecode = str(cache_root() / "bytecode"), False
         # For processes that compile kernels.
         os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}
-        if Path(cache_from_source(torch)).exists():
-            return
-    if PARENT not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-        compile_beside()
-
-
-def compile_beside() -> None:
-    """Start to write bytecode of the libraries on all cores, beside the imports. Nothing waits for
-    it, and it ends with this process."""
-    command = [sys.executable, "-P", "-m", "rlhf.launch.bytecode", str(os.getpid())]
-    with suppress(OSError):
-        process = subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
-        Thread(target=process.wait, daemon=True).start()

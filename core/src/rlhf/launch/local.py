@@ -26,6 +26,7 @@ from rlhf.launch.signals import (
     OUTSIDE_OF_STEPS,
     PARENT,
     PROBLEMS,
+    REQUEST,
     STOPPED,
     Stopped,
     catch,
@@ -66,13 +67,14 @@ class Ranks:
         output: IO[bytes] | None = None,
         prepare: Callable[[], object] = lambda: None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        request: bytes = b"",
     ) -> None:
         """`patience` limits the time in which a stopped run may save, `grace` the time in which the
         other ranks may end by themselves after one has failed; both in seconds. `signals` stop the
         run. After one, ranks that wait for one another, by their places in the folder `places_in`,
         are ended once they have been silent for `silence` seconds. `output` gets what the ranks
         print. `prepare` runs while they import; they wait for its end in `wait_at_gate`. If it
-        raises, they are killed. `variables` join their environment."""
+        raises, they are killed. `variables` join their environment. They read `request`."""
         self._patience, self._grace, self._silence = patience, grace, silence
         self._places_in, self._began = places_in, time.time()
         self._preparing = False
@@ -86,6 +88,10 @@ class Ranks:
         held = self._caught.enter_context(hold_port())
         gate, opener = os.pipe()
         files = {PROBLEMS: self._problems.fileno(), GATE: gate}
+        if request:
+            given = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            given.write(request)
+            files[REQUEST] = given.fileno()
         port = place.port or held.getsockname()[1]
         shared = _variables(count, place, port) | {name: str(file) for name, file in files.items()}
         for local in range(count):

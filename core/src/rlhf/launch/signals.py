@@ -19,6 +19,8 @@ PARENT = "RLHF_PARENT"
 """Variable with the process id of our launcher that started this rank."""
 PROBLEMS = "RLHF_PROBLEMS"
 """Variable with the descriptor of the file in which that launcher collects the ranks' errors."""
+REQUEST = "RLHF_REQUEST"
+"""File descriptor from which a rank of our launcher reads what it has to do."""
 GATE = "RLHF_GATE"
 """Variable with the descriptor from which a rank reads one byte once that launcher has prepared
 the run."""

@@ -123,7 +123,8 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
         # Modules of the trainer's own draw values; only rank 0 rehearses.
         actor.setup(run)
     check_setup(actor, run.roles)
-    most = largest(run.order(actor), run.steps)
+    order = run.order(actor)
+    most = largest(order, run.steps, made=tokens_made(actor, order))
     modules = [role.engine.module for role in run.roles.values()]
     seen = None if most.survey is None else run.without_values(most.survey)
     return Rehearsed(
@@ -145,14 +146,21 @@ class Largest:
     """Whether a step may have several micro-batches."""
 
 
-def largest(order: RunOrder, steps: int) -> Largest:
-    """Return the largest micro-batches of the first steps."""
+def tokens_made(trainer: Trainer, order: RunOrder) -> int:
+    """Return the tokens of the largest example that a rollout may make; 0 without one."""
+    if not trainer.needs_rollout():
+        return 0
+    return trainer.rollout_tokens(order.examples, order.config.data.max_tokens)
+
+
+def largest(order: RunOrder, steps: int, *, made: int = 0) -> Largest:
+    """Return the largest micro-batches of the first steps; a rollout makes examples of up to `made`
+    tokens."""
     sizes = order.examples.lengths
     plans = [order.step(number) for number in range(min(steps, LOOK_AHEAD))]
     each = [rows for plan in plans for micro in plan.layout for rows in micro]
     accumulates = any(len(plan.layout) > 1 for plan in plans)
-    if order.trainer is not None and order.trainer.needs_rollout():
-        made = order.trainer.rollout_tokens(order.examples, order.config.data.max_tokens)
+    if made:
         most = -(-order.config.batch.size // order.ranks) * max(made, int(sizes.max()))
         budget = order.config.batch.budget
         each.append(filling(sizes, min(most, budget)))
@@ -219,7 +227,11 @@ class Rehearsal(RunModels):
         if not spec.trained:
             module.requires_grad_(False)
         engine = BareEngine(
-            module=module, device=META, precision=plan.precision, role=spec.role, stage=plan.stage
+            module=module,
+            device=META,
+            precision=plan.precision,
+            role=spec.role,
+            sharded=plan.sharded,
         )
         self.roles[spec.role] = Role(spec=spec, engine=engine, plan=plan, shape=shape, memory={})
         return engine

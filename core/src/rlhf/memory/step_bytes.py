@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf.contract.sums import weighted_loss
 from rlhf.data.batch import PackedBatch
-from rlhf.memory.meta_calls import MetaCalls
 from rlhf.trainer import Trainer
 
 
@@ -94,7 +93,6 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         """Bytes alive now."""
         self._peak = 0
-        self._call = MetaCalls()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(
             tensor.untyped_storage() for tensor in known
         )
@@ -105,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._call(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())

@@ -1,4 +1,4 @@
-"""A configured model ready for a backend, through transformers' own loaders at every ZeRO stage."""
+"""A configured model ready for a backend, through transformers' own loaders, whole or in shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,14 +27,14 @@ from rlhf.registry.gateway import BackendGateway
 def load_model(spec: ModelSpec, *, plan: Plan, mesh: Mesh, hooks: BackendGateway) -> PackedModel:
     """Return a model, ready for the backend's `prepare`, its weights loaded or drawn at random.
 
-    Below stage 3 every rank loads the model onto its device. At stage 3 the module is created in
-    shards and only rank 0 reads the weights. Collective at stage 3.
+    Every rank loads the model onto its device. If the plan is `sharded`, the module is created in
+    shards and only rank 0 reads the weights, which is collective.
     """
     config, task = spec.config, spec.head_task
     architecture = read_architecture(config, task, spec.labels)
     check_layers(architecture, config.model, mesh.device)
     dtype = DTYPES[plan.precision]
-    if plan.stage == 3:
+    if plan.sharded:
         causal = load_sharded(architecture, spec, plan, mesh, hooks)
     else:
         # A device need not have room for layers that are divided later.

@@ -208,7 +208,7 @@ class BareEngine:
     device: torch.device
     precision: str
     role: str = "policy"
-    stage: int = 0
+    sharded: bool = False
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward."""

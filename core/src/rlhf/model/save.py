@@ -172,6 +172,21 @@ def exported_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, T
     return revert_weight_conversion(causal, kept)
 
 
+def exported_names(module: nn.Module) -> list[str]:
+    """Return the names of the weights and buffers that an export needs, a tied weight once. With an
+    adapter of peft's these are what is trained, and of the frozen weights those that peft added."""
+    parameters = dict(module.named_parameters())
+    if any(hasattr(part, "peft_config") for part in module.modules()):
+        return [name for name, value in parameters.items() if of_adapter(name, value)]
+    kept = module.state_dict(keep_vars=True)
+    return [*parameters, *(name for name, _ in module.named_buffers() if name in kept)]
+
+
+def of_adapter(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter of a model with an adapter is trained or added by peft."""
+    return parameter.requires_grad or "default" in name.split(".")
+
+
 def check_exportable(model: nn.Module) -> None:
     """Raise RLHFError if the export would fail at the end of training. `model` needs no values."""
     kind, state = type(unwrapped(model)).__name__, without_values(model)
@@ -183,11 +198,10 @@ def check_exportable(model: nn.Module) -> None:
         ) from error
     if not has_adapter(model):
         return
-    # A backend gathers what is trained, and of the frozen weights those that peft has added.
     adapter = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad or "default" in name.split(".")
+        if of_adapter(name, parameter)
     }
     written = exported_state(model, {name: state[name] for name in adapter})
     sources = {id(state[name]): parameter for name, parameter in adapter.items()}

@@ -104,7 +104,7 @@ class Fill:
         return np.concatenate([whole[number] for number in numbers])
 
     def _of_examples(self, file: Trees, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Yield the values of each example's answers, from one forward. Collective at stage 3."""
+        """Yield the values of each example's answers, from one forward. Collective if sharded."""
         batch = pack(file, numbers)  # type: ignore[arg-type]
         with torch.no_grad():
             predicted = self.read(self.engine, batch.to(self.engine.device))

@@ -177,8 +177,10 @@ class RunModels(ABC):
     def order(self, trainer: Trainer, part: int = 0) -> RunOrder:
         """Return the order of the training rows, or with `part` 1 that of the held-out ones."""
         ranks, round_to = self.mesh.data, rounding_on(self.mesh.device)
+        surveys = trainer.needs_survey() and not trainer.needs_rollout()
         return RunOrder(
-            examples=self.examples[part], config=self.config, trainer=trainer, shuffle=not part,
+            examples=self.examples[part], config=self.config, shuffle=not part,
+            draw_survey=trainer.survey_examples if surveys else None,
             rank=ranks.rank, ranks=ranks.size, round_to=round_to,
             fixed_survey=self.surveyed[part] if self.surveyed else None,
         )  # fmt: skip

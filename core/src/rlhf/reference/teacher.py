@@ -129,7 +129,7 @@ def model_of(tokenizer: Any) -> bytes:
 def top_tokens(engine: Engine, batch: PackedBatch, *, top: int, temperature: float) -> Tensor:
     """Return what is stored of each prediction [N, 2 top + 1], float32: the `top` most likely token
     ids (exact in float32 up to 16 million), their log-probabilities, and that of all other tokens
-    together. Collective at stage 3."""
+    together. Collective if sharded."""
 
     def readout(hidden: Tensor, head: Head, batch: PackedBatch) -> dict[str, Tensor]:
         parts = hidden.index_select(0, batch.predict_from).split(COMPARED_ROWS)

@@ -31,42 +31,41 @@ def load_hooks(
 ) -> tuple[BackendGateway, ObserverGateway]:
     """Return the gateways of the plugins that `config` names; `backend` replaces its backend, and
     `observers` are called after its own."""
-    makers = {
-        name: load_observer(find("observer", name), section)
-        for name, section in config.observers.by_name.items()
-    }
-    extensions = [load_plugin(find("extension", name)) for name in config.extensions]
-    gateway = build_backend(backend or load_plugin(find_backend(config.backend)), extensions)
-    return gateway, ObserverGateway(makers | _makers(observers))
+    watching = makers_of("observer", config.observers.by_name)
+    extensions = [make() for make in makers_of("extension", config.extensions.by_name).values()]
+    gateway = build_backend(backend or load_backend(find_backend(config.backend)), extensions)
+    return gateway, ObserverGateway(watching | _makers(observers))
 
 
-def load_plugin(plugin: Installed) -> Any:
-    """Return the object with the hook implementations of a backend or an extension."""
-    path = load_record(plugin).hooks if plugin.kind == "backend" else plugin.value
-    loaded = load_object(path, plugin)
+def load_backend(plugin: Installed) -> Any:
+    """Return the object with the hook implementations of a backend."""
+    loaded = load_object(load_record(plugin).hooks, plugin)
     return loaded() if isinstance(loaded, type) else loaded
 
 
-def load_observer(plugin: Installed, section: Any) -> Callable[[], object]:
-    """Return what creates an observer with its section of the configuration. Raises RLHFError for a
-    class that cannot work."""
-    cls = observer_class(plugin)
-    check_hooks("observer", cls)
-    return cls if isinstance(section, NoSettings) else functools.partial(cls, section)
+def makers_of(kind: str, sections: Mapping[str, Any]) -> dict[str, Callable[[], object]]:
+    """Return for each extension or observer what creates it with its section of the configuration.
+    Raises RLHFError for a class that cannot work."""
+    makers: dict[str, Callable[[], object]] = {}
+    for name, section in sections.items():
+        cls = hooks_class(find(kind, name))
+        makers[name] = cls if isinstance(section, NoSettings) else functools.partial(cls, section)
+    return makers
 
 
-def observer_class(plugin: Installed) -> Any:
-    """Return the class of an observer. Raises RLHFError unless it takes the config of its
-    record."""
+def hooks_class(plugin: Installed) -> Any:
+    """Return the class of an extension or an observer. Raises RLHFError unless its hooks can be
+    called and it takes the config of its record."""
     record = load_record(plugin)
     cls = load_object(record.hooks, plugin)
+    check_hooks(plugin.kind, cls)
     has_config = record.config is not NoSettings
     try:
         inspect.signature(cls).bind(*[record.config] * has_config)
     except ValueError:
         return cls  # Its signature is not known.
     except TypeError:
-        problem = "its class takes a config, but its record has none; add config= to ObserverPlugin"
+        problem = "its class takes a config, but its record has none; add config= to the record"
         if has_config:
             problem = "its record has a config, but its class takes none; add `config` to __init__"
         raise RLHFError(f"{plugin}: {problem}") from None

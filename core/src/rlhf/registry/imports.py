@@ -13,6 +13,7 @@ from rlhf.errors import RLHFError, first_line
 from rlhf.plugin import (
     BackendPlugin,
     CommandPlugin,
+    ExtensionPlugin,
     FormatPlugin,
     KernelsPlugin,
     ObserverPlugin,
@@ -23,6 +24,7 @@ from rlhf.registry.installed import Installed, NotInstalled, is_satisfied
 RECORDS: dict[str, Any] = {
     "trainer": TrainerPlugin,
     "backend": BackendPlugin,
+    "extension": ExtensionPlugin,
     "observer": ObserverPlugin,
     "command": CommandPlugin,
     "format": FormatPlugin,

@@ -45,10 +45,12 @@ CORE_COMMANDS = {
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
 """Core's sections and the flags of `rlhf run`."""
-RESERVED: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(WITH_SECTION, SECTIONS),
+IN_CORE: Mapping[str, Collection[str]] = {
     "command": CORE_COMMANDS,
+    "format": ("demonstration", "preference", "unpaired"),
 }
+"""What core has itself, by kind of plugin."""
+RESERVED: Mapping[str, Collection[str]] = dict.fromkeys(WITH_SECTION, SECTIONS) | dict(IN_CORE)
 """The names that no other distribution may use, by kind of plugin."""
 
 
@@ -68,7 +70,7 @@ class Installed:
     problem: str | None = None
     """Why it cannot be used, as far as the metadata tell."""
     value: str = field(repr=False)
-    """What the entry point names: a record, or the class or object of an extension."""
+    """What the entry point names: a record."""
 
     def __str__(self) -> str:
         return f"{self.kind} '{self.name}' of {self.distribution} {self.version}".rstrip()
@@ -204,7 +206,7 @@ def _ambiguity(rows: list[Installed]) -> str | None:
 def _not_installed(kind: str, name: str) -> str:
     """Suggest an installation only for our own plugins: a typo must not install a stranger's."""
     rows = [row for row in installed() if row.kind == kind]
-    here = {command: command for command in CORE_COMMANDS if kind == "command"}
+    here = {each: each for each in IN_CORE.get(kind, ())}
     here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []

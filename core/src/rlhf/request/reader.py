@@ -1,6 +1,8 @@
 """A trainer's name, a YAML file and the words of a command line become a checked configuration."""
 
 import functools
+import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,14 +10,14 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
-from rlhf.config.sections import Config, OptimConfig
+from rlhf.config.sections import Config, Extensions, Observers, OptimConfig
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
-from rlhf.request.observer_settings import as_sections, observers_class
+from rlhf.request.named_sections import Sections, as_sections, sections_class
 from rlhf.request.rules import contradictions, missing_inputs
 from rlhf.request.settings_tree import (
     load_demo,
@@ -23,9 +25,13 @@ from rlhf.request.settings_tree import (
     load_yaml,
     merge,
     nested,
+    to_tree,
     without_removed,
 )
 from rlhf.request.words import parse_words
+
+HANDED_OVER = ("demo", "notes", "nproc", "resume", "overwrite")
+"""What ranks get of a request besides its configuration."""
 
 
 @frozen(kw_only=True)
@@ -56,6 +62,7 @@ def read_config(
     name: str,
     *,
     recorded: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
     inputs: bool = True,
     argv: Sequence[str] = (),
@@ -66,25 +73,30 @@ def read_config(
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.
     Instead of a user's YAML, `recorded` is the config.yaml of a run folder, which may hold settings
-    that have since been removed. With `inputs` False, model and data may be missing. `backend` is
-    the name and the record of a backend that need not be installed. Raises RLHFError with all
-    problems at once.
+    that have since been removed, and `settings` is the tree of a configuration. With `inputs`
+    False, model and data may be missing. `backend` is the name and the record of a backend that
+    need not be installed. Raises RLHFError with all problems at once.
     """
     words = parse_words(overrides)
     trainer, plugin = load_trainer(name)
-    file = load_recorded(recorded) if recorded else load_yaml(words.source)
+    file = load_recorded(recorded) if recorded else settings or load_yaml(words.source)
     chosen = dict(words.overrides).get("backend", file.get("backend"))
     if backend is None:
         installed = find_backend(chosen if chosen is None else str(chosen))
         backend = installed.name, load_record(installed)
     section, record = backend
-    names, layers = as_sections([file, *(nested(*item) for item in words.overrides)])
-    observers = tuple((each, load_record(find("observer", each)).config) for each in names)
-    cls = config_class(trainer.name, plugin.config, section, record.config, observers, name)
+    layers: list[Mapping[str, Any]] = [file, *(nested(*item) for item in words.overrides)]
+    named: dict[str, Sections] = {}
+    for kind in ("extension", "observer"):
+        names, layers = as_sections(f"{kind}s", layers)
+        named[f"{kind}s"] = tuple((each, load_record(find(kind, each)).config) for each in names)
+    cls = config_class(trainer.name, plugin.config, section, record.config, *named.values(), name)
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
-    sections = ("model", "data", "optim", "observers", trainer.name, section)
+    sections = ("model", "data", "optim", *named, trainer.name, section)
     tree = merge(cls, {each: {} for each in sections}, *layers)
-    tree["observers"] = {each: tree["observers"].get(each) for each in names}
+    # In the order of the last list of names.
+    for key, listed in named.items():
+        tree[key] = {each: tree[key].get(each) for each, _ in listed}
     implied = record.defaults(tree[section]) if record.defaults else {}
     tree = merge(cls, *(nested(*item) for item in implied.items()), tree)
     demo = inputs and not {"path", "init"} & set(tree["model"]) and "train" not in tree["data"]
@@ -107,6 +119,19 @@ def read_config(
     )
 
 
+def handed_over(request: Request) -> bytes:
+    """Return a request for the ranks that this process starts. They read neither the command line
+    nor the user's files again, which may have changed since."""
+    parts = {name: getattr(request, name) for name in HANDED_OVER}
+    return pickle.dumps((request.trainer, to_tree(request.config), parts))
+
+
+def received(file: int) -> Request:
+    """Return the request in an open file, which other ranks read, too."""
+    trainer, settings, parts = pickle.loads(os.pread(file, os.fstat(file).st_size, 0))
+    return attrs.evolve(read_config(trainer, settings=settings), **parts)
+
+
 def trainer_defaults(cls: type, trainer: Installed, plugin: TrainerPlugin) -> dict[str, Any]:
     """Return the trainer's defaults as a tree. Raises RLHFError for an unknown setting or a wrong
     value, which is the plugin's mistake and not the user's."""
@@ -123,30 +148,31 @@ def config_class(
     trainer_config: type,
     backend: str,
     backend_config: type,
-    observers: tuple[tuple[str, type], ...] = (),
+    extensions: Sections = (),
+    observers: Sections = (),
     key: str = "",
 ) -> type[Config]:
-    """Return Config with the sections of a trainer, a backend and observers. Its instances can be
-    pickled. `key` is what the trainer was found by."""
+    """Return Config with the sections of a trainer, a backend, extensions and observers. Its
+    instances can be pickled. `key` is what the trainer was found by."""
     if trainer == backend:
         raise RLHFError(f"trainer and backend are both called '{trainer}'; choose another backend")
-    made_of = (trainer, trainer_config, backend, backend_config, observers, key)
+    made_of = (
+        trainer, trainer_config, backend, backend_config, extensions, observers, key,
+    )  # fmt: skip
     body = {
         "trainer_key": key or trainer,
         "trainer_name": trainer,
         "backend_name": backend,
-        "__reduce__": lambda self: (_rebuild, (made_of, _picklable(self))),
+        "__reduce__": lambda self: (_rebuild, (made_of, attrs.asdict(self, recurse=False))),
     }
-    sections = {
-        trainer: field(type=trainer_config, factory=trainer_config),
-        backend: field(type=backend_config, factory=backend_config),
-    }
+    sections = {trainer: trainer_config, backend: backend_config}
+    if extensions:
+        sections["extensions"] = sections_class(Extensions, extensions)
     if observers:
-        cls = observers_class(observers)
-        sections["observers"] = field(type=cls, factory=cls)
+        sections["observers"] = sections_class(Observers, observers)
     return attrs.make_class(
         "RunConfig",
-        sections,
+        {name: field(type=cls, factory=cls) for name, cls in sections.items()},
         bases=(Config,),
         class_body=body,
         frozen=True,
@@ -155,15 +181,8 @@ def config_class(
     )
 
 
-def _picklable(config: Config) -> dict[str, Any]:
-    """Return the values of the fields, of the observers' section too."""
-    values = attrs.asdict(config, recurse=False)
-    return values | {"observers": attrs.asdict(config.observers, recurse=False)}
-
-
-def _rebuild(made_of: tuple[Any, ...], values: dict[str, Any]) -> Config:
-    observers = observers_class(made_of[4])(**values["observers"])
-    return config_class(*made_of)(**values | {"observers": observers})
+def _rebuild(made_of: tuple[Any, ...], values: Mapping[str, Any]) -> Config:
+    return config_class(*made_of)(**values)
 
 
 def _scale_rate_for_lora(
@@ -197,6 +216,4 @@ def _checked(
     if problems:
         head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
         raise RLHFError(head + "\n  ".join(problems))
-    for name in config.extensions:
-        find("extension", name)
     return config

@@ -51,6 +51,8 @@ def load_recorded(path: Path) -> dict[str, Any]:
     installed where the folder is read."""
     tree = load_yaml(path)
     tree.pop("observers", None)
+    if isinstance(tree.get("extensions"), list):  # As rlhf wrote it before they had settings.
+        tree["extensions"] = {name: {} for name in tree["extensions"]}
     return tree
 
 

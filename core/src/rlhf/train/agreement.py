@@ -71,10 +71,10 @@ def check_architecture(spec: ModelSpec, causal: Any, mesh: Mesh) -> None:
 
 
 def check_weights(spec: ModelSpec, module: PackedModel, plan: Plan, mesh: Mesh) -> None:
-    """Raise RLHFError if ranks have read different weights of a model. At stage 3 only rank 0 has
-    read them. Collective below it."""
+    """Raise RLHFError if ranks have read different weights of a model. Of sharded ones only
+    rank 0 has read them. Collective otherwise."""
     model = spec.config.model
-    if mesh.world == 1 or plan.stage == 3 or model.init == "random":
+    if mesh.world == 1 or plan.sharded or model.init == "random":
         return
     found = {
         name.removeprefix("model."): fingerprint(value)

@@ -144,6 +144,7 @@ class RunContext(RunModels):
         with self.startup.part("loading"):
             module = read(plan=plan)
         with self.startup.part("engine"):
+            hooks.shard(model=module, plan=plan, mesh=mesh)
             optimizer, schedule = (
                 self._optimizer_and_schedule(config, plan, module) if trained else (None, None)
             )
@@ -226,7 +227,7 @@ def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
         model = attrs.evolve(
             role.spec.config.model, path="", revision=None, tokenizer=None, init="random", freeze=()
         )
-        plan = [role.plan.stage, role.plan.precision, role.plan.tensor]
+        plan = [role.plan.sharded, role.plan.precision, role.plan.tensor]
         return [type(causal), architecture, model, role.spec.config.lora, *plan]
 
     probed = [other for other in others if other.attention is not None]

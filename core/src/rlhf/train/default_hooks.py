@@ -23,6 +23,10 @@ class DefaultHooks:
         return {"data": ranks}
 
     @hookimpl(trylast=True)
+    def shard(self) -> bool:
+        return True
+
+    @hookimpl(trylast=True)
     def layouts(self) -> Sequence[Layout]:
         return ()
 

@@ -3,17 +3,18 @@
 import functools
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlhf.config.sections import ModelConfig
 from rlhf.config.structure import structure
-from rlhf.engine import Mesh, save_weights
+from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, listed
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
@@ -22,15 +23,25 @@ from rlhf.model.architecture import DTYPES
 from rlhf.model.extra import EXTRA_PREFIX
 from rlhf.model.packed import PREFIX, PackedModel
 from rlhf.model.role import POLICY, ModelSpec
-from rlhf.model.save import SCORED_BY, save_tokenizer_and_config, verify_export
+from rlhf.model.save import (
+    SCORED_BY,
+    exported_names,
+    save_tokenizer_and_config,
+    verify_export,
+)
 from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
+from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.imports import load_object
 from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
+from rlhf.sharding import whole_shape
 from rlhf.train.fragments import SavedEngine
 from rlhf.train.session import Session
 from rlhf.trainer import Trainer
+
+BUCKET = 2**28
+"""Bytes of weights that an export gathers at once, unless one weight is larger."""
 
 
 def export_model(session: Session) -> None:
@@ -46,12 +57,51 @@ def _export(session: Session, role: str) -> None:
     part, engine = part_of(target), session.trained[role].engine
     with new_folder(target, replace=True) if writes else nullcontext():
         session.mesh.barrier()
-        session.hooks.export_weights(engine=engine, directory=part)
+        weights = whole_weights(session.hooks, engine, keep=writes)
+        if writes:
+            write_weights(weights, engine.module, part)
         if writes and isinstance(engine.module, PackedModel):
             usage = _usage(session.trainer, role, session.config.trainer_name, session.journal.last)
             _add_tokenizer_and_config(part, engine.module, session.trainer.tokenizer, usage)
             write_card(part, session.record.folder, role=role)
     session.mesh.barrier()
+
+
+def whole_weights(
+    hooks: BackendGateway, engine: Engine, *, keep: bool, size: int = BUCKET
+) -> dict[str, Tensor]:
+    """Return the weights that an export of `engine` needs, whole and on the host, by their names in
+    its module; none if not `keep`. At most `size` bytes, or one weight, are whole on the device at
+    a time. Collective."""
+    weights: dict[str, Tensor] = {}
+    for bucket in hooks.weights(engine=engine, buckets=[*buckets_of(engine.module, size)]):
+        if keep:
+            weights |= {name: value.to("cpu", copy=True) for name, value in bucket.items()}
+    return weights
+
+
+def buckets_of(module: nn.Module, size: int) -> Iterator[list[str]]:
+    """Yield the names of what an export needs, in buckets of at most `size` bytes or one weight."""
+    state, bucket, room = module.state_dict(keep_vars=True), list[str](), size
+    for name in exported_names(module):
+        needed = whole_shape(state[name]).numel() * state[name].element_size()
+        if bucket and needed > room:
+            yield bucket
+            bucket, room = [], size
+        bucket.append(name)
+        room -= needed
+    if bucket:
+        yield bucket
+
+
+def write_weights(weights: Mapping[str, Tensor], module: nn.Module, directory: Path) -> None:
+    """Write whole weights, a tied one once: a model folder, or model.safetensors of a module of the
+    trainer's own."""
+    if isinstance(module, PackedModel):
+        module.save_weights(_with_tied(weights, module), directory)
+    else:
+        whole = {name: value.contiguous() for name, value in weights.items()}
+        save_file(whole, directory / "model.safetensors")
 
 
 def _policy_last(roles: Iterable[str]) -> list[str]:
@@ -87,7 +137,7 @@ def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     if task is None:
         dtype = DTYPES[plan["precision"]]
         floats = {name: v.to(dtype) for name, v in weights.items() if v.is_floating_point()}
-        save_weights(nn.Module(), weights | floats, target)
+        write_weights(weights | floats, nn.Module(), target)
         return
     if plan.get("model") is not None:
         model, _ = structure(plan["model"], ModelConfig)
@@ -97,7 +147,7 @@ def write_model(folder: Path, target: Path, role: str = POLICY) -> None:
     spec = ModelSpec(role=role, config=config, task=task, labels=plan.get("labels"))
     module = _plain_model(spec, weights)
     check_no_others(folder, weights, module)
-    module.save_weights(_with_tied(weights, module), target)
+    write_weights(weights, module, target)
     records = logged(run, until=step_of(folder))
     newest = {name: value for record in records for name, value in record.items()}
     _add_tokenizer_and_config(

@@ -1,4 +1,4 @@
-"""Answers sampled from a live engine, on any number of ranks and at every ZeRO stage."""
+"""Answers sampled from a live engine, on any number of ranks, also with sharded weights."""
 
 import sys
 from collections import ChainMap
@@ -55,7 +55,7 @@ def sample(
     groups = groups_by_length([len(prompt) + max_new_tokens for prompt in prompts], tokens)
     own: dict[int, Sample] = {}
     for first in range(0, len(groups), mesh.shards.size):
-        # At stage 3 every forward gathers weights: a rank without a group repeats the last one.
+        # Every forward may gather weights: a rank without a group repeats the last one.
         group = groups[min(first + mesh.shards.rank, len(groups) - 1)]
         noise = Noise(
             [seeds[place] for place in group], temperature, engine.device,
@@ -157,7 +157,7 @@ def _continued(
     )
     sizes = torch.tensor(rooms, device=engine.device) + tokens.shape[1]
     criteria = StoppingCriteriaList([RowsFull(sizes)])
-    if engine.stage == 3 and mesh.shards.size > 1:
+    if engine.sharded and mesh.shards.size > 1:
         criteria.append(EosTokenCriteria(list(ends)))
         criteria = StoppingCriteriaList([AllRanksEnded(len(rows), criteria, mesh, engine.device)])
         # A rank must not stop by itself: each forward gathers weights from all ranks.

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import EngineState, Layout, Mesh, ModelShape, Plan, SavedState, StateKind
+from rlhf.engine import EngineState, Layout, Mesh, ModelShape, SavedState, StateKind
 from rlhf.hookspecs import Finding, hookimpl
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed import checkpoint, memory, offload, zero
@@ -29,10 +29,11 @@ from rlhf_plugin_deepspeed.frozen import plan_frozen
 from rlhf_plugin_deepspeed.layouts import layouts
 from rlhf_plugin_deepspeed.nvme import Drive, find_drive
 from rlhf_plugin_deepspeed.patches.install import run_scope
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.prepare import prepare_inference, prepare_training
 from rlhf_plugin_deepspeed.tensor import check_divides, shape_of_part
 from rlhf_plugin_deepspeed.versions import installed_version
-from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation
+from rlhf_plugin_deepspeed.weights import kept_whole, load, mix, sharded_creation, whole
 
 
 class DeepSpeedBackend:
@@ -67,7 +68,7 @@ class DeepSpeedBackend:
         role: str,
         trained: bool,
         occupied: int,
-    ) -> Plan:
+    ) -> ZeroPlan:
         part = shape_of_part(model_shape, mesh.tensor.size)
         if trained:
             check_divides(model_shape, mesh, path=config.model.path)
@@ -82,7 +83,7 @@ class DeepSpeedBackend:
 
     @hookimpl
     def estimate_memory(
-        self, config: Config, plan: Plan, model_shape: ModelShape, mesh: Mesh, trained: bool
+        self, config: Config, plan: ZeroPlan, model_shape: ModelShape, mesh: Mesh, trained: bool
     ) -> Mapping[str, int]:
         model_shape = shape_of_part(model_shape, plan.tensor)
         return memory.estimate(config, plan, model_shape, world=mesh.shards.size, trained=trained)
@@ -93,19 +94,19 @@ class DeepSpeedBackend:
         return layouts(config, mesh, shape_of_part(model_shape, mesh.tensor.size))
 
     @hookimpl
-    def model_context(self, plan: Plan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
+    def model_context(self, plan: ZeroPlan, role: str, mesh: Mesh) -> AbstractContextManager[Any]:
         check_sums(plan.settings, stage=plan.stage, version=installed_version())
         return sharded_creation(plan, mesh)
 
     @hookimpl
     def load_weights(
-        self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: Plan, mesh: Mesh
+        self, module: nn.Module, weights: Mapping[str, Tensor] | None, plan: ZeroPlan, mesh: Mesh
     ) -> tuple[str, ...]:
         return load(module, weights, mesh)
 
     @hookimpl
     def build_optimizer(
-        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: Plan, model: nn.Module
+        self, groups: Sequence[Mapping[str, Any]], config: Config, plan: ZeroPlan, model: nn.Module
     ) -> Optimizer:
         return optimizers.build(groups, model, config)
 
@@ -116,7 +117,7 @@ class DeepSpeedBackend:
         optimizer: Optimizer | None,
         schedule: LRScheduler | None,
         role: str,
-        plan: Plan,
+        plan: ZeroPlan,
         mesh: Mesh,
     ) -> InferenceEngine:
         if optimizer is None:
@@ -133,9 +134,10 @@ class DeepSpeedBackend:
         return True
 
     @hookimpl
-    def export_weights(self, engine: InferenceEngine, directory: Path) -> bool:
-        checkpoint.export(engine, directory)
-        return True
+    def weights(
+        self, engine: InferenceEngine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        return whole(engine, buckets)
 
     @hookimpl
     def mix_weights(self, engine: InferenceEngine, source: InferenceEngine, share: float) -> bool:

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,13 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from rlhf.engine import EngineState, Fragment, SavedState, save_weights
+from rlhf.engine import EngineState, Fragment, SavedState
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.divided_state import SavedParts, of_whole
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
-from rlhf_plugin_deepspeed.weights import buffers, gathered, of_adapter
+from rlhf_plugin_deepspeed.weights import buffers
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What the loss scaler of fp16 changes; at stage 0 it has no hysteresis."""
@@ -117,14 +116,6 @@ def pieces(engine: TrainingEngine) -> Iterator[Piece]:
         yield from _whole(engine, optimizer)
 
 
-def export(engine: InferenceEngine, directory: Path) -> None:
-    """Write the whole weights, or those of an adapter, into a model folder. Collective."""
-    values = dict(gathered(engine, adapter_only=is_adapter(engine.module)))
-    if engine.mesh.rank == 0:
-        save_weights(engine.module, values, directory)
-    engine.mesh.barrier()
-
-
 def is_adapter(module: nn.Module) -> bool:
     """Return whether the module has an adapter of peft's, so that its base is not written."""
     return any(hasattr(part, "peft_config") for part in module.modules())
@@ -204,7 +195,7 @@ def _untrained(engine: InferenceEngine) -> Iterator[Fragment]:
     """Yield frozen weights and the buffers of the state dict, but nothing of an adapter's base."""
     adapter_only = is_adapter(engine.module)
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad or (adapter_only and not of_adapter(name)):
+        if parameter.requires_grad or (adapter_only and "default" not in name.split(".")):
             continue
         shard = getattr(parameter, "ds_tensor", None)
         if shard is None:

@@ -10,8 +10,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf.engine import LaterOutcome, Mesh, Plan, StateKind, StepOutcome
+from rlhf.engine import LaterOutcome, Mesh, StateKind, StepOutcome
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import GradientOrder
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 
 @define(kw_only=True, eq=False, slots=False)
@@ -23,9 +24,10 @@ class InferenceEngine:
     runner: Any
     """What is called: DeepSpeed's engine, or below stage 3 a frozen module itself."""
     role: str
-    plan: Plan
+    plan: ZeroPlan
     mesh: Mesh
     stage: int = Factory(lambda it: it.plan.stage, takes_self=True)
+    sharded: bool = Factory(lambda it: it.plan.sharded, takes_self=True)
     precision: str = Factory(lambda it: it.plan.precision, takes_self=True)
     device: torch.device = Factory(lambda it: it.mesh.device, takes_self=True)
     on_host: dict[StateKind, list[Any]] = Factory(dict)

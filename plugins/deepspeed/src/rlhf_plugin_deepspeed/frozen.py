@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from attrs import evolve
 
-from rlhf.engine import Mesh, ModelShape, Plan, gib
+from rlhf.engine import Mesh, ModelShape, gib
 from rlhf.errors import RLHFError
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
 from rlhf_plugin_deepspeed.config import Resolved, settings_of
 from rlhf_plugin_deepspeed.memory import estimate
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.zero import SHARE, plan_at, restricted
 
 Way = int | str
@@ -26,7 +27,7 @@ WAYS: Mapping[Way, Resolved] = {
 
 def plan_frozen(
     config: Config, mesh: Mesh, shape: ModelShape, *, role: str, occupied: int = 0
-) -> Plan:
+) -> ZeroPlan:
     """Return the plan of a model that is not trained: whole on every rank if that leaves room, else
     in shards, else in shards on the CPU. Others take `occupied` bytes of each accelerator. Raises
     RLHFError where `deepspeed.frozen` cannot be combined with the model."""

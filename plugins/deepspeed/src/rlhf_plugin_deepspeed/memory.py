@@ -5,10 +5,11 @@ from typing import Any
 
 from attrs import frozen
 
-from rlhf.engine import ModelShape, Plan, fused_on
+from rlhf.engine import ModelShape, fused_on
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.muon import AT_ONCE
 from rlhf_plugin_deepspeed.partial import host_share
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import CHUNK
 
 MOST_LIVE = 1_500_000_000
@@ -73,7 +74,7 @@ def states(
 
 
 def estimate(
-    config: Config, plan: Plan, shape: ModelShape, *, world: int, trained: bool
+    config: Config, plan: ZeroPlan, shape: ModelShape, *, world: int, trained: bool
 ) -> Mapping[str, int]:
     """Return what stays on each accelerator through a step; `updating` is what the optimizer's step
     takes for a moment, `reducing` what the gradients of one micro-batch take in backward until they

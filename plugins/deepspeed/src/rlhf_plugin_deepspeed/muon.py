@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import AdamW
 
-from rlhf.engine import Mesh, Plan, whole_shape
+from rlhf.engine import Mesh, whole_shape
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.first_moment import move
 from rlhf_plugin_deepspeed.leaves import decoder_layers
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.tensor import part_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Exchange:
     """Makes matrices orthogonal of which each rank of `mesh.shards` has one of the `pieces`, here
     with their sizes on each rank; at stage 0 every rank has all of them."""
 
-    def __init__(self, pieces: Sequence["Piece"], plan: Plan, mesh: Mesh) -> None:
+    def __init__(self, pieces: Sequence["Piece"], plan: ZeroPlan, mesh: Mesh) -> None:
         self._mesh, self._whole = mesh, plan.stage == 0 or mesh.shards.size == 1
         # The iterations are published in bf16, in which they amplify what layouts round otherwise.
         self._dtype = torch.float32 if plan.precision == "fp32" else torch.bfloat16

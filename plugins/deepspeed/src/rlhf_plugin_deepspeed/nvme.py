@@ -18,8 +18,9 @@ from attrs import Factory, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.engine import Mesh, Plan, free_space, gib, write_speed
+from rlhf.engine import Mesh, free_space, gib, write_speed
 from rlhf.errors import RLHFError, SameOnAllRanks
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 NETWORK = r"nfs4?|cifs|smb3|smbfs|lustre|ceph|gpfs|beegfs|wekafs|panfs|9p|fuse\..*"
 ELSEWHERE = rf"tmpfs|ramfs|{NETWORK}"
@@ -89,7 +90,7 @@ def file_system(folder: Path, table: Path = Path("/proc/mounts")) -> str:
     return next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
 
 
-def state_files(plan: Plan) -> AbstractContextManager[Any]:
+def state_files(plan: ZeroPlan) -> AbstractContextManager[Any]:
     """Return the context in which what is made on the CPU is in files, where the plan says so."""
     zero = plan.settings["zero_optimization"]
     offload = zero.get("offload_optimizer") or zero.get("offload_param") or {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf.engine import Plan
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 
 def host_share(zero: Mapping[str, Any]) -> float:
@@ -20,7 +20,7 @@ def host_share(zero: Mapping[str, Any]) -> float:
     return 0.0 if offload is None else float(offload.get("ratio", 1.0))
 
 
-def keep_on_accelerator(optimizer: Any, plan: Plan, device: torch.device) -> None:
+def keep_on_accelerator(optimizer: Any, plan: ZeroPlan, device: torch.device) -> None:
     """Move the masters of sub-groups of `optimizer`, DeepSpeed's at stage 3, from the CPU to the
     accelerator, where their gradients are then copied to."""
     masters = optimizer.fp32_partitioned_groups_flat

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
-from rlhf.engine import Mesh, Plan, register_sharding
+from rlhf.engine import Mesh, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.checkpoint import pieces
 from rlhf_plugin_deepspeed.engine import InferenceEngine, TrainingEngine
@@ -25,6 +25,7 @@ from rlhf_plugin_deepspeed.patches.gathering import prepare_gathering
 from rlhf_plugin_deepspeed.patches.install import replace, run_scope
 from rlhf_plugin_deepspeed.patches.stage_3 import patch_stage_3
 from rlhf_plugin_deepspeed.patches.stages_1_and_2 import patch_stages_1_and_2
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.stepping import CHECKS_BY_NORM, choose_step, has_masters
 from rlhf_plugin_deepspeed.tensor import divide
@@ -40,7 +41,7 @@ def prepare_training(
     schedule: LRScheduler | None,
     *,
     role: str,
-    plan: Plan,
+    plan: ZeroPlan,
     mesh: Mesh,
 ) -> TrainingEngine:
     """Return an engine that trains `model`. Collective."""
@@ -82,7 +83,9 @@ def prepare_training(
     return engine
 
 
-def prepare_inference(model: nn.Module, *, role: str, plan: Plan, mesh: Mesh) -> InferenceEngine:
+def prepare_inference(
+    model: nn.Module, *, role: str, plan: ZeroPlan, mesh: Mesh
+) -> InferenceEngine:
     """Return an engine that only runs `model`; below stage 3 it needs no DeepSpeed. Collective."""
     model.requires_grad_(False)
     model.eval()
@@ -105,7 +108,7 @@ def _refuse_gradient(role: str, _: nn.Module, inputs: Any, outputs: Any) -> None
         )
 
 
-def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:
+def _settings(model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rounded: bool) -> dict[str, Any]:
     """Return a copy of the plan's settings for training, since DeepSpeed writes into it."""
     settings = copy.deepcopy(plan.settings)
     zero = settings["zero_optimization"]
@@ -128,7 +131,7 @@ def _settings(model: nn.Module, plan: Plan, mesh: Mesh, *, rounded: bool) -> dic
     return settings
 
 
-def _unify(model: nn.Module, plan: Plan, mesh: Mesh) -> list[nn.Module]:
+def _unify(model: nn.Module, plan: ZeroPlan, mesh: Mesh) -> list[nn.Module]:
     """Give all that is trained one dtype: adapters come in fp32, which ZeRO-3 would mix with
     weights in the plan's. Returns the layers that ZeRO-3 gathers as one."""
     dtype = DTYPES[plan.precision]

@@ -8,10 +8,11 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
-from rlhf.engine import Axis, Deferred, LaterOutcome, Plan, StepOutcome
+from rlhf.engine import Axis, Deferred, LaterOutcome, StepOutcome
 from rlhf_plugin_deepspeed.engine import TrainingEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.checks import sharded_norm
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.rounding import RoundedAdamW
 from rlhf_plugin_deepspeed.tensor import part_of
 from rlhf_plugin_deepspeed.versions import installed_version, older
@@ -22,7 +23,9 @@ CLIP_EPS = 1e-6
 """Added to the norm that a gradient is divided by, as in DeepSpeed's own clipping."""
 
 
-def choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
+def choose_step(
+    runner: Any, plan: ZeroPlan
+) -> Callable[[TrainingEngine], StepOutcome | LaterOutcome]:
     """Return how `runner`, DeepSpeed's engine, takes a step."""
     if isinstance(runner.basic_optimizer, RoundedAdamW):
         return rounded_step
@@ -31,7 +34,7 @@ def choose_step(runner: Any, plan: Plan) -> Callable[[TrainingEngine], StepOutco
     return sharded_step if plan.stage < 3 else stage_3_step
 
 
-def has_masters(plan: Plan) -> bool:
+def has_masters(plan: ZeroPlan) -> bool:
     """Return whether DeepSpeed keeps masters at stage 0; else torch's optimizer takes the step."""
     return any(plan.settings[name]["enabled"] for name in ("bf16", "fp16"))
 

@@ -13,11 +13,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
-from rlhf.engine import Mesh, Plan, register_sharding
+from rlhf.engine import Mesh, register_sharding
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.engine import InferenceEngine
 from rlhf_plugin_deepspeed.nvme import state_files
 from rlhf_plugin_deepspeed.patches.linear import replace_linear
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.tensor import part_of
 
 GENERATION = -1
@@ -42,7 +43,7 @@ class BackendSharding:
 
 
 @contextmanager
-def sharded_creation(plan: Plan, mesh: Mesh, module: nn.Module | None = None) -> Iterator[None]:
+def sharded_creation(plan: ZeroPlan, mesh: Mesh, module: nn.Module | None = None) -> Iterator[None]:
     """Shard new parameters at stage 3, and those of `module` at once."""
     if plan.stage < 3:
         yield
@@ -83,29 +84,13 @@ def load(module: nn.Module, weights: Mapping[str, Tensor] | None, mesh: Mesh) ->
     )
 
 
-def gathered(engine: InferenceEngine, *, adapter_only: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole value of each weight and buffer, on the host; values are empty except on
-    rank 0. A tied weight is yielded under each of its names, as one tensor. `adapter_only` leaves
-    out frozen weights that peft has not added. Collective."""
-    first = engine.mesh.rank == 0
-    for parameter, aliases in _names(engine.module).items():
-        if adapter_only and not (parameter.requires_grad or of_adapter(aliases[0])):
-            continue
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            part, value = part_of(parameter), parameter.detach()
-            value = value if part is None else part.whole(value)
-            value = value.to("cpu", copy=True) if first else torch.empty(0)
-        for name in aliases:
-            yield name, value
-    if adapter_only:
-        return
-    for name, buffer in buffers(engine.module):
-        yield name, buffer.detach().cpu()
-
-
-def of_adapter(name: str) -> bool:
-    """Return whether peft has added the parameter: it has the adapter's name in its own."""
-    return "default" in name.split(".")
+def whole(engine: InferenceEngine, buckets: Sequence[Sequence[str]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the whole weights and buffers of each bucket of names. Collective."""
+    values = {**dict(engine.module.named_parameters()), **dict(engine.module.named_buffers())}
+    for names in buckets:
+        bucket = {name: values[name] for name in names}
+        with deepspeed.zero.GatheredParameters([*bucket.values()]):
+            yield {name: _undivided(value) for name, value in bucket.items()}
 
 
 @contextmanager
@@ -154,6 +139,11 @@ def mix(engine: InferenceEngine, source: InferenceEngine, *, share: float) -> No
                 parameter.copy_(torch.lerp(parameter.float(), other.float(), share))
     # As in `load`.
     get_accelerator().synchronize()
+
+
+def _undivided(parameter: Tensor) -> Tensor:
+    part = part_of(parameter)
+    return parameter.detach() if part is None else part.whole(parameter.detach())
 
 
 def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:

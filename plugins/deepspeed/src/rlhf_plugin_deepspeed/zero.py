@@ -4,7 +4,7 @@ from typing import Any
 
 from attrs import evolve
 
-from rlhf.engine import GIB, Mesh, ModelShape, Plan, gib
+from rlhf.engine import GIB, Mesh, ModelShape, gib
 from rlhf.errors import counted
 from rlhf.plugin import Config
 from rlhf_plugin_deepspeed.capabilities import stages_for
@@ -12,6 +12,7 @@ from rlhf_plugin_deepspeed.config import DeepSpeedConfig, Resolved, overlay, res
 from rlhf_plugin_deepspeed.memory import states
 from rlhf_plugin_deepspeed.optimizer import title
 from rlhf_plugin_deepspeed.patches.table import NEWEST, names_for
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 from rlhf_plugin_deepspeed.versions import installed_version, older
 
 SHARE = 0.6
@@ -26,7 +27,7 @@ SUB_GROUPS = 32
 accelerator; large parameters make fewer."""
 
 
-def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> Plan:
+def plan(config: Config, mesh: Mesh, shape: ModelShape, *, occupied: int = 0) -> ZeroPlan:
     """Return the plan of a trained model; others take `occupied` bytes of each accelerator."""
     resolved = resolve(config.backend_section)
     stage, why = resolved.stage, ""
@@ -48,7 +49,7 @@ def plan_at(
     *,
     why: str = "",
     trained: str = "",
-) -> Plan:
+) -> ZeroPlan:
     """Return the plan at the stage of `resolved`, for the reason `why`. `trained` is the name of
     the optimizer, empty for a frozen model."""
     section: DeepSpeedConfig = config.backend_section
@@ -75,7 +76,7 @@ def plan_at(
     second = settings["zero_optimization"].get("zero_hpz_partition_size")
     copies = f"a second copy of the weights over {second} ranks" if second else ""
     parts = (f"ZeRO {stage}{f' ({why})' * bool(why)}", precision, _ranks(mesh), copies, trained)
-    return Plan(
+    return ZeroPlan(
         stage=stage,
         tensor=tensor,
         precision=precision,

@@ -28,6 +28,7 @@ from rlhf.registry.gateway import BackendGateway, build_gateways, check_backend
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 from rlhf.request.settings_tree import to_tree
+from rlhf.train.exporting import whole_weights, write_weights
 from rlhf_devkit import tiny
 from rlhf_devkit.bench import SEVERAL, Bench, words_of
 from rlhf_devkit.curves import Metrics, column, same_curve, without_timings
@@ -57,6 +58,8 @@ RUN = (
 )  # fmt: skip
 """Words of a run of four steps with all that happens between steps."""
 EXPORTED = "model.safetensors"
+BUCKET = 2048
+"""Bytes of a bucket of weights: the problem has several."""
 
 
 @frozen(kw_only=True)
@@ -213,7 +216,7 @@ class BackendConformance:
         first, *others = seen
         assert json.loads(json.dumps(first.plans)) == first.plans
         assert all(other.plans == first.plans for other in others)
-        said = {name: first.plans["policy"][name] for name in ("stage", "precision")}
+        said = {name: first.plans["policy"][name] for name in ("sharded", "precision")}
         assert first.facts == said | {"role": "policy"}, "the engine differs from its plan"
 
     @promise("a run calls the hooks in this order, with these modules", "hooks.md, Backend hooks")
@@ -378,8 +381,7 @@ def train(hooks: str, case: Case, folder: Path) -> Outcome:
     """Run the problem on this rank and export its weights."""
     backend = gateway(hooks)
     outcome, engine, mesh = follow(backend, case)
-    backend.export_weights(engine=engine, directory=folder)
-    mesh.barrier()
+    _export(backend, engine, mesh, folder)
     backend.close_mesh(mesh=mesh)
     return outcome
 
@@ -396,6 +398,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
         plans[role] = to_tree(plan)
         memory[role] = dict(backend.estimate_memory(**arguments, plan=plan, trained=trained))
     plan, module = load(backend, case, mesh, "reference", trained=False)
+    backend.shard(model=module, plan=plan, mesh=mesh)
     reference = backend.prepare(
         model=module, optimizer=None, schedule=None, role="reference", plan=plan, mesh=mesh
     )
@@ -414,7 +417,7 @@ def see(hooks: str, case: Case, folder: Path) -> Seen:
             "rank": mesh.rank, "world": mesh.world, "data": mesh.data.rank, "size": mesh.data.size,
         },
         plans=plans,
-        facts={name: getattr(engine, name) for name in ("stage", "precision", "role")},
+        facts={name: getattr(engine, name) for name in ("sharded", "precision", "role")},
         memory=memory,
         frozen=frozen,
         generation=generation,
@@ -447,6 +450,8 @@ def _beside(policy: Any, reference: Any) -> dict[str, Any]:
 
 
 def _export(backend: BackendGateway, engine: Any, mesh: Any, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    backend.export_weights(engine=engine, directory=folder)
+    weights = whole_weights(backend, engine, keep=mesh.rank == 0, size=BUCKET)
+    if mesh.rank == 0:
+        folder.mkdir(exist_ok=True)
+        write_weights(weights, engine.module, folder)
     mesh.barrier()

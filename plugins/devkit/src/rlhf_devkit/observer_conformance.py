@@ -17,8 +17,7 @@ from attrs import define, field
 
 from rlhf.config.field_docs import documented
 from rlhf.hookspecs import RunRecord, hookimpl
-from rlhf.registry.gateway import check_hooks, load_observer
-from rlhf.registry.installed import find
+from rlhf.registry.gateway import check_hooks, makers_of
 from rlhf.registry.observers import ObserverGateway
 from rlhf.request.reader import read_config
 from rlhf_devkit import tiny
@@ -174,7 +173,7 @@ class ObserverConformance:
         observed = ["--observers", f"[{self.observer}]", *self.words]
         config = read_config(LIKELIHOOD, overrides=observed, inputs=False).config
         section = config.observers.by_name[self.observer]
-        return load_observer(find("observer", self.observer), section)()
+        return makers_of("observer", {self.observer: section})[self.observer]()
 
 
 def watched_by(kit: type[ObserverConformance], folder: Path) -> Watched:

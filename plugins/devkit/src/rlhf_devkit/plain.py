@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from rlhf.engine import (
     Plan,
     SavedState,
     StepOutcome,
-    save_weights,
 )
 from rlhf.errors import RLHFError
 from rlhf.hookspecs import Finding, hookimpl
@@ -32,7 +30,7 @@ from rlhf.plugin import Config
 class PlainEngine:
     """A module and its optimizer."""
 
-    stage = 0
+    sharded = False
     precision = "fp32"
 
     def __init__(
@@ -112,9 +110,7 @@ class PlainBackend:
         occupied: int,
     ) -> Plan:
         settings = {"clip": config.optim.clip}
-        return Plan(
-            stage=0, precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank"
-        )
+        return Plan(precision="fp32", settings=settings, summary="plain torch, fp32, 1 rank")
 
     @hookimpl
     def estimate_memory(
@@ -176,9 +172,11 @@ class PlainBackend:
         return True
 
     @hookimpl
-    def export_weights(self, engine: PlainEngine, directory: Path) -> bool:
-        save_weights(engine.module, engine.module.state_dict(), directory)
-        return True
+    def weights(
+        self, engine: PlainEngine, buckets: Sequence[Sequence[str]]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        state = engine.module.state_dict()
+        return ({name: state[name] for name in names} for names in buckets)
 
     @hookimpl
     def mix_weights(self, engine: PlainEngine, source: PlainEngine, share: float) -> bool:

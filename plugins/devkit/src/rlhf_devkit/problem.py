@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf.config.sections import Config, ModelConfig, OptimConfig
 from rlhf.engine import Mesh, ModelShape, Plan, StateKind
 from rlhf.train.checkpointing import RUN, restore_schedule
+from rlhf.train.exporting import whole_weights as gathered
 from rlhf.train.fragments import SavedEngine, fragments_to_write, write_fragments, write_plain
 
 ROWS = 8
@@ -173,6 +174,9 @@ def start(backend: Any, case: Case) -> tuple[Any, Any, str]:
     else:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in case.frozen)
+    # Only the gateway answers a hook that the backend leaves to core.
+    if hasattr(backend, "shard"):
+        backend.shard(model=module, plan=plan, mesh=mesh)
     groups = _groups(module, case.config)
     optimizer = backend.build_optimizer(groups=groups, config=case.config, plan=plan, model=module)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -186,14 +190,14 @@ def load(backend: Any, case: Case, mesh: Mesh, role: str, *, trained: bool) -> t
     """Return the plan of a role, and its module with the initial weights.
 
     As in a run (`rlhf.model.load`), the hooks of sharded weights see the model without the wrapper
-    that the others see, and only at stage 3.
+    that the others see, and only of a sharded plan.
     """
     plan = backend.configure_zero(
         config=case.config, mesh=mesh, model_shape=shape(), role=role, trained=trained, occupied=0
     )
     named = initial_weights(tied=case.tied).items()
     weights = {name.removeprefix("model."): value for name, value in named}
-    if plan.stage == 3:
+    if plan.sharded:
         with backend.model_context(plan=plan, role=role, mesh=mesh):
             model = TinyModel(tied=case.tied)
         whole = weights if mesh.rank == 0 else None
@@ -273,6 +277,11 @@ def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
     state = json.loads((folder / RUN).read_text())
     restore_schedule(engine.schedule, state.pop("schedule"))
     return state
+
+
+def whole_weights(backend: Any, engine: Any) -> dict[str, Tensor]:
+    """Return the engine's whole weights and buffers on every rank, tied ones once. Collective."""
+    return gathered(backend, engine, keep=True)
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from rlhf.folder.run_folder import logged
 from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import largest
+from rlhf.memory.rehearsal import largest, tokens_made
 from rlhf.memory.step_bytes import count_step
 from rlhf.model.packed import PackedModel, PathName
 from rlhf.plugin import BackendPlugin
@@ -192,7 +192,8 @@ def step_memory(
     estimate = step_fit.estimate
     assert estimate is not None, step_fit.rehearsed
     session.train()
-    most = largest(session.train_order, session.record.steps)
+    made = tokens_made(session.trainer, session.train_order)
+    most = largest(session.train_order, session.record.steps, made=made)
     modules = [engine.module for engine in backend.engines]
     rehearsed = (estimate.step.activations, estimate.step_peak)
     measured = count_step(session.trainer, most.loss, modules, surveyed=most.survey)

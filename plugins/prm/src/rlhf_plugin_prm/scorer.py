@@ -9,8 +9,10 @@ from transformers import AutoConfig
 
 from rlhf import scorer
 from rlhf.errors import RLHFError
-from rlhf.trainer import Row, encode_steps
+from rlhf.trainer import Row
+from rlhf_plugin_prm.config import PRMConfig
 from rlhf_plugin_prm.losses import log_odds
+from rlhf_plugin_prm.stepwise import encode_steps
 
 
 class Scorer(scorer.Scorer):
@@ -29,7 +31,7 @@ class Scorer(scorer.Scorer):
             device=device,
             dtype=dtype,
         )
-        self.marks = {"separator": config.prm_separator, "placeholder": config.prm_placeholder}
+        self.marks = PRMConfig(separator=config.prm_separator, placeholder=config.prm_placeholder)
 
     def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
         """Return the prompt and its answers as token ids; an answer is a list of steps, and its
@@ -37,7 +39,7 @@ class Scorer(scorer.Scorer):
         for number, steps in enumerate(answers):
             if not isinstance(steps, list):
                 raise RLHFError(f"answers[{number}] must be a list of steps: {steps!r:.40}")
-        rows = [encode_steps(self.tokenizer, prompt, steps, **self.marks) for steps in answers]
+        rows = [encode_steps(self.tokenizer, prompt, steps, self.marks) for steps in answers]
         ends = [row.columns["ends"] for row in rows]
         return Row(rows[0].prompt, [row.answers[0] for row in rows], {"ends": ends})
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from rlhf.errors import RLHFError
 from rlhf.readouts import token_scores
-from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer, label_per_token
+from rlhf.trainer import Example, Loss, PackedBatch, Run, Term, Trainer
 from rlhf_plugin_prm.config import NEGATIVE, POSITIVE
 from rlhf_plugin_prm.losses import log_odds, step_loss
 from rlhf_plugin_prm.measures import derived, step_sums
 from rlhf_plugin_prm.scorer import Scorer
+from rlhf_plugin_prm.stepwise import label_per_token
 
 
 class PRMTrainer(Trainer):

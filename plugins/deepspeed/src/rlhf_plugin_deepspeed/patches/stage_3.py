@@ -10,13 +10,13 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import PartitionedParameterCoordinator as Coordinator
 from torch import Tensor
 
-from rlhf.engine import Plan
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.gathering import gather_at_once
 from rlhf_plugin_deepspeed.patches.install import check_target, plain, replace
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 
-def patch_stage_3(optimizer: Any, plan: Plan) -> Callable[[], None]:
+def patch_stage_3(optimizer: Any, plan: ZeroPlan) -> Callable[[], None]:
     """Patch DeepSpeed's optimizer; returns what keeps gatherings behind an update."""
     if plan.stage != 3:
         return lambda: None

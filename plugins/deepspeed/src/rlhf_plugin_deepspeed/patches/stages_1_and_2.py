@@ -6,13 +6,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed, nn
 
-from rlhf.engine import Plan
 from rlhf.errors import RLHFError
 from rlhf_plugin_deepspeed.patches.checks import check_once
 from rlhf_plugin_deepspeed.patches.install import check_target, replace
+from rlhf_plugin_deepspeed.plans import ZeroPlan
 
 
-def patch_stages_1_and_2(optimizer: Any, model: nn.Module, plan: Plan) -> "GradientOrder | None":
+def patch_stages_1_and_2(
+    optimizer: Any, model: nn.Module, plan: ZeroPlan
+) -> "GradientOrder | None":
     """Patch DeepSpeed's optimizer; returns what reduces gradients, None where DeepSpeed still does,
     in line with backward."""
     if plan.stage not in (1, 2):

@@ -12,7 +12,7 @@ What a trainer with `row_format = "stepwise"` gets in `example(row)`:
   `Example(row.prompt, row.answers, values={"label": [label_per_token(row)]})`. Core then counts
   them (`Term(..., per="labels")`) and reports those that are cut off at `data.max_tokens`.
 
-Two fields of the trainer's section say how steps are marked:
+Two fields of the trainer's section, which may lack them, say how steps are marked:
 
 - `separator: str` (a line break if the section has no such field) ends each step, also the last
   one. It is tokenised separately, so that all steps end with the same token.
@@ -32,21 +32,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rlhf.data.columns import (
+from rlhf.errors import RLHFError, counted
+from rlhf.formats import (
+    Answer,
     Columns,
-    errors_at,
+    Encoded,
+    Reader,
+    Rendered,
+    Row,
+    Unencoded,
     has,
-    keywords_of,
     missing_columns,
+    read_row,
+    render_prompt,
     shown,
-    tools_of,
     type_name,
 )
-from rlhf.data.encode import Encoded, Rendered
-from rlhf.data.example import Answer
-from rlhf.data.messages import as_messages
-from rlhf.data.tokens import Reader, Row, Unencoded, encode_all, reader_of
-from rlhf.errors import RLHFError, counted
+from rlhf_plugin_prm.config import PRMConfig
 
 
 def stepwise(row: Columns, reader: Reader) -> list[Unencoded]:
@@ -65,17 +67,12 @@ def encode_steps(
     tokenizer: Any,
     prompt: str | Sequence[Any],
     steps: Sequence[str],
-    *,
-    separator: str = "\n",
-    placeholder: str | None = None,
+    config: PRMConfig,
 ) -> Row:
-    """Return a prompt and its steps as token ids, encoded as core encodes `stepwise` rows: for
-    scoring steps without labels."""
+    """Return a prompt and its steps as token ids, encoded as in training: for scoring steps without
+    labels."""
     columns = {"prompt": prompt, "completions": list(steps), "labels": [None] * len(steps)}
-    reader = reader_of(tokenizer, separator=separator, placeholder=placeholder)
-    with errors_at("the prompt"):
-        unencoded = stepwise(columns, reader)
-    ((row,),) = encode_all([("the prompt", unencoded)], reader)
+    (row,) = read_row(stepwise, columns, tokenizer, section=config, where="the prompt")
     return row
 
 
@@ -89,27 +86,25 @@ def label_per_token(row: Row) -> list[float]:
 
 def _pieces(row: Columns, reader: Reader) -> tuple[list[str], list[int]]:
     """Return the texts after the prompt that are tokenised separately, and which end a step."""
+    separator = getattr(reader.section, "separator", "\n")
+    placeholder = getattr(reader.section, "placeholder", None)
     if has(row, "completions", "labels"):
         steps = _steps(row)
-        if reader.placeholder:
-            joined = reader.separator.join(step + reader.placeholder for step in steps)
-            return _marked_text("completions", joined, reader.placeholder)
-        pieces = [piece for step in steps for piece in (step, reader.separator)]
+        if placeholder:
+            joined = separator.join(step + placeholder for step in steps)
+            return _marked_text("completions", joined, placeholder)
+        pieces = [piece for step in steps for piece in (step, separator)]
         return pieces, list(range(1, len(pieces), 2))
     for name in ("completion", "text"):
         if has(row, name, "labels"):
-            return _marked_text(name, row[name], reader.placeholder)
+            return _marked_text(name, row[name], placeholder)
     raise missing_columns(row, "`prompt`, `completions` and `labels`")
 
 
 def _prompt(row: Columns, reader: Reader) -> str:
-    value = row.get("prompt")
-    if value is None and not has(row, "text"):
+    if not has(row, "prompt") and not has(row, "text"):
         raise missing_columns(row, "`prompt`, `completions` and `labels`")
-    if value is None or isinstance(value, str):
-        return value or ""
-    messages = as_messages("prompt", value)
-    return reader.chat.prompt(messages, tools=tools_of(row), keywords=keywords_of(row))
+    return render_prompt(row, reader)
 
 
 def _steps(row: Columns) -> list[str]:

@@ -1,5 +1,6 @@
 """Stepwise rows: where steps end, what their labels are, and errors with the row's name."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,19 +8,38 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import tokenizer_of as small_tokenizer
-from word_rows import WHERE, Section, made, read, refusal, texts, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_fuzz import READERS, USER, check, damaged_rows
+from transformers import AutoTokenizer
+from word_rows import OfFormat, made, read, refusal, texts, user
 
-from rlhf.data.examples import Report
-from rlhf.data.formats import read_rows
-from rlhf.data.stepwise import label_per_token
-from rlhf.data.tokens import Reader
+from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
+from rlhf.formats import read_row
+from rlhf.trainer import Example, Examples
+from rlhf_plugin_prm.config import PRMConfig
+from rlhf_plugin_prm.stepwise import label_per_token, stepwise
 
 STEPS = {"prompt": "say", "completions": ["one two", "three"], "labels": [True, 0.25]}
+MARKED = PRMConfig(separator=";")
+
+
+class NoSeparator:
+    """A section of another trainer."""
+
+    separator = ""
+
+
+class Labelled(OfFormat):
+    """Takes the rows with their labels."""
+
+    def example(self, row: Any) -> Example:
+        return Example(row.prompt, row.answers, {"label": [label_per_token(row)]})
 
 
 def test_steps_are_joined_by_the_separator_and_labelled_at_its_last_token() -> None:
-    (row,) = read("stepwise", Section(), **STEPS)
+    (row,) = read("stepwise", MARKED, **STEPS)
     assert texts(row) == ["say", "[one] [two] [;] [three] [;]"]
     assert row.columns["ends"] == [2, 4]
     assert row.columns["labels"] == [1.0, 0.25]
@@ -28,19 +48,19 @@ def test_steps_are_joined_by_the_separator_and_labelled_at_its_last_token() -> N
 
 
 def test_a_separator_of_several_tokens_ends_with_the_label() -> None:
-    (row,) = read("stepwise", Section(separator=" ; . "), **STEPS)
+    (row,) = read("stepwise", PRMConfig(separator=" ; . "), **STEPS)
     assert texts(row)[1] == "[one] [two] [;] [.] [three] [;] [.]"
     assert row.columns["ends"] == [3, 6]
 
 
 def test_without_a_separator_a_step_ends_with_its_last_token() -> None:
-    (row,) = read("stepwise", Section(separator=""), **STEPS)
+    (row,) = read("stepwise", NoSeparator(), **STEPS)
     assert texts(row)[1] == "[one] [two] [three]"
     assert row.columns["ends"] == [1, 2]
 
 
 def test_with_a_placeholder_steps_end_with_it_and_the_separator_comes_between() -> None:
-    section = Section(placeholder=" <step>")
+    section = PRMConfig(separator=";", placeholder=" <step>")
     (row,) = read("stepwise", section, **STEPS)
     assert texts(row)[1] == "[one] [two] [<step>] [;] [three] [<step>]"
     assert row.columns["ends"] == [2, 5]
@@ -56,19 +76,19 @@ def test_with_a_placeholder_steps_end_with_it_and_the_separator_comes_between() 
 
 
 def test_text_after_the_last_placeholder_is_kept_without_a_label() -> None:
-    section = Section(placeholder="<step>")
+    section = PRMConfig(separator=";", placeholder="<step>")
     (row,) = read("stepwise", section, text="say one <step> two", labels=[0])
     assert texts(row) == ["", "[say] [one] [<step>] [two]"]
     assert row.columns["ends"] == [2]
 
 
 def test_the_prompt_of_steps_may_be_a_conversation() -> None:
-    (row,) = read("stepwise", Section(), **{**STEPS, "prompt": [user("say")]})
+    (row,) = read("stepwise", MARKED, **{**STEPS, "prompt": [user("say")]})
     assert texts(row) == ["<user> say <assistant>", "[one] [two] [;] [three] [;]"]
 
 
 def test_a_step_without_a_known_label_is_not_labelled() -> None:
-    (row,) = read("stepwise", Section(), **{**STEPS, "labels": [None, 1]})
+    (row,) = read("stepwise", MARKED, **{**STEPS, "labels": [None, 1]})
     assert math.isnan(row.columns["labels"][0])
     assert row.columns["labels"][1] == 1.0
 
@@ -76,9 +96,8 @@ def test_a_step_without_a_known_label_is_not_labelled() -> None:
 def test_a_byte_pair_never_crosses_the_end_of_a_step() -> None:
     for kind in ("bytes", "blank"):
         tokenizer = small_tokenizer(kind)
-        reader = Reader(tokenizer)
         columns = {"prompt": "What is two", "completions": ["one.", "two."], "labels": [1, 0]}
-        ((row,),) = read_rows("stepwise", [(WHERE, columns)], reader)
+        (row,) = read_row(stepwise, columns, tokenizer)
         tokens = row.answers[0].tokens
         first, second = row.columns["ends"]
         assert tokens[first] == tokens[second]
@@ -125,31 +144,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("columns", "message"), REFUSED)
 def test_a_wrong_row_is_named_with_what_to_do(columns: dict[str, Any], message: str) -> None:
-    assert refusal("stepwise", **columns) == message
+    assert refusal("stepwise", MARKED, **columns) == message
 
 
 def test_steps_without_a_mark_or_a_token_are_refused() -> None:
-    section = Section(placeholder="<step>")
+    section = PRMConfig(separator=";", placeholder="<step>")
     assert refusal("stepwise", section, text="one . two", labels=[1]) == (
         "`text` does not contain the placeholder '<step>'; set placeholder to the text that ends "
         "each step"
     )
     empty = {**STEPS, "completions": ["one", ""]}
-    assert refusal("stepwise", Section(separator=""), **empty) == (
+    assert refusal("stepwise", NoSeparator(), **empty) == (
         "step 1 is empty; remove it and its label"
     )
 
 
 @pytest.fixture
-def path(tmp_path: Path, cache: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     return tmp_path / "rows.jsonl"
+
+
+def made_of_long_rows(path: Path, **data: Any) -> Examples:
+    return made("stepwise", LONG, path, trainer=Labelled, section=MARKED, max_tokens=8, **data)
 
 
 LONG = [STEPS, {**STEPS, "completions": ["one", "two " * 20]}, {**STEPS, "prompt": "say " * 9}]
 
 
 def test_labels_that_are_cut_off_are_counted(path: Path) -> None:
-    examples = made("stepwise", LONG, path, max_tokens=8, too_long="cut")
+    examples = made_of_long_rows(path, too_long="cut")
     assert [int(np.isfinite(example.values["label"][0]).sum()) for example in examples] == [2, 1]
     assert examples.counts["labels"].tolist() == [2, 1]
     assert str(examples.report) == (
@@ -160,22 +184,54 @@ def test_labels_that_are_cut_off_are_counted(path: Path) -> None:
     assert examples.report.lost["empty"] == (f"{path} line 3",)
 
 
-def test_values_per_token_next_to_trained_tokens_are_not_called_labels() -> None:
-    report = Report(rows=2, examples=2, tokens=9, trained=4, labels=12, labels_cut=1)
-    assert str(report) == (
-        "2 rows; 2 examples of 9 tokens; 4 trained on, 44.4 %; 12 per-token values; "
-        "1 per-token value cut off, 7.7 %"
-    )
-
-
 def test_rows_that_are_too_long_are_dropped_or_an_error(path: Path) -> None:
-    examples = made("stepwise", LONG, path, max_tokens=8)
+    examples = made_of_long_rows(path)
     assert str(examples.report) == (
         "3 rows; 2 too long (dropped), 66.7 %; 1 example of 6 tokens; 2 labels"
     )
     with pytest.raises(RLHFError) as caught:
-        made("stepwise", LONG, path, max_tokens=8, too_long="error")
+        made_of_long_rows(path, too_long="error")
     assert str(caught.value) == (
         f"{path} line 2: the row has 24 tokens, more than data.max_tokens 8; raise it or set "
         "data.too_long to drop or cut"
     )
+
+
+BASES: list[tuple[str, dict[str, Any]]] = [
+    ("stepwise", {"prompt": [USER], "completions": ["one", "and one"], "labels": [1, None]}),
+    ("stepwise", {"prompt": "two", "completion": "one <s> two <s>", "labels": [0.5, True]}),
+]
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(damaged_rows(BASES), st.sampled_from(READERS))
+def test_any_value_at_any_place_is_read_or_refused(
+    damaged: tuple[str, dict[str, Any]], reader: Any
+) -> None:
+    check(*damaged, reader)
+
+
+def test_a_system_text_beside_the_steps_is_the_prompts_system_message() -> None:
+    system = {"role": "system", "content": "be kind"}
+    steps = {"completions": ["one"], "labels": [1]}
+    (beside,) = read("stepwise", MARKED, prompt="What is two?", system="be kind", **steps)
+    (inside,) = read("stepwise", MARKED, prompt=[system, USER], **steps)
+    assert texts(beside) == texts(inside)
+
+
+SHARED = Path(__file__).parents[4] / "shared" / "data" / "prm"
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared rows are not here")
+@pytest.mark.parametrize("name", ["bigbench_mistake", "prmbench", "gsm8k_derived"])
+def test_real_steps_end_at_the_separator(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base_model_folder())
+    for line in (SHARED / f"{name}.eval.jsonl").read_text().splitlines()[:100]:
+        raw = json.loads(line)
+        (row,) = read_row(stepwise, raw, tokenizer)
+        assert tokenizer.decode(row.prompt) == raw["prompt"]
+        assert row.columns["labels"] == [float(label) for label in raw["labels"]]
+        start = 0
+        for step, end in zip(raw["completions"], row.columns["ends"], strict=True):
+            assert tokenizer.decode(row.answers[0].tokens[start : end + 1]) == step + "\n"
+            start = end + 1

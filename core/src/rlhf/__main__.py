@@ -22,7 +22,7 @@ def run_process() -> Never:
     that aborts the process if a thread of a collective waits for the interpreter's lock."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # Closed by what has started this process.
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     # DeepSpeed's launcher puts its own argument first.
     trains = "run" in sys.argv[1:3]
     if trains:

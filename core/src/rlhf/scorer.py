@@ -137,7 +137,7 @@ def _part(row: Row, answers: slice) -> Row:
 def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
     """Return the scorer of a run's `model/` folder. Raises RLHFError for any other folder."""
     try:
-        name = json.loads((folder / "config.json").read_text())[SCORED_BY]
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))[SCORED_BY]
         if not isinstance(name, str):
             raise TypeError
     except (OSError, ValueError, KeyError, TypeError):

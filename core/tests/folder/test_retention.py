@@ -110,3 +110,22 @@ def test_little_room_is_a_warning_and_enough_is_none(tmp_path: Path) -> None:
         "one take 10 GB"
     )
     assert retention.check_room(tmp_path, 2 * 10**9, CheckpointConfig(keep=4, max_gb=3.0)) == ""
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000003"])
+def test_a_file_where_a_checkpoint_would_be_is_known_before_the_first_step(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(RLHFError) as caught:
+        retention.check_room(tmp_path, 0, CheckpointConfig())
+    assert str(caught.value) == (
+        f"{tmp_path / name} is a file, not a folder; remove it or choose another --output"
+    )
+
+
+def test_files_of_the_user_beside_the_checkpoints_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-3.txt").touch()
+    assert retention.check_room(tmp_path, 0, CheckpointConfig()) == ""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import huggingface_hub
 import peft
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, config_of, empty, load, write_model
 from transformers import (
@@ -26,9 +28,10 @@ from transformers import (
 
 from rlhf.config.sections import Config, DataConfig, LoraConfig, ModelConfig
 from rlhf.errors import RLHFError, listed
+from rlhf.launch import hub
 from rlhf.model.adapters import check_uncompiled
 from rlhf.model.architecture import check_unquantized
-from rlhf.model.tokenizer import load_tokenizer
+from rlhf.model.tokenizer import load_tokenizer, read_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +217,23 @@ def test_an_adapter_that_does_not_load_is_reported(llama: str, tmp_path: Path) -
     assert failing(config_of(llama, model={"adapter": str(tmp_path)})) == (
         f"{tmp_path} is not an adapter folder: it has no readable adapter_config.json"
     )
+
+
+def test_no_request_waits_for_ever_for_a_hub_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask_for_description(name: str, **_: Any) -> None:
+        # transformers' tokenizers do this, without a limit.
+        HfApi(endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}").model_info(name)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", ask_for_description)
+    monkeypatch.setattr(hub, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(RLHFError, match=r"^no tokenizer in owner/name \(.*timed out"),
+    ):
+        read_tokenizer(ModelConfig(tokenizer="owner/name"))
 
 
 def test_a_name_that_the_hub_does_not_allow_is_reported(llama: str) -> None:

@@ -120,7 +120,7 @@ def _submit(job: str, options: argparse.Namespace) -> int:
             f"{program[0]} is not installed here; run the command without --start, save its "
             f"output, and submit it on a machine that has {program[0]}"
         )
-    return subprocess.run(program, input=job, text=True, check=False).returncode
+    return subprocess.run(program, input=job, encoding="utf-8", check=False).returncode
 
 
 def _host_file(command: list[str], options: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ class Verification:
         curve = self._compare_layouts(straight)
         self._run("resumed", self.layout, "--resume")
         resume = self._compare_resumed(straight)
-        versions = json.loads((straight / "versions.json").read_text())
+        versions = json.loads((straight / "versions.json").read_text(encoding="utf-8"))
         named = [f"{name} {versions[name]}" for name in ("python", *RECORDED) if name in versions]
         show("versions", ", ".join(named))
         print(f"{curve}, {resume}")
@@ -266,7 +266,7 @@ class Verification:
             **{config.backend_name: layout.stage},
         )
         file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(to_tree(config)))
+        file.write_text(yaml.safe_dump(to_tree(config)), encoding="utf-8")
         command = [sys.executable, "-m", "rlhf", "run", self.request.argv[1], str(file), *words]
         with (folder / OUTPUT).open("wb") as output:
             code = Ranks(
@@ -281,7 +281,7 @@ class Verification:
         if code == STOPPED:
             raise SystemExit(STOPPED)
         if code:
-            raise RunFailed(name, code, (folder / OUTPUT).read_text())
+            raise RunFailed(name, code, (folder / OUTPUT).read_text(encoding="utf-8"))
         show(label or name, describe(folder, layout))
         return folder
 
@@ -307,13 +307,13 @@ def listed(names: Sequence[str]) -> str:
 
 def stage_of(run: Path) -> int:
     """Return the stage that the backend chose, or of one without stages whether it shards."""
-    plan = json.loads((run / "plan.json").read_text())["policy"]
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))["policy"]
     return int(plan.get("stage", plan["sharded"]))
 
 
 def said(run: Path, label: str) -> str:
     """Return what a run printed after a label, or ""."""
-    match = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(), re.MULTILINE)
+    match = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else ""
 
 

@@ -27,7 +27,7 @@ def field_docs(cls: type) -> dict[str, str]:
 @functools.cache
 def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     source = getattr(sys.modules[module], "__file__", None) or ""
-    tree = ast.parse(Path(source).read_text() if source.endswith(".py") else "")
+    tree = ast.parse(Path(source).read_text(encoding="utf-8") if source.endswith(".py") else "")
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 

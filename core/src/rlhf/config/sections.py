@@ -76,7 +76,8 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not in the model's folder."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Recorded in versions.json of the run."""
+    """Run Python code that comes with the model, its tokenizer or a teacher. Recorded in
+    versions.json of the run."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of the weights in forward and backward; bf16 and fp16 keep fp32 masters."""
     init: Literal["pretrained", "random"] = "pretrained"

@@ -62,7 +62,7 @@ def _is_intact(folder: Path) -> bool:
     ranks of a launcher that has checked them before look only at their names."""
     checked = PARENT in os.environ
     try:
-        digests = dict(json.loads((folder / DIGESTS).read_text()))
+        digests = dict(json.loads((folder / DIGESTS).read_text(encoding="utf-8")))
         return all(
             (folder / name).is_file() if checked else sha256(folder / name) == digest
             for name, digest in digests.items()
@@ -96,7 +96,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(part)
         digests = {path.name: sha256(path) for path in part.iterdir()}
-        (part / DIGESTS).write_text(json.dumps(digests))
+        (part / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
         part.rename(folder)
     except OSError:
         # Another host wrote the same to a shared folder: locks do not reach across all file

@@ -26,7 +26,7 @@ FORMS = ("(^|/){}(/|$)", "(^|/){}[-._ 0-9]", "[-._ 0-9]{}(/|$)", "[-._ 0-9]{}[-.
 def has_subsets(folder: Path) -> bool:
     """Return whether README.md describes subsets of the folder."""
     card = folder / "README.md"
-    return card.is_file() and bool(CARD.match(card.read_text(errors="replace")))
+    return card.is_file() and bool(CARD.match(card.read_text(errors="replace", encoding="utf-8")))
 
 
 def files_of_splits(folder: Path) -> dict[str, list[str]]:

@@ -84,10 +84,12 @@ def _prepare_entry(
             mapping = RowsToTrees(source, numbers, data, trainer, reader)
             table = _tokenised(rows, mapping, Path(scratch))
             trees.write(table, folder / "examples.arrow")
-            (folder / "report.json").write_text(json.dumps(attrs.asdict(_report(table))))
+            (folder / "report.json").write_text(
+                json.dumps(attrs.asdict(_report(table))), encoding="utf-8"
+            )
 
     folder = once(cache_root() / "examples" / chosen, build)
-    report = Report(**json.loads((folder / "report.json").read_text()))
+    report = Report(**json.loads((folder / "report.json").read_text(encoding="utf-8")))
     lost = {
         why: tuple(source.name + place for place in places) for why, places in report.lost.items()
     }

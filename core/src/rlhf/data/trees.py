@@ -147,7 +147,7 @@ class TreeFile:
     @property
     def content(self) -> str:
         """A digest of all that training reads of the examples, which `write` has computed."""
-        return _beside(self.path).read_text()
+        return _beside(self.path).read_text(encoding="utf-8")
 
     def compute_content(self) -> str:
         """Return a digest of tokens, which are trained on, values, inputs and which are of one row,
@@ -197,7 +197,7 @@ def write(table: pa.Table, path: Path) -> None:
             kept = part.filter(pa.array(part["status"].to_numpy() <= CUT)).combine_chunks()
             if kept.num_rows:
                 writer.write_table(kept)
-    _beside(path).write_text(TreeFile(path).compute_content())
+    _beside(path).write_text(TreeFile(path).compute_content(), encoding="utf-8")
 
 
 def _beside(path: Path) -> Path:

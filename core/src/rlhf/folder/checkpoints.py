@@ -92,10 +92,10 @@ def commit(checkpoints: Path, step: int, *, ranks: int = 1) -> Path:
     _await_digests(part, ranks=ranks)
     files: dict[str, dict[str, object]] = {}
     for path in part.glob(DIGESTS.format("*")):
-        files |= json.loads(path.read_text())
+        files |= json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     manifest = {"format": FORMAT, "step": step, "files": files}
-    (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
     folders = (path for path in part.rglob("*") if path.is_dir())
     for path in (part / MANIFEST, *folders, part):
         _sync(path)
@@ -182,7 +182,7 @@ def find(
         if intact is not None:
             advice = remedy.replace("{}", name_of(intact))
         raise RLHFError(f"{what} is damaged: {problem}; {advice}")
-    if json.loads((folder / MANIFEST).read_text()).get("format") != FORMAT:
+    if json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format") != FORMAT:
         raise RLHFError(
             f"{folder} has the format of another version of rlhf; export its weights with the "
             "version that wrote it (rlhf export) and start from them"
@@ -194,7 +194,7 @@ def damage(folder: Path, *, contents: bool = True) -> str | None:
     """Return how a checkpoint differs from its manifest, or None if it does not. Without `contents`
     only names and sizes are compared, which reads none of the files."""
     try:
-        files = dict(json.loads((folder / MANIFEST).read_text())["files"])
+        files = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
         sizes = {name: int(file["size"]) for name, file in files.items()}
         expected = {name: file["sha256"] for name, file in files.items()}
     except FileNotFoundError:

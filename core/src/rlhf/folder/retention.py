@@ -9,6 +9,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder.checkpoints import (
     ASIDE,
     MANIFEST,
+    NAME,
     REPLACED,
     all_checkpoints,
     remove_unfinished,
@@ -59,8 +60,12 @@ def check_disk(folder: Path, size: int) -> int:
 def check_room(run: Path, size: int, limits: CheckpointConfig) -> str:
     """Return a warning, or nothing, on the room for checkpoints of `size` bytes in the folder of a
     run, after what killed saves left there is removed. Raises RLHFError if there is none for a
-    single one."""
-    remove_unfinished(run / "checkpoints")
+    single one, or a file where a folder has to be."""
+    folder = run / "checkpoints"
+    for path in (folder, *folder.glob("step-*")):
+        if path.is_file() and (path == folder or NAME.match(path.name)):
+            raise RLHFError(f"{path} is a file, not a folder; remove it or choose another --output")
+    remove_unfinished(folder)
     least = size * (1 if limits.best is None else 2)
     if limits.max_gb is not None and limits.max_gb * GB < least:
         kept = "a checkpoint takes" if limits.best is None else "the newest and the best take"
@@ -68,7 +73,7 @@ def check_room(run: Path, size: int, limits: CheckpointConfig) -> str:
             f"checkpoint.max_gb is {limits.max_gb:g} but {kept} {least / GB:.3g} GB; raise it, or "
             "set it to null"
         )
-    free = check_disk(run, size) + sum(map(_bytes, all_checkpoints(run / "checkpoints")))
+    free = check_disk(run, size) + sum(map(_bytes, all_checkpoints(folder)))
     needed = size * (limits.keep + 1)
     if limits.max_gb is not None:
         needed = min(needed, int(limits.max_gb * GB) + size)

@@ -274,7 +274,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of a run folder; empty if it is missing or damaged."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -284,7 +284,7 @@ def write_error(folder: Path, name: str, text: str) -> Path:
     """Write a traceback into `errors/` of a run folder and return its path."""
     path = folder / "errors" / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
 
 
@@ -344,7 +344,7 @@ class RunFolder:
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Write further lines of METRICS or SAMPLES."""
-        with (self.path / name).open("a") as file:
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     def identity(self) -> str:

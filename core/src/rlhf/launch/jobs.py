@@ -100,7 +100,7 @@ def read_hosts(path: Path) -> list[tuple[str, int]]:
     """Return name and number of ranks of each host: lines `NAME slots=N`, as the deepspeed launcher
     reads them. Raises RLHFError for a bad line, or if hosts have different numbers of slots."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise RLHFError(f"cannot read the host file {path} ({error.strerror})") from error
     except UnicodeDecodeError as error:

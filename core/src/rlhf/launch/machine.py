@@ -28,7 +28,9 @@ def describe_machine() -> Iterator[Finding]:
 def output_of(command: Sequence[str]) -> str:
     """Return the first line that a program prints, or "" if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return next(iter(done.stdout.splitlines()), "")
@@ -62,7 +64,7 @@ def _devices() -> Finding:
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = CGROUP.read_text().strip() if CGROUP.is_file() else ""
+    limit = CGROUP.read_text(encoding="utf-8").strip() if CGROUP.is_file() else ""
     if limit.isdecimal():
         total = min(total, int(limit))
     cores = len(os.sched_getaffinity(0))

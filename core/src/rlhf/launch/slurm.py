@@ -25,7 +25,7 @@ def _first_host() -> str:
     hosts = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     command = ["scontrol", "show", "hostnames", hosts]
     listed = shutil.which("scontrol") and subprocess.run(
-        command, capture_output=True, text=True, check=False
+        command, capture_output=True, encoding="utf-8", check=False
     )
     if not listed or listed.returncode or not listed.stdout:
         raise RLHFError(f"cannot find the first host of {hosts!r} with scontrol; set MASTER_ADDR")

@@ -71,13 +71,16 @@ def saved_config(model: ModelConfig) -> Any:
 def config_in(path: Path | str, **options: Any) -> Any:
     """Return transformers' config of a folder or of a model on the hub, without the attention that
     it names: that may need a library that is not here, and we have our own."""
-    architecture = AutoConfig.from_pretrained(path, **options)
+    # Without this option transformers asks on the terminal, and waits for the answer.
+    architecture = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **options})
     architecture._attn_implementation = None
     return architecture
 
 
 def unreadable_config(path: str, error: Exception) -> RLHFError:
     """Return the error for a folder or a name on the hub without a readable config."""
+    if needs_code(error):
+        return untrusted(f"model.path {path}")
     if (Path(path) / "config.json").is_file():
         # Only the key is the text of a KeyError.
         kind = "KeyError: " if isinstance(error, KeyError) else ""
@@ -88,6 +91,19 @@ def unreadable_config(path: str, error: Exception) -> RLHFError:
     return RLHFError(
         f"model.path {path} is neither a folder with a config.json nor a readable model on the "
         f"hub: {first_line(error)}"
+    )
+
+
+def needs_code(error: Exception) -> bool:
+    """Return whether transformers has refused to run the Python code of a model or a tokenizer."""
+    return "trust_remote_code=True" in str(error)
+
+
+def untrusted(name: str) -> RLHFError:
+    """Return the error for what has Python code of its own, without the user's permission."""
+    return RLHFError(
+        f"{name} needs Python code that comes with it; read that code, and set "
+        "model.trust_remote_code to true to run it"
     )
 
 

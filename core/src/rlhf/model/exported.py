@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
-from rlhf.model.architecture import DTYPES, config_in, settle_tying
+from rlhf.model.architecture import DTYPES, config_in, needs_code, settle_tying
 from rlhf.model.stored import TEMPLATES, TOKENIZER, WEIGHTS, damaged_file
 from rlhf.model.task import FORMS, Task, head_weights
 from rlhf.model.tying import check_tied
@@ -49,10 +49,13 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
                 config=architecture,
                 revision=revision,
                 dtype=DTYPES.get(dtype, dtype),
+                trust_remote_code=False,
                 weights_only=True,
                 output_loading_info=True,
             )
     except Exception as error:  # A damaged folder may raise anything.
+        if needs_code(error):
+            raise not_run(f"the base model {base} of {folder}" if adapted else folder) from error
         damaged = damaged_file(folder, READ) or damaged_file(base, READ)
         if not adapted:
             raise damaged or RLHFError(
@@ -87,12 +90,22 @@ def exported_tokenizer(folder: Path | str) -> Any:
     if damaged := damaged_file(folder, TEMPLATES):
         raise damaged
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # A damaged folder may raise anything.
+        if needs_code(error):
+            raise not_run(f"the tokenizer in {folder}") from error
         raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"cannot load the tokenizer in {folder} ({first_line(error)}); pass the model/ folder "
             "of a run"
         ) from error
+
+
+def not_run(name: Path | str) -> RLHFError:
+    """Return the error for what has Python code of its own, which an export is opened without."""
+    return RLHFError(
+        f"{name} needs Python code that comes with it, which only runs and rlhf export may run; "
+        "use transformers and peft in a script of your own, with trust_remote_code=True"
+    )
 
 
 def task_of(task_type: str | None) -> Task:

@@ -43,7 +43,10 @@ def name_in_errors(config: Config, model: ModelConfig, field: str) -> str:
         return of_folder
     if field == "revision" and revision in own_settings(config):
         return revision
-    section = "model" if model.path == config.model.path else ModelConfig.__name__
+    # Trainers pass the permission of the section `model` on.
+    is_permission = field == "trust_remote_code" and not config.model.trust_remote_code
+    of_run = is_permission or model.path == config.model.path
+    section = "model" if of_run else ModelConfig.__name__
     return f"{section}.{field}"
 
 

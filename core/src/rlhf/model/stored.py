@@ -119,7 +119,7 @@ def weight_files(folder: Path, names: Sequence[str] = MODEL) -> list[Path]:
         if path.is_file():
             return [path]
         if index.is_file():
-            shards = json.loads(index.read_text())["weight_map"].values()
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             return sorted({folder / shard for shard in shards})
     return []
 

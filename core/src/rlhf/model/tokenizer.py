@@ -15,10 +15,11 @@ from rlhf.config.sections import Config, ModelConfig
 from rlhf.config.source_names import check_model_folder
 from rlhf.data.clock import with_day
 from rlhf.errors import RLHFError, first_line
-from rlhf.model.architecture import resolved, saved_config
+from rlhf.launch.hub import limit_waits
+from rlhf.model.architecture import needs_code, resolved, saved_config, untrusted
 from rlhf.model.stored import TEMPLATES, TOKENIZER, damaged_file, model_folder
 
-CHATML = Path(__file__).with_name("chatml.jinja").read_text()
+CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8")
 """The template that many models share, for `data.chat_template: chatml`. It refuses what ChatML
 cannot express."""
 
@@ -60,6 +61,8 @@ def read_tokenizer(model: ModelConfig) -> Any:
     path = resolved(model.tokenizer or model.path, setting)
     if not model.tokenizer:
         check_model_folder(path)
+    if not Path(path).is_dir():
+        limit_waits()
     folder = model_folder(path, revision) or path
     if damaged := damaged_file(folder, TEMPLATES):
         raise damaged
@@ -70,6 +73,8 @@ def read_tokenizer(model: ModelConfig) -> Any:
     except Exception as error:  # A damaged folder may raise anything.
         if not model.tokenizer:
             saved_config(model)  # It is read with the tokenizer, and may be what is wrong.
+        if needs_code(error):
+            raise untrusted(f"the tokenizer in {path}") from error
         raise damaged_file(folder, TOKENIZER) or RLHFError(
             f"no tokenizer in {path} ({first_line(error)}); check the name, or set model.tokenizer"
         ) from error

@@ -220,7 +220,7 @@ def _not_installed(kind: str, name: str) -> str:
 
 def known_plugins(kind: str) -> dict[str, str]:
     """Return names and distributions of our own plugins, from a list generated out of plugins/."""
-    lines = Path(__file__).with_name("known_plugins.txt").read_text().splitlines()
+    lines = Path(__file__).with_name("known_plugins.txt").read_text(encoding="utf-8").splitlines()
     return {name: package for of, name, package in map(str.split, lines) if of == kind}
 
 

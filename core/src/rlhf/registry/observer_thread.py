@@ -70,7 +70,7 @@ class ObserverThread(threading.Thread):
         file = folder / "errors" / f"observer-{self._observer}.txt"
         try:
             file.parent.mkdir(exist_ok=True)
-            file.write_text(_printable(text))
+            file.write_text(_printable(text), encoding="utf-8")
             self.warn(problem, f"; see {file}")
         except OSError:
             self.warn(problem, f"; its traceback:\n{text}")

@@ -151,7 +151,7 @@ def _prepare(session: Session, part: Path, step: int, *, copied: bool) -> Callab
     random_state.save(paths[0], mesh.device)
     if mesh.rank == 0:
         paths.append(part / RUN)
-        paths[-1].write_text(json.dumps(_state(session, step), indent=1) + "\n")
+        paths[-1].write_text(json.dumps(_state(session, step), indent=1) + "\n", encoding="utf-8")
         if session.rollouts is not None:
             paths += session.rollouts.save(part, step)
     parts = {}
@@ -204,7 +204,7 @@ def restore_schedule(schedule: LRScheduler, state: dict[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / RUN).read_text())
+    return json.loads((folder / RUN).read_text(encoding="utf-8"))
 
 
 def _data(train: Examples) -> list[int | str]:

@@ -83,7 +83,9 @@ def first_changed(run: Path, reference: Path) -> str:
     """Return the first tensor, or else the first file, of the last checkpoints of two runs that is
     not the same to the last bit; "" if there is none."""
     folders = [step_folder(folder / "checkpoints", STEPS) for folder in (run, reference)]
-    files, expected = (json.loads((each / MANIFEST).read_text())["files"] for each in folders)
+    files, expected = (
+        json.loads((each / MANIFEST).read_text(encoding="utf-8"))["files"] for each in folders
+    )
     changed = [name for name in {**files, **expected} if files.get(name) != expected.get(name)]
     if not changed:
         return ""

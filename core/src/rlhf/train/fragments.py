@@ -36,7 +36,7 @@ def write_plain(engine: Engine, state: EngineState, folder: Path) -> Path:
     buffers = {name: list(buffer.shape) for name, buffer in engine.module.named_buffers()}
     whole = {name: list(whole_shape(item)) for name, item in engine.module.named_parameters()}
     plain = {"shapes": buffers | whole, "more": state.more}
-    path.write_text(json.dumps(plain, indent=1) + "\n")
+    path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -99,7 +99,7 @@ def check_model(folder: Path, module: nn.Module) -> None:
             f"{folder.parent} has no {folder.name}, which this run trains; start again with "
             "--overwrite"
         )
-    saved = json.loads((folder / PLAIN).read_text())["shapes"]
+    saved = json.loads((folder / PLAIN).read_text(encoding="utf-8"))["shapes"]
     for name, parameter in module.named_parameters():
         shape = list(whole_shape(parameter))
         if parameter.requires_grad and saved.get(name) != shape:
@@ -125,7 +125,7 @@ class SavedEngine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        plain = json.loads((folder / PLAIN).read_text())
+        plain = json.loads((folder / PLAIN).read_text(encoding="utf-8"))
         self.shapes: dict[str, list[int]] = plain["shapes"]
         self.more: Mapping[str, Any] = plain["more"]
         self._slices: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)

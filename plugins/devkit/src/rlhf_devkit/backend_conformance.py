@@ -202,7 +202,7 @@ class BackendConformance:
             pytest.skip("this backend has no entry point")
         module = find("backend", self.backend).value.partition(":")[0]
         code = f"import sys, {module}; print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
         assert not done.stderr, done.stderr
         assert done.stdout == "False\n", f"{module} imports torch"
 

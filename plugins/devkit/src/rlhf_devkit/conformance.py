@@ -110,7 +110,7 @@ class TrainerConformance:
             f"load_trainer({self.trainer!r}); "
             "print(*sorted({'torch', 'transformers', 'deepspeed', 'datasets'} & {*sys.modules}))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
         assert not done.stderr, f"the record of {self.trainer} cannot be read: {done.stderr}"
         assert not done.stdout.strip(), (
             f"the record of {self.trainer} imports {done.stdout.strip()}; import them in the "
@@ -121,7 +121,7 @@ class TrainerConformance:
     def test_the_configuration_survives_a_round_trip(self, bench: Bench, tmp_path: Path) -> None:
         config = read_config(self.trainer, overrides=bench.words).config
         file = tmp_path / "config.yaml"
-        file.write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+        file.write_text(yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8")
         again = read_config(self.trainer, overrides=[str(file)]).config
         assert again == config, "a configuration that is written and read again differs"
         section: Any = type(config.own)

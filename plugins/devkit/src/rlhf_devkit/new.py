@@ -54,7 +54,7 @@ def new_command(kind: str, name: str, *, here: bool) -> int:
             for target, text in files.items():
                 file = part / target.relative_to(folder)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text)
+                file.write_text(text, encoding="utf-8")
     for target in files:
         print(f"wrote {target}")
     if here:
@@ -87,7 +87,7 @@ def _files(template: str, name: str) -> Iterator[tuple[str, str]]:
         sources["src/rlhf_backend_new_name/backend.py"] = PLAIN
     for path, source in sources.items():
         if "__pycache__" not in path:
-            yield _renamed(path, name), _renamed(source.read_text(), name)
+            yield _renamed(path, name), _renamed(source.read_text(encoding="utf-8"), name)
 
 
 def _renamed(text: str, name: str) -> str:

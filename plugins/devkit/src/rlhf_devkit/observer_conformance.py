@@ -97,7 +97,7 @@ class Watched:
     def failure(self, name: str) -> str:
         """Return the traceback of what the observer raised in that run, or ""."""
         file = self.bench.folder / name / "errors" / f"observer-{self.observer}.txt"
-        return file.read_text() if file.exists() else ""
+        return file.read_text(encoding="utf-8") if file.exists() else ""
 
     def record(self, name: str) -> RunRecord:
         """Return the record of a run in an empty folder."""

@@ -267,14 +267,16 @@ def _save(backend: Any, engine: Any, mesh: Any, folder: Path, *, step: int) -> N
     if mesh.rank == 0:
         write_plain(engine, state, folder)
         schedule = engine.schedule.state_dict()
-        (folder / RUN).write_text(json.dumps({"step": step, "schedule": schedule}))
+        (folder / RUN).write_text(
+            json.dumps({"step": step, "schedule": schedule}), encoding="utf-8"
+        )
     mesh.barrier()
 
 
 def _restore(backend: Any, engine: Any, folder: Path) -> dict[str, Any]:
     """Restore what `_save` wrote; returns the step."""
     backend.load_checkpoint(engine=engine, saved=SavedEngine(folder))
-    state = json.loads((folder / RUN).read_text())
+    state = json.loads((folder / RUN).read_text(encoding="utf-8"))
     restore_schedule(engine.schedule, state.pop("schedule"))
     return state
 

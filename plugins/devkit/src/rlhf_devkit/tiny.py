@@ -73,7 +73,7 @@ def make_model(folder: Path, *, seed: int = 0, ends_answers: bool = False) -> Pa
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write `rows` as JSON lines and return the path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -33,7 +33,10 @@ class KDTrainer(Trainer):
         self.run = run
         check_room(run, config)
         teacher = ModelConfig(
-            path=config.teacher, revision=config.teacher_revision, dtype=run.config.model.dtype
+            path=config.teacher,
+            revision=config.teacher_revision,
+            dtype=run.config.model.dtype,
+            trust_remote_code=run.config.model.trust_remote_code,
         )
         self.teacher = run.teacher(teacher, top=config.cache_top, temperature=config.temperature)
         self.policy = run.load("policy")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 
 from rlhf import scorer
 from rlhf.errors import RLHFError
@@ -23,15 +23,17 @@ class Scorer(scorer.Scorer):
 
     def __init__(self, folder: str | Path, *, device: str = "cpu", dtype: Any = "auto") -> None:
         config = process_config(folder)
-        by_token = config.prm_formulation == "token"
+        by_token = config["prm_formulation"] == "token"
         super().__init__(
             folder,
             task="causal" if by_token else "token",
-            tokens=config.prm_reward_tokens if by_token else None,
+            tokens=config["prm_reward_tokens"] if by_token else None,
             device=device,
             dtype=dtype,
         )
-        self.marks = PRMConfig(separator=config.prm_separator, placeholder=config.prm_placeholder)
+        self.marks = PRMConfig(
+            separator=config["prm_separator"], placeholder=config["prm_placeholder"]
+        )
 
     def encode(self, prompt: Any, answers: Sequence[Any]) -> Row:
         """Return the prompt and its answers as token ids; an answer is a list of steps, and its
@@ -53,13 +55,13 @@ class Scorer(scorer.Scorer):
         return self.scores(self.read(prompt, [steps])[0])
 
 
-def process_config(folder: str | Path) -> Any:
+def process_config(folder: str | Path) -> dict[str, Any]:
     """Return the config.json of a process reward model. Raises RLHFError for any other folder."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config, _ = PreTrainedConfig.get_config_dict(folder)
     except (OSError, ValueError):
-        config = None
-    if not hasattr(config, "prm_formulation"):
+        config = {}
+    if "prm_formulation" not in config:
         raise RLHFError(
             f"{folder} has no config.json of a process reward model; pass the model/ folder of a "
             "run of `rlhf run prm`"

@@ -19,7 +19,7 @@ def test_the_file_has_the_newest_step_and_the_end(tmp_path: Path) -> None:
     observer.on_start(run=run)
     observer.on_step(run=run, step=3, metrics={"loss": 0.5})
     observer.on_finish(run=run, error=ValueError("no more rows"))
-    assert json.loads((tmp_path / "status.json").read_text()) == {
+    assert json.loads((tmp_path / "status.json").read_text(encoding="utf-8")) == {
         "state": "failed: no more rows",
         "steps": 4,
         "step": 3,

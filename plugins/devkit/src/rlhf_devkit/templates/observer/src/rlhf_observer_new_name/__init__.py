@@ -28,7 +28,7 @@ class NewName:
 
     def _write(self, run: RunRecord, **changes: Any) -> None:
         self._status |= changes
-        (run.folder / "status.json").write_text(json.dumps(self._status) + "\n")
+        (run.folder / "status.json").write_text(json.dumps(self._status) + "\n", encoding="utf-8")
 
 
 plugin = ObserverPlugin(hooks="rlhf_observer_new_name:NewName")

@@ -16,6 +16,7 @@ REMOVED = {
         "deepspeed": {"tensor_parallel": 1, "sequence_parallel": 1},
         "train": {"trace": None},
         "data": {"train": [{"path": "d.jsonl", "convert": None}]},
+        "model": {"fp8": "reference"},
     },
     "rm": {"rm": {"loss": "log_exp"}, "deepspeed": {"tensor_parallel": 1}},
 }
@@ -49,6 +50,12 @@ def test_a_removed_setting_with_another_value_is_refused(tmp_path: Path) -> None
 
 
 def test_a_removed_value_is_refused_with_what_replaces_it(tmp_path: Path) -> None:
+    with pytest.raises(RLHFError) as caught:
+        read_config("sft", overrides=["--model.fp8", "reference"], inputs=False)
+    assert str(caught.value) == (
+        'model.fp8: expected one of tensorwise, rowwise, got "reference"; reference was '
+        "removed, use rowwise"
+    )
     recorded("sft", tmp_path, {"model": {"recompute": "offload"}})
     with pytest.raises(RLHFError) as caught:
         read_config("sft", recorded=tmp_path / "config.yaml")

@@ -17,7 +17,6 @@ from rlhf.reference.run_models import RunModels
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request
 from rlhf.train.dataset import prepare_data
-from rlhf.train.fp8_reference import reference_in_fp8
 from rlhf.train.set_up import step_fit
 
 OTHER = ("buffers", "optimizer's step")
@@ -39,8 +38,6 @@ def plan_command(
     fit = step_fit(request.config, data, mesh, hooks)
     if isinstance(fit.rehearsed, NotRehearsed):
         raise RLHFError(f"no plan: {fit.rehearsed.reason}")
-    if request.config.model.fp8 == "reference":
-        reference_in_fp8(fit.rehearsed.run.roles)
     choice, reason = choose(fit, any_tokens=request.config.batch.tokens == "auto")
     chosen = fit.under(*choice)
     rows = [_row(chosen, layout.name) for layout in fit.layouts]

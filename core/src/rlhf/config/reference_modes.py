@@ -16,20 +16,14 @@ def check_reference(
     """Raise RLHFError if this configuration cannot have this mode of a reference.
 
     `auto` chooses a possible mode, so it fails only where the reference has to be an engine: if it
-    moves every `every` steps, or if `model.fp8` is for a reference. `live` says that the trainer
-    needs more than log-probabilities of the answers in the rows.
+    moves every `every` steps. `live` says that the trainer needs more than log-probabilities of the
+    answers in the rows.
     """
-    in_fp8 = config.model.fp8 == "reference"
-    if mode == "auto" and every is None and not in_fp8:
+    if mode == "auto" and every is None:
         return
     mode = "engine" if mode == "auto" else mode
     name, setting = config.trainer_name, f"{config.trainer_name}.reference {mode}"
     has_adapter = config.lora is not None or config.model.adapter is not None
-    if mode != "engine" and in_fp8:
-        raise RLHFError(
-            f"{setting} cannot be combined with model.fp8 reference; choose engine, or remove "
-            "model.fp8"
-        )
     if mode == "adapter" and config.model.adapter is not None:
         raise RLHFError(
             f"{setting} would be the base model without model.adapter {config.model.adapter}, "
@@ -37,7 +31,7 @@ def check_reference(
         )
     if mode == "adapter" and config.lora is None:
         raise RLHFError(f"{setting} needs lora; choose engine or cache, or add --lora 16")
-    if mode == "engine" and config.model.quantize is not None and not in_fp8:
+    if mode == "engine" and config.model.quantize is not None:
         raise RLHFError(
             f"{setting} cannot be combined with model.quantize; choose adapter or cache"
         )

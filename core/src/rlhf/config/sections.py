@@ -69,6 +69,7 @@ def _has_direction(instance: object, attribute: object, value: str) -> None:
 class ModelConfig:
     """The model that is trained, and how it is represented."""
 
+    removed_settings: ClassVar[Mapping[str, tuple[Any, ...]]] = {"fp8": ("reference",)}
     path: str = ""
     """Folder or hub name of a model in the transformers layout."""
     revision: str | None = None
@@ -92,14 +93,13 @@ class ModelConfig:
     """Kernels of the layers on CUDA. none: the model's own. liger: fused norms, and Liger's rotary
     embedding and gates (arXiv 2410.10989), for the families in docs/models.md; an error if they
     cannot be used. compile: torch.compile of the layers, for any family; at ZeRO stages 0 to 2,
-    without quantize, with recompute none or full. auto: compile with fp8 tensorwise or rowwise,
-    else those of liger that can be used."""
-    fp8: Literal["tensorwise", "rowwise", "reference"] | None = None
+    without quantize, with recompute none or full. auto: compile with fp8, else those of liger
+    that can be used."""
+    fp8: Literal["tensorwise", "rowwise"] | None = None
     """Compute the layers' matrix products in FP8 by this recipe of torchao, except those of
     adapters. Faster for large models; the curve differs slightly. tensorwise: one scale per tensor;
-    rowwise: one per row, slower in training; reference: rowwise, only in the frozen second model of
-    a reference. Needs GPUs of compute capability 9.0, for tensorwise 8.9.
-    """
+    rowwise: one per row, slower in training. Needs GPUs of compute capability 9.0, for tensorwise
+    8.9."""
     router_loss: float | None = field(default=None, validator=optional(not_negative))
     """Coefficient of the load-balancing loss of a mixture of experts (arXiv 2101.03961), which each
     step of training adds to the loss. It is computed over each example, so that the curve does not
@@ -111,11 +111,6 @@ class ModelConfig:
     for 2 % more time. full: every layer (gradient checkpointing), for a fifth to a quarter more
     time. auto: the first of none, selective and full with which a step fits in the accelerator's
     memory."""
-
-    @property
-    def fp8_recipe(self) -> str | None:
-        """torchao's recipe for the products of this model, None if they are not in FP8."""
-        return None if self.fp8 == "reference" else self.fp8
 
 
 @documented

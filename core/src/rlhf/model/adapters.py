@@ -93,7 +93,6 @@ def check_uncompiled(folder: str, settings: Any, model: ModelConfig) -> None:
     """Raise RLHFError for an existing adapter that layers cannot be compiled with, as the settings
     of new ones are refused."""
     dora, stacked = (getattr(settings, name, None) for name in ("use_dora", "target_parameters"))
-    # With `model.fp8 reference`, it is the reference that has both.
     if (model.fp8 and (dora or stacked)) or (stacked and compiles(model)):
         kind = "DoRA" if dora else "adapters of stacked weights"
         raise RLHFError(

@@ -109,8 +109,6 @@ def choose_mode(
         chosen, reason = mode, "as configured"
     elif every is not None:
         chosen, reason = "engine", f"it moves towards the policy every {counted(every, 'step')}"
-    elif config.model.fp8 == "reference":
-        chosen, reason = "engine", "a second, frozen model, since model.fp8 is for it"
     elif config.lora is not None:
         chosen, reason = "adapter", "the policy with its adapter off, no second model"
     elif live or not num_rows:

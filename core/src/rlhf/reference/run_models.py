@@ -17,7 +17,6 @@ from rlhf.data.order import RunOrder, rounding_on, survey_draw
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError
 from rlhf.model.extra import first_values, notes_on_extra
-from rlhf.model.kernels.layers import for_reference
 from rlhf.model.packed import PackedModel
 from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.setting_names import name_in_errors, naming_model
@@ -138,7 +137,7 @@ class RunModels(ABC):
             extra = {name: value.to(policy.device) for name, value in spec.extra.items()}
             return EngineReference(engine=policy, mode="adapter", extra=extra)
         engine = self.load(
-            "reference", model=for_reference(self.config.model), trained=False, task=spec.task,
+            "reference", model=self.config.model, trained=False, task=spec.task,
             labels=spec.labels, extra=spec.extra, dropout=False,
         )  # fmt: skip
         if every is not None:

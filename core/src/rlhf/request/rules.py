@@ -17,7 +17,7 @@ def contradictions(config: Config) -> list[str]:
     unversioned = without_revisions(model.path)
     random, quantized = model.init == "random", model.quantize is not None
     best, lora = config.checkpoint.best, config.lora
-    fp8 = model.fp8_recipe is not None
+    fp8 = model.fp8 is not None
     compiled, not_compiled = model.kernels == "compile" or fp8, ("liger", "none")
     compiler = "model.fp8" if fp8 else "model.kernels compile"
     past = f"is more than train.steps {steps}; lower it"
@@ -48,10 +48,6 @@ def contradictions(config: Config) -> list[str]:
             fp8 and model.kernels in not_compiled,
         ),
         (f"model.quantize {exclusive} {compiler}; {remedy}", quantized and compiled),
-        (
-            f"model.quantize {exclusive} model.fp8 reference; {remedy}",
-            quantized and model.fp8 == "reference",
-        ),
         (
             f"model.recompute selective {exclusive} {compiler}; set it to auto, none or full",
             compiled and model.recompute == "selective",

@@ -88,7 +88,7 @@ class RunContext(RunModels):
         module = engine.module
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            module.layers = compile_layers(decoder(module.causal), config.model.fp8_recipe)
+            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine

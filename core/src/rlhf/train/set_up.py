@@ -12,7 +12,6 @@ from rlhf.hookspecs import RunRecord
 from rlhf.launch.places import Marker
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
-from rlhf.memory.rehearsal import Rehearsed
 from rlhf.model.kernels.ahead import compile_ahead
 from rlhf.model.kernels.tree import REHEARSED, Heads
 from rlhf.model.role import Role
@@ -24,7 +23,6 @@ from rlhf.train import random_state
 from rlhf.train.best import Best
 from rlhf.train.context import RunContext
 from rlhf.train.dataset import Dataset
-from rlhf.train.fp8_reference import fp8_line, reference_in_fp8
 from rlhf.train.fragments import num_bytes
 from rlhf.train.introduction import introduce_models, introduce_run, plans_of
 from rlhf.train.journal import Journal
@@ -59,9 +57,6 @@ def set_up(
     trainer.setup(run)
     check_setup(trainer, run.roles)
     check_samples(request.name, trainer, config, run.roles["policy"])
-    if config.model.fp8 == "reference":
-        with place.startup.part("reference in FP8"):
-            run.notes.append(fp8_line(run, trainer))
     random_state.seed_generators(config.train.seed, mesh.shards.rank)
     settings = {name: it for name, it in leaves(to_tree(config)).items() if it is not None}
     record = RunRecord(
@@ -125,8 +120,6 @@ def choose_fit(
     def chosen() -> tuple[Config, str, str, frozenset[Heads]]:
         REHEARSED.clear()
         choice, line = choose(fit, any_tokens=any_tokens)
-        if config.model.fp8 == "reference" and isinstance(fit.rehearsed, Rehearsed):
-            reference_in_fp8(fit.rehearsed.run.roles)
         under = fit.under(*choice)
         return under.resolved, under.layout, line, frozenset(REHEARSED)
 

@@ -114,7 +114,6 @@ CAPABILITIES = (
             "deepspeed.tensor_parallel",
             "model.kernels compile",
             "model.fp8",
-            "model.fp8 reference",
         ),
     ),
     Capability(
@@ -162,13 +161,6 @@ CAPABILITIES = (
         alternative="use the preset zero2",
     ),
     Capability(
-        feature="products in FP8 of a reference only",
-        setting="model.fp8 reference",
-        stages=(0, 1, 2),
-        precisions=("bf16",),
-        alternative="use the preset zero2",
-    ),
-    Capability(
         feature="layers divided over ranks (tensor parallelism)",
         setting="deepspeed.tensor_parallel",
         least="0.19.8",
@@ -179,7 +171,6 @@ CAPABILITIES = (
             "lora.dora",
             "model.kernels compile",
             "model.fp8",
-            "model.fp8 reference",
         ),
         alternative="use the preset zero2, or remove it: stage 3 divides all weights itself",
     ),

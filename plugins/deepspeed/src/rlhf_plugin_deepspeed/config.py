@@ -279,8 +279,7 @@ def settings_of(config: Any, resolved: Resolved) -> list[str]:
         "optim.states bf16": config.optim.states == "bf16",
         f"optim.name {config.optim.name}": True,
         "model.kernels compile": config.model.kernels == "compile",
-        "model.fp8": config.model.fp8_recipe is not None,
-        "model.fp8 reference": config.model.fp8 == "reference",
+        "model.fp8": config.model.fp8 is not None,
         "deepspeed.tensor_parallel": section.tensor_parallel > 1,
     }
     raw = [f"{RAW}{key}" for key, _ in leaves(section.config)]

@@ -23,5 +23,5 @@ FOREIGN = {
     if rule.ours
 }
 """Our name by theirs, as in `'learning_rate' is optim.lr here`."""
-REMOVED = {"offload": "full"}
-"""Values of earlier versions, and what replaces them (of `model.recompute`)."""
+REMOVED = {"offload": "full", "reference": "rowwise"}
+"""Values of earlier versions, and what replaces them (of `model.recompute`, `model.fp8`)."""

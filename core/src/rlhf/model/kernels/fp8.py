@@ -15,7 +15,7 @@ from rlhf.forwards import replace_forward
 from rlhf.model.kernels.fused import lacks
 from rlhf.model.kernels.meta import MetaNorm, MetaProduct
 
-FP8_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "reference": (9, 0)}
+FP8_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """Lowest compute capability for a value of `model.fp8`."""
 FP8_MULTIPLE = 16
 """Both sizes of a product in FP8 are multiples of this; other products stay as they are."""

@@ -9,7 +9,6 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch
@@ -42,7 +41,7 @@ def check_layers(architecture: Any, model: ModelConfig, device: torch.device) ->
 
 def check_compilable(model: ModelConfig, device: torch.device) -> None:
     """Raise RLHFError if `device` cannot run what `model.kernels` or `model.fp8` asks for."""
-    if not compiles(model) and model.fp8 is None:
+    if not compiles(model):
         return
     if not fused_on(device.type):
         raise RLHFError(
@@ -67,15 +66,7 @@ def check_packed(path: str, reason: str, model: ModelConfig, sequence: Axis) -> 
 
 def compiles(model: ModelConfig) -> bool:
     """Return whether layers are compiled; products in FP8 are slow otherwise."""
-    return model.kernels == "compile" or model.fp8_recipe is not None
-
-
-def for_reference(model: ModelConfig) -> ModelConfig:
-    """Return how a reference that is a second model computes. Without gradients, one scale per row
-    is faster than one per tensor, for which each factor is read once more."""
-    if model.fp8 != "reference":
-        return model
-    return attrs.evolve(model, fp8="rowwise", kernels="auto", recompute="none")
+    return model.kernels == "compile" or model.fp8 is not None
 
 
 def setting(model: ModelConfig) -> str:
@@ -107,7 +98,7 @@ def rehearse_layers(decoder: Any, model: ModelConfig) -> None:
     if model.recompute != "full":
         recompute_products(decoder, {id(layer): MetaGate.apply for layer in gates_of(decoder)})
     fuse_norms(decoder)
-    if model.fp8_recipe is not None:
+    if model.fp8 is not None:
         rehearse_fp8(layers_of(decoder))
 
 

@@ -3,16 +3,29 @@
 import os
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 import torch
 
+import sft_runs
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.readouts import answer_logprobs, token_logprobs
+from rlhf.request.reader import read_config
+from rlhf.train.rank import run_rank
 from rlhf.trainer import Loss, Sample, Term, Trainer
+
+
+def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
+    """A run of another trainer under SFT's name and section."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, trainer=f"odd_trainers:{trainer}")
+    _, ended = run_rank(attrs.evolve(request, plugin=plugin))
+    return 143 if ended == "signal" else 0, sft_runs.read_metrics(Path(request.config.output or ""))
 
 
 class SurveyTrainer(Trainer):

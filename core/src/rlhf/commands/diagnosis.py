@@ -25,7 +25,6 @@ from rlhf.registry.installed import find_backend, installed, is_satisfied, known
 VERSIONS = ("rlhf-core", "torch", "transformers")
 FEATURES = {
     "quantize": "model.quantize",
-    "serve": "rlhf serve",
 }
 """What needs an extra of rlhf-core."""
 FOLDERS = {
@@ -71,7 +70,8 @@ def _packages() -> Iterator[Finding]:
         for line in metadata.requires(name) or ():
             requirement, _, marker = line.partition(";")
             extra = next(iter(re.findall(r"extra == ['\"](\w+)['\"]", marker)), "")
-            if is_satisfied(line, extra=extra) or (extra and name != "rlhf-core"):
+            is_feature = name == "rlhf-core" and extra in FEATURES
+            if is_satisfied(line, extra=extra) or (extra and not is_feature):
                 continue
             yield Finding(
                 subject=extra or name,

@@ -35,12 +35,6 @@ CORE_COMMANDS = {
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",
     "doctor": "rlhf.commands.doctor:plugin",
-    "report": "rlhf.commands.records:report",
-    "push": "rlhf.commands.records:push",
-    "runs": "rlhf.commands.records:runs",
-    "migrate": "rlhf.commands.records:migrate",
-    "serve": "rlhf.commands.records:serve",
-    "launch": "rlhf.commands.records:launch",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}

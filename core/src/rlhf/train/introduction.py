@@ -96,7 +96,10 @@ def introduce_models(
         for name, role in run.roles.items()
         if role.plan.summary != policy.plan.summary
     ]
-    lines += [*policy_lines(policy, config.model), *run.notes, *curve_line(run)]
+    curve = depends_on_layout(run)
+    folder.once_begun(lambda: folder.write_summary(curve=curve))
+    lines += [*policy_lines(policy, config.model), *run.notes]
+    lines += [f"curve      {curve}"] if curve else []
     print("\n".join(lines), flush=True)
 
 
@@ -110,16 +113,14 @@ def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
     return [f"model      {model.path}: {size}{random}", f"attention  {policy.attention}"]
 
 
-def curve_line(run: RunContext) -> list[str]:
-    """Return why the loss curve of this run differs on other hardware, if it does."""
+def depends_on_layout(run: RunContext) -> str:
+    """Return why the loss curve of this run differs on other hardware, or ""."""
     reasons = []
     if dropout := max(largest_dropout(role.engine.module) for role in run.trained.values()):
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
         reasons.append("products in FP8 are rounded differently in other micro-batches")
-    return [f"curve      depends on ranks and batch.tokens: {', and '.join(reasons)}"] * bool(
-        reasons
-    )
+    return f"depends on ranks and batch.tokens: {', and '.join(reasons)}" if reasons else ""
 
 
 def plans_of(run: RunContext) -> dict[str, Any]:

@@ -12,7 +12,8 @@ RUN pip install --no-cache-dir torch==2.13.0
 COPY core /src/core
 COPY plugins /src/plugins
 RUN pip install --no-cache-dir \
-    /src/core[kernels,serve] \
+    /src/core \
+    /src/plugins/kernels \
     /src/plugins/deepspeed \
     /src/plugins/sft \
     /src/plugins/dpo \
@@ -20,6 +21,9 @@ RUN pip install --no-cache-dir \
     /src/plugins/kd \
     /src/plugins/kto \
     /src/plugins/prm \
+    /src/plugins/migrate \
+    /src/plugins/tools \
+    /src/plugins/serve \
     /src/plugins/tensorboard
 
 WORKDIR /work

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(system) / "torchinductor_tests"))
     config.stash[TEMPORARY] = Path(tempfile.mkdtemp(prefix="rlhf-tests-"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(config.stash[TEMPORARY])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With `--durations`, print the seconds that each file took."""
+    if terminalreporter.config.option.durations is None:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, took in seconds.most_common():
+        terminalreporter.write_line(f"{took:8.1f}  {file}")
+    terminalreporter.write_line(f"{sum(seconds.values()):8.1f}  together")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rlhf.data.packing import blank_batch
-from rlhf.model.kernels.flash import flash_row
-from rlhf.model.kernels.tree import Scoring, fused_tree
-from rlhf.model.masks import Tree, TreeMask, has_flash, layout
+from rlhf.kernels import Scoring, Tree, TreeMask, blank_batch
+from rlhf_kernels.flash import flash_row
+from rlhf_kernels.rows import has_flash, layout
+from rlhf_kernels.tree import fused_tree
 
 Spans = tuple[tuple[int, tuple[int, ...]], ...]
 ROUNDS = 20

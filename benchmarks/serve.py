@@ -28,9 +28,9 @@ from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
-from rlhf.commands.push import model_folder
+from rlhf.folder.recorded import model_folder
 from rlhf.scorer import open_scorer
-from rlhf.serve.check import ALLOWED, flat, read_items, score
+from rlhf_serve.check import ALLOWED, flat, read_items, score
 
 TOKEN = "load"
 PAUSE = 0.25

@@ -7,9 +7,9 @@ operators instead of fused kernels. What is fast is held against it (`curves.py`
 import sys
 from typing import Any
 
-from rlhf import engine as kernels
+from rlhf import devices
 
-kernels.fused_on = lambda kind: False
+devices.fused_on = lambda kind: False
 
 from rlhf.commands.main import main  # noqa: E402
 from rlhf.model.probe import AttentionPath  # noqa: E402

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from rlhf import hookspecs
-from rlhf.config.foreign import PROJECTS, Rule
+from rlhf_migrate.foreign import FOREIGN, PROJECTS, Rule
 from rlhf_plugin_deepspeed.capabilities import CAPABILITIES
 from rlhf_plugin_deepspeed.config import OTHER_NAMES, PRESETS
 from rlhf_plugin_deepspeed.patches.install import path_of
@@ -25,7 +25,10 @@ from rlhf_plugin_deepspeed.patches.table import PATCHES
 
 FOLDER = Path(__file__).parent
 WIDTH = 100
-FOR_PLUGINS = ("plugin", "errors", "trainer", "formats", "scorer", "readouts", "engine", "demo")
+FOR_PLUGINS = (
+    *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
+    "demo",
+)
 PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_devkit")
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
@@ -131,6 +134,11 @@ def _projects() -> Iterator[str]:
         yield _table(("trainer", "here", "defaults that are written"), defaults)
 
 
+def foreign_names() -> str:
+    """Return the list of names by which core recognises settings of other projects."""
+    return "".join(f"{name} {ours}\n" for name, ours in FOREIGN.items())
+
+
 def _counterpart(rule: Rule, *, names_trainer: bool) -> str:
     """Return what a key is here: a setting in code, or words."""
     if names_trainer:
@@ -211,6 +219,7 @@ PAGES = {
     "configuration.md": configuration_page,
     "backends.md": backends_page,
     "migrate.md": migrate_page,
+    "../core/src/rlhf/config/foreign_names.txt": foreign_names,
     "api.md": api_page,
     "llms.txt": llms_page,
 }

@@ -1,14 +1,12 @@
 """Fixtures of the tests that concern more than one distribution."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import sft_runs
 from rlhf_devkit.ranks import ranks_fixture
-from served import TOKEN, Served, serving, train
 from sft_runs import Inputs
 
 one = ranks_fixture(1)
@@ -38,16 +36,3 @@ def real_data() -> Path:
     if not DATA.is_dir():
         pytest.skip("no folder of real rows here")
     return DATA
-
-
-@pytest.fixture(scope="session")
-def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a reward model."""
-    return train("rm", "preference", tmp_path_factory.mktemp("rm"))
-
-
-@pytest.fixture(scope="session")
-def server(rewards: Path) -> Iterator[Served]:
-    """A server of the reward model."""
-    with serving(rewards, "--token", TOKEN, "--max-tokens", "256") as served:
-        yield served

@@ -2,14 +2,30 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
 
+import attrs
+import numpy as np
 import torch
 
+import sft_runs
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
 from rlhf.readouts import answer_logprobs, token_logprobs
+from rlhf.request.reader import read_config
+from rlhf.train.rank import run_rank
 from rlhf.trainer import Loss, Sample, Term, Trainer
+
+
+def run_odd(trainer: str, words: list[str], cache: str) -> tuple[int, list[dict[str, Any]]]:
+    """A run of another trainer under SFT's name and section."""
+    os.environ["RLHF_CACHE"] = cache
+    request = read_config("sft", overrides=words)
+    plugin = attrs.evolve(request.plugin, trainer=f"odd_trainers:{trainer}")
+    _, ended = run_rank(attrs.evolve(request, plugin=plugin))
+    return 143 if ended == "signal" else 0, sft_runs.read_metrics(Path(request.config.output or ""))
 
 
 class SurveyTrainer(Trainer):
@@ -124,11 +140,15 @@ class RewardTrainer(Trainer):
     row_format = "demonstration"
     rollout_batches = 2
     rollout_passes = 2
+    rollout_values: ClassVar[Any] = {
+        "reward": "answer", "advantage": "answer", "finished": "answer", "read": "answer",
+        "logprob": "token",
+    }  # fmt: skip
     num_draws = 3
 
     def example(self, row: Any) -> Example:
-        (answer,) = row.answers
-        return self.rewarded(row.prompt, [Sample(answer.tokens, [0.0] * len(answer.tokens))])
+        gold = row.columns["messages"][-1]["content"]
+        return Example(row.prompt, row.answers, columns={"gold": gold})
 
     def rewarded(self, prompt: Any, samples: Sequence[Sample]) -> Example:
         rewards = [sum(token < 100 for token in it.tokens) / len(it.tokens) for it in samples]
@@ -136,9 +156,16 @@ class RewardTrainer(Trainer):
         values = {
             "reward": rewards,
             "advantage": [reward - mean for reward in rewards],
-            "logprob": [sample.logprobs for sample in samples],
+            "finished": [float(sample.finished) for sample in samples],
         }
         return Example(prompt, [Answer(sample.tokens) for sample in samples], values)
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        assert not self.policy.module.training
+        return self.policy(batch, token_logprobs)["logprobs"]
+
+    def answer_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        return self.policy(batch, answer_logprobs)["logprobs"]
 
     def setup(self, run: Any) -> None:
         self.policy, self.run = run.load("policy", dropout=False), run
@@ -153,9 +180,18 @@ class RewardTrainer(Trainer):
             seeds=[seed + number for seed in seeds for number in range(count)],
             max_new_tokens=6,
         )
-        return [
+        assert all(isinstance(example.columns["gold"], str) for example in examples)
+        made = [
             self.rewarded(example.prompt, drawn[count * place : count * (place + 1)])
             for place, example in enumerate(examples)
+        ]
+        logprobs = self.run.read(made, self.logprobs)
+        sums = self.run.read(made, self.answer_logprobs, per="answer")
+        for sample, known in zip(drawn, chain(*logprobs), strict=True):
+            assert np.allclose(sample.logprobs, known, atol=1e-4)
+        return [
+            attrs.evolve(example, values={**example.values, "logprob": each, "read": of_answers})
+            for example, each, of_answers in zip(made, logprobs, sums, strict=True)
         ]
 
     def loss(self, batch: PackedBatch) -> Loss:
@@ -165,6 +201,10 @@ class RewardTrainer(Trainer):
         gains = torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
         metrics = {
             "reward": (batch.values["reward"].sum(), "answers"),
+            "finished": (batch.values["finished"].sum(), "answers"),
+            "read": (batch.values["read"].sum(), "tokens"),
+            "logprob": (batch.values["logprob"][batch.predict_at].sum(), "tokens"),
             "ratio": (ratios.detach().sum(), "tokens"),
+            "clip": 0.2,
         }
         return Loss((Term(-gains.sum(), per="tokens"),), metrics)

@@ -26,6 +26,13 @@ CONTENT_MARKED = CHATML_MARKED.replace(
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}",
     "{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
 )
+NAMED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.name is defined %} name="
+    "{{ m.name }}{% endif %}{% if m.reasoning_content is defined %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template that prints each key that is defined."""
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
     "'<|end_header_id|>\n\n'"
@@ -100,6 +107,17 @@ CORPUS = [
     "What is two and two? The answer is four.\n\nUser: hello there\nAssistant: I think so. "
     "yes, no.\nassistant\n"
 ] * 4
+
+
+def calls_as(expression: str) -> str:
+    """A template that writes each call by an expression of its function `f`."""
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+        "{% for c in m.tool_calls or [] %}{% set f = c.function %}{{ f.name + ' ' }}"
+        + expression
+        + "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
 
 
 def tokenizer_of(kind: str, template: str | None = None) -> PreTrainedTokenizerFast:

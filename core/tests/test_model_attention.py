@@ -15,8 +15,7 @@ from transformers.masking_utils import (
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
 from rlhf.model import attention
-from rlhf.model.kernels.tree import Scoring
-from rlhf.model.masks import Tree, TreeMask, TreeTokens, lowest_visible
+from rlhf.model.masks import Scoring, Tree, TreeMask, TreeTokens, lowest_visible
 from rlhf.model.packed import PackedModel
 
 SPANS = (

@@ -17,14 +17,14 @@ from rlhf.config.sections import Config, OptimConfig
 from rlhf.devices import Deferred, fused_on, has_triton, on_device, rehearsing_on
 from rlhf.errors import RLHFError, SameOnAllRanks
 from rlhf.folder.disk import free_space, write_speed
-from rlhf.forwards import replace_forward
+from rlhf.forwards import replace_forward, replaced_forward
 from rlhf.sharding import Sharding, free, is_sharded, register_sharding, whole_shape
 
 __all__ = [
     "GIB", "Axis", "Deferred", "Engine", "EngineState", "Fragment", "LaterOutcome", "Layout",
     "Mesh", "ModelShape", "Plan", "Readout", "SavedState", "Sharding", "StateKind", "StepOutcome",
     "axes", "free", "free_space", "fused_on", "gib", "has_triton", "is_sharded", "on_device",
-    "register_sharding", "rehearsing_on", "replace_forward", "whole_shape",
+    "register_sharding", "rehearsing_on", "replace_forward", "replaced_forward", "whole_shape",
     "write_speed",
 ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A replacement is kept on the instance, so that the class and other models stay as they are, and
 parameters keep their names. Replacements of one model must come in this order, since each wraps or
-reads what the ones before it left (1 to 5 in `rlhf.model.kernels`):
+reads what the ones before it left (1 to 5 in the kernels, `rlhf_kernels` of ours):
 
 1. `norms.fuse_norms`: RMS norms run our kernels.
 2. `fused.fuse`: gated layers run Liger's kernels, or stand-ins on the meta device. The rotary

@@ -1,9 +1,10 @@
-"""What the module of a scorer imports: the base class of what scores answers with an exported
-model."""
+"""What the module of a scorer imports, the base class of what scores answers with an exported
+model, and what a server of scorers imports."""
 
 import abc
 import json
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +13,14 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from rlhf.config.sections import DataEntry
 from rlhf.data.batch import PackedBatch
+from rlhf.data.columns import errors_at, type_name
+from rlhf.data.encode import Encoder, common_prefix
 from rlhf.data.example import Example
+from rlhf.data.files import Source, parse_object
 from rlhf.data.order import rounding_on
+from rlhf.data.other_rows import with_our_columns
 from rlhf.data.packing import pack
 from rlhf.data.tokens import Row
 from rlhf.engine import Mesh
@@ -30,7 +36,17 @@ from rlhf.model.stored import damaged_file
 from rlhf.registry.imports import load_object, load_record
 from rlhf.registry.installed import find
 
-__all__ = ["Scorer"]
+__all__ = [
+    "Scorer",
+    "adds_bos",
+    "common_prefix",
+    "errors_at",
+    "open_scorer",
+    "parse_object",
+    "parts_of",
+    "read_rows",
+    "type_name",
+]
 
 MAX_TOKENS = 8192
 """Tokens of a forward pass by default."""
@@ -151,3 +167,19 @@ def open_scorer(folder: Path, *, device: str, dtype: Any) -> Scorer:
         raise RLHFError(f"{plugin} has no scorer, so {folder} cannot be served")
     scorer: Scorer = trainer.scorer(folder, device=device, dtype=dtype)
     return scorer
+
+
+def read_rows(path: str, format: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and the columns of each row of a file, a folder or a data set on the hub, in
+    a row format. Raises RLHFError for rows that cannot be read."""
+    source = Source(DataEntry(path=path), "eval", format)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = source.read(Path(scratch))
+        for number in range(len(rows)):
+            where, row = source.row(rows[number], number)
+            yield where, with_our_columns(row)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts BOS before a text."""
+    return Encoder(tokenizer).bos is not None

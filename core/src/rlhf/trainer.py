@@ -62,12 +62,13 @@ class Loss:
 
     terms: tuple[Term, ...]
     """The addends of the loss."""
-    metrics: Mapping[str, tuple[Tensor, str]] = field(factory=dict)
+    metrics: Mapping[str, tuple[Tensor, str] | float] = field(factory=dict)
     """`{name: (sum, per)}`; core detaches the sums, and the run reports sum / total(per). The names
     must be the same on all ranks and in all micro-batches; those that core uses, such as `loss`,
     are errors. Special values of `per`: with "" only `derive` gets the sum, which may have a
     dimension (a histogram); with "min" or "max" the value is the extreme of this micro-batch, and
-    the run reports the extreme of the step."""
+    the run reports the extreme of the step. A plain number, such as a coefficient, is reported as
+    it is; it must be the same on all ranks and in all micro-batches of the step."""
 
 
 @documented
@@ -80,6 +81,8 @@ class Sample:
     logprobs: list[float]
     """The log-probability of each token when it was drawn, at the temperature of the draw (at 1
     for temperature 0)."""
+    finished: bool = True
+    """Whether the answer has ended itself; if not, it was cut at its largest length."""
 
 
 @documented
@@ -105,6 +108,9 @@ class Trainer(abc.ABC):
     """How often the loss sees the examples of a rollout: they serve `rollout_batches` times
     `rollout_passes` optimizer steps, each on `batch.size` of them. The first pass keeps their
     order, later ones shuffle them."""
+    rollout_values: Mapping[str, Literal["example", "answer", "token"]] = {}
+    """What each value that only the examples of a rollout have is per. With it memory is planned
+    without blank values in `example`."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         self.config = config
@@ -349,3 +355,25 @@ class Run(Protocol):
         An answer depends only on its prompt and its seed, up to rounding. Collective: every rank
         passes the same prompts and gets all answers.
         """
+
+    def read(
+        self,
+        examples: Sequence[Example],
+        compute: Callable[[PackedBatch], Tensor],
+        *,
+        per: Literal["prediction", "answer"] = "prediction",
+    ) -> list[list[Any]]:
+        """Return for each of `examples` what `compute` returns of it, such as the values of a
+        critic for a rollout: a list with one entry for each answer.
+
+        `compute` gets micro-batches of at most `batch.tokens` tokens, without gradient and dropout.
+        It returns one number per prediction [N] or, with `per="answer"`, per answer [A]. Per
+        prediction an entry is an array with a number for each token of the answer, nan for tokens
+        that are not predicted. As a value of an `Example`, both are what `loss` gets.
+
+        Collective: every rank passes the same examples and computes its share of them.
+        """
+
+    def load_tokenizer(self, model: ModelConfig) -> Any:
+        """Return the tokenizer of another model, such as a reward model that has one of its own,
+        for `encode`."""

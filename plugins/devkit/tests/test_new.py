@@ -28,9 +28,15 @@ def install(project: Path, site: Path) -> None:
     subprocess.run([*command, "--target", str(site), str(project)], check=True)
 
 
+def environment(site: Path) -> dict[str, str]:
+    """Return the environment of a process that also finds what is installed in `site`."""
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run the tests of a distribution that is installed in `site`."""
-    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    env = environment(site)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     return subprocess.run(
         [*command, "--rootdir", str(project), str(project / "tests"), *more],
@@ -42,7 +48,7 @@ def run_tests(project: Path, site: Path, *more: str) -> subprocess.CompletedProc
 
 def run_commands(project: Path, site: Path) -> None:
     """Run the commands of a distribution's README, training for two steps."""
-    env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    env = environment(site)
     lines = (project / "README.md").read_text().splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("rlhf ")]
     assert commands

@@ -224,15 +224,9 @@ def test_a_row_without_a_prompt_keeps_its_answer() -> None:
     assert chosen(given, [4, 5], config) == {"student": [1], "teacher": []}
 
 
-@pytest.mark.parametrize(
-    ("more", "share"),
-    [(["--train.stop_at", "50"], 40), pytest.param([], 45, marks=pytest.mark.matrix)],
-    ids=["its beginning", "whole"],
-)
-def test_the_demo_brings_the_student_near_its_teacher(
-    more: list[str], share: float, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "rlhf", "run", "kd", *more]
+@pytest.mark.matrix
+def test_the_demo_brings_the_student_near_its_teacher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlhf", "run", "kd"]
     environment = os.environ | {"RLHF_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
@@ -244,4 +238,4 @@ def test_the_demo_brings_the_student_near_its_teacher(
     assert agreement is not None
     assert float(kl[2]) < 0.25 * float(kl[1])
     assert float(agreement[1]) < 10
-    assert float(agreement[2]) > share
+    assert float(agreement[2]) > 45

@@ -18,16 +18,13 @@ from rlhf.folder.disk import free_space, write_speed
 from rlhf.hookspecs import Finding
 from rlhf.launch.caches import cache_root
 from rlhf.launch.machine import GIB, describe_machine
+from rlhf.model.accelerated import installed_kernels
 from rlhf.registry.gateway import build_gateways, load_backend
-from rlhf.registry.installed import find_backend, installed, is_satisfied
+from rlhf.registry.installed import find_backend, installed, is_satisfied, known_plugins
 
 VERSIONS = ("rlhf-core", "torch", "transformers")
 FEATURES = {
-    "flash": "long rows on Hopper and later",
-    "fp8": "model.fp8",
-    "kernels": "model.kernels liger",
     "quantize": "model.quantize",
-    "serve": "rlhf serve",
 }
 """What needs an extra of rlhf-core."""
 FOLDERS = {
@@ -40,7 +37,8 @@ COLUMNS = (8, 15)
 
 def doctor_command(*, as_json: bool) -> int:
     """Print all findings; returns 2 if something is missing that every run needs, else 0."""
-    findings = [*_versions(), *_packages(), *describe_machine(), *_disks(), *_backends()]
+    findings = [*_versions(), *_packages(), *_kernels(), *describe_machine(), *_disks()]
+    findings += _backends()
     if as_json:
         print(json.dumps([attrs.asdict(each) for each in findings], indent=2))
     else:
@@ -72,7 +70,8 @@ def _packages() -> Iterator[Finding]:
         for line in metadata.requires(name) or ():
             requirement, _, marker = line.partition(";")
             extra = next(iter(re.findall(r"extra == ['\"](\w+)['\"]", marker)), "")
-            if is_satisfied(line, extra=extra) or (extra and name != "rlhf-core"):
+            is_feature = name == "rlhf-core" and extra in FEATURES
+            if is_satisfied(line, extra=extra) or (extra and not is_feature):
                 continue
             yield Finding(
                 subject=extra or name,
@@ -81,6 +80,24 @@ def _packages() -> Iterator[Finding]:
                 feature=FEATURES.get(extra, ""),
                 remedy=f"pip install '{f'{name}[{extra}]' if extra else requirement.strip()}'",
             )
+
+
+def _kernels() -> Iterator[Finding]:
+    """Yield what the installed kernels find, or that there are none."""
+    try:
+        kernels = installed_kernels()
+    except Exception as error:  # A plugin's code may raise anything.
+        here = first_line(error)
+        yield Finding(subject="kernels", here=here, state="missing", remedy="rlhf plugins check")
+        return
+    if kernels is not None:
+        yield from kernels.diagnose()
+        return
+    yield Finding(
+        subject="kernels", here="none; layers run in plain torch", state="optional",
+        feature="fused and compiled layers on CUDA",
+        remedy=f"pip install {known_plugins('kernels')['triton']}",
+    )  # fmt: skip
 
 
 def _disks() -> Iterator[Finding]:

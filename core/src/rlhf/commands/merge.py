@@ -29,14 +29,14 @@ def merge_command(source: str, output: str) -> int:
     # late: start-up time
     from transformers.utils.logging import disable_progress_bar
 
+    from rlhf.folder.card import write_card
     from rlhf.folder.disk import new_folder
+    from rlhf.folder.recorded import is_run
     from rlhf.model.adapters import adapter_settings, merged
     from rlhf.model.exported import exported_model, exported_tokenizer, task_of
     from rlhf.model.extra import exported_extra, save_extra
     from rlhf.model.save import save_weights
     from rlhf.model.stored import damaged_file
-    from rlhf.report.card import write_card
-    from rlhf.report.recorded import is_run
 
     disable_progress_bar()
     with new_folder(Path(output)) as target:

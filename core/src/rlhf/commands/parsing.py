@@ -61,10 +61,10 @@ def act(words: Sequence[str]) -> int:
 def _parser(name: str, record: CommandPlugin) -> "_Parser":
     """Return the parser of a command's own options, which may come before or after NAME."""
     parser = _Parser(prog=f"rlhf {name}", description=record.help)
+    record.arguments(parser)  # First, since parsers below this one are named after its usage.
     if record.takes != "nothing":
         parser.usage = f"rlhf {name} NAME {WORDS}"
         parser.epilog = f"NAME is a trainer, or FILE.py:CLASS.\n\n{SETTINGS}"
-    record.arguments(parser)
     return parser
 
 
@@ -125,21 +125,18 @@ def _overview() -> Iterator[str]:
     """Yield the lines that list commands: core's with their help, those of other distributions as
     their metadata say, and those of ours that are not installed."""
     others = [row for row in installed() if row.kind == "command"]
-    missing = known_plugins("command")
-    groups = {
-        "commands": [(name, load_record(find_command(name)).help) for name in CORE_COMMANDS],
-        "commands of other distributions": [
-            (row.name, f"{row.problem or row.summary} ({row.distribution})") for row in others
-        ],
-        "not installed": [
-            (name, f"pip install {package}")
-            for name, package in missing.items()
-            if name not in {row.name for row in others}
-        ],
+    names = {row.name for row in others}
+    missing = {
+        name: package for name, package in known_plugins("command").items() if name not in names
     }
-    for title, commands in groups.items():
-        if commands:
-            yield f"{title}:"
-            yield from (f"  {name:10} {text}" for name, text in commands)
-            yield ""
-    yield "`rlhf COMMAND --help` explains a command."
+    yield "commands:"
+    for name in CORE_COMMANDS:
+        yield f"  {name:10} {load_record(find_command(name)).help}"
+    for distribution in dict.fromkeys(row.distribution for row in others):
+        rows = [row for row in others if row.distribution == distribution]
+        yield f"\n{distribution}: {rows[0].summary}"
+        yield from (f"  {row.name:10} {row.problem or ''}".rstrip() for row in rows)
+    if missing:
+        yield "\nnot installed:"
+        yield from (f"  {name:10} pip install {package}" for name, package in missing.items())
+    yield "\n`rlhf COMMAND --help` explains a command."

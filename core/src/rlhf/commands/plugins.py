@@ -80,6 +80,10 @@ def _check(plugin: Installed) -> None:
         record = load_record(plugin)
         for path in filter(None, (record.read, record.demo)):
             load_object(path, plugin)
+    elif plugin.kind == "kernels":
+        from rlhf.model.accelerated import load_kernels  # late: start-up time
+
+        load_kernels(plugin)
     elif plugin.kind == "command":
         _check_command(plugin)
 

@@ -22,7 +22,7 @@ from rlhf.config.sections import Config, Observers
 from rlhf.errors import RLHFError, counted
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
-from rlhf.folder.run_folder import RANKS, RECORDED, logged
+from rlhf.folder.run_folder import RANKS, RECORDED, logged, read_json
 from rlhf.launch.hosts import place_of_host
 from rlhf.launch.local import Ranks, num_devices
 from rlhf.launch.signals import DAY, STOPPED, catch
@@ -148,7 +148,7 @@ class Verification:
     def _compare_layouts(self, straight: Path) -> str:
         """Compare with a run in another layout; if it differs, with one for each change. Returns
         the result in words."""
-        if reason := said(straight, "curve") or self._not_comparable(straight):
+        if reason := recorded(straight)["curve"] or self._not_comparable(straight):
             return f"curve not compared (it {reason})"
         other, folder = self._run_other(straight)
         apart = largest_difference(folder, straight)
@@ -206,7 +206,7 @@ class Verification:
         """Return a layout with another number of ranks, stage and budget."""
         layout, tokens = self.layout, self.data.largest(self.request.config)
         configured = self.data.with_token_budget(self.request.config).batch.budget
-        on_cpu = said(straight, "devices").endswith("cpu")
+        on_cpu = recorded(straight)["devices"].endswith("cpu")
         most = 2 if on_cpu else num_devices()
         if tokens == configured:
             tokens *= 2
@@ -238,7 +238,7 @@ class Verification:
         changed = first_changed(resumed, straight)
         if not changed:
             return "resume exact"
-        if said(straight, "devices").endswith("cpu") or self.request.config.train.deterministic:
+        if recorded(straight)["devices"].endswith("cpu") or self.request.config.train.deterministic:
             show("", f"differs in {changed}")
             return "resume differs"
         if not self._same_curve(resumed, straight, range(1, STEPS)):
@@ -311,10 +311,9 @@ def stage_of(run: Path) -> int:
     return int(plan.get("stage", plan["sharded"]))
 
 
-def said(run: Path, label: str) -> str:
-    """Return what a run printed after a label, or ""."""
-    match = re.search(f"^{label} +(.*)$", (run / OUTPUT).read_text(encoding="utf-8"), re.MULTILINE)
-    return match[1] if match else ""
+def recorded(run: Path) -> dict[str, Any]:
+    """Return what the folder of a run says of it as a whole."""
+    return read_json(run / "summary.json")
 
 
 def digits(value: float) -> str:

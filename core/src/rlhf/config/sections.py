@@ -328,7 +328,7 @@ class Config:
     """The whole configuration; the reader adds the trainer's and the backend's section."""
 
     trainer_key: ClassVar[str]
-    """What the trainer was found by: its name, or `name@distribution`."""
+    """What the trainer was found by: its name, or `FILE.py:CLASS`."""
     trainer_name: ClassVar[str]
     backend_name: ClassVar[str]
 

@@ -1,7 +1,9 @@
 """A strict reader on cattrs: plain data become attrs classes, and each problem has a path."""
 
+import functools
 import json
 import math
+import pathlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
@@ -10,11 +12,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 import cattrs
 
-from rlhf.config.foreign import FOREIGN, REMOVED
 from rlhf.config.source_names import local_path
 from rlhf.errors import nearest
 
 Path = tuple[str, ...]
+REMOVED = {"offload": "full", "reference": "rowwise"}
+"""Values of earlier versions, and what replaces them (of `model.recompute`, `model.fp8`)."""
 
 
 class ProblemsError(ValueError):
@@ -238,12 +241,25 @@ def _message(path: Path, text: str, root: type) -> str:
         return f"{dotted}: {reason}"
     if entries := next((here[name] for name in _with_entries(section, key)), None):
         return f"{dotted}: unknown setting; it belongs in an entry of {entries}"
-    if ours := anywhere.get(key) or FOREIGN.get(key):
+    if ours := anywhere.get(key) or foreign_names().get(key):
         return f"{dotted}: " * bool(above) + f"'{key}' is {ours} here"
     section_name, _, rest = key.partition(".")
     if rest and not above:
         return f"{dotted}: unknown setting; in a file, write `{section_name}: {{{rest}: ...}}`"
     return _unknown(dotted, key, here, anywhere)
+
+
+@functools.cache
+def foreign_names() -> dict[str, str]:
+    """Return our name by that of TRL, Axolotl, LLaMA-Factory and OpenRLHF, from a list that is
+    generated from the tables of rlhf-migrate."""
+    lines = (
+        pathlib.Path(__file__)
+        .with_name("foreign_names.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
+    return dict(line.split(" ", 1) for line in lines)
 
 
 def _unknown(dotted: str, key: str, here: Mapping[str, str], anywhere: Mapping[str, str]) -> str:

@@ -61,12 +61,13 @@ class Contract:
         with naming(call, moment, batch.rows), self._watching(name, call) as outputs:
             loss = self.trainer.loss(batch)
         check_loss(loss, call, training=training)
+        loss = detached(loss)
         check_counts(loss, totals, call)
         if training:
             check_roles(loss, self.trained.keys(), call)
         if training and outputs is not None:
             check_graph(loss, self.trained, outputs, call)
-        return with_router_losses(detached(loss), self.trained)
+        return with_router_losses(loss, self.trained)
 
     @contextmanager
     def _watching(self, name: str, call: str) -> Iterator[set[Any] | None]:
@@ -85,8 +86,15 @@ class Contract:
 
 
 def detached(loss: Loss) -> Loss:
-    """Return the loss with detached metrics, whose graphs would otherwise live until the next."""
-    metrics = {name: (value.detach(), per) for name, (value, per) in loss.metrics.items()}
+    """Return the loss with detached metrics, whose graphs would otherwise live until the next. A
+    plain number becomes the largest of those of all ranks and micro-batches."""
+    metrics = {}
+    for name, metric in loss.metrics.items():
+        if isinstance(metric, tuple):
+            metrics[name] = (metric[0].detach(), metric[1])
+        else:
+            device = loss.terms[0].sum.device
+            metrics[name] = (torch.full((), metric, dtype=torch.float64, device=device), "max")
     return Loss(loss.terms, metrics)
 
 

@@ -87,8 +87,8 @@ def check_counts(loss: Loss, totals: Totals, call: str) -> None:
         (f"a term {number}", term.per)
         for number, term in enumerate(loss.terms) if term.per not in totals
     ] + [
-        (f"the metric {name!r}", per)
-        for name, (_, per) in loss.metrics.items() if per not in {"", *EXTREMES, *totals}
+        (f"the metric {name!r}", metric[1]) for name, metric in loss.metrics.items()
+        if isinstance(metric, tuple) and metric[1] not in {"", *EXTREMES, *totals}
     ]  # fmt: skip
     if unknown:
         what, per = unknown[0]
@@ -128,10 +128,12 @@ def check_metrics(metrics: Mapping[str, Any], call: str) -> None:
             raise RLHFError(
                 f"{call} returned a metric {name!r}, a name that core uses itself; rename it"
             )
+        if isinstance(metric, int | float):
+            continue
         if not isinstance(metric, tuple) or len(metric) != 2:
             raise RLHFError(
                 f"{call} returned the metric {name!r} as {type(metric).__name__}; return a pair "
-                '(sum, "tokens")'
+                '(sum, "tokens"), or a number'
             )
         check_sum(metric[0], f"{call} returned a metric {name!r} whose sum", scalar=metric[1] != "")
 

@@ -106,7 +106,9 @@ class Sums:
         return ReducedSums(Deferred(values), shapes, dict(self._per), totals)
 
     def _add_metrics(self, loss: Loss) -> None:
-        for name, (value, per) in loss.metrics.items():
+        for name, metric in loss.metrics.items():
+            assert isinstance(metric, tuple), name  # The contract has made tensors of numbers.
+            value, per = metric
             self._add(name, per, value)
             self.metrics[name] = (per, value.shape)
 

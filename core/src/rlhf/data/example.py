@@ -40,6 +40,9 @@ class Example:
     """Further keyword arguments of the model, such as pixel values: tensors, arrays or nested
     lists. The cache keeps them as lists of numbers. Those of the examples in a batch are
     concatenated along the first dimension."""
+    columns: Mapping[str, Any] = field(factory=dict)
+    """What `rollout` needs of the row, such as the text that a reward compares with: plain data for
+    JSON, which the cache keeps and the loss does not get."""
 
 
 class ExampleMaker(Protocol):

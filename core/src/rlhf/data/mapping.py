@@ -98,7 +98,7 @@ def _cut(example: Example, size: int) -> Example:
         name: [row[:room] for row in value] if kind_of(value) == PER_TOKEN else value
         for name, value in example.values.items()
     }
-    return Example(prompt, answers, values, example.inputs)
+    return Example(prompt, answers, values, example.inputs, example.columns)
 
 
 def _alike(example: Example) -> bool:

@@ -42,7 +42,7 @@ TOKENS = ("prompt", "tokens", "ends", "trained")
 SCHEMA = pa.schema(
     [(name, pa.int64()) for name in NUMBERS]
     + [(name, pa.large_list(kind)) for name, kind in LISTS.items()]
-    + [(name, pa.string()) for name in ("place", "kinds", "inputs")]
+    + [(name, pa.string()) for name in ("place", "kinds", "inputs", "columns")]
 )
 """Offsets have 64 bits: the lists of a chunk are joined, which long rows make longer than 2**31."""
 CHUNK_ROWS = 8192
@@ -69,6 +69,7 @@ def tree(example: Example = NOTHING, *, place: str = "", **counts: int) -> dict[
         "place": place,
         "kinds": json.dumps({name: kind_of(values[name]) for name in names}) if names else "",
         "inputs": json.dumps(dict(example.inputs), default=_listed) if example.inputs else "",
+        "columns": json.dumps(dict(example.columns)) if example.columns else "",
     }
 
 
@@ -87,7 +88,8 @@ class TreeFile:
         batches = self._table.to_batches()
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)]).tolist()
         self._chunks = [{name: _numpy(batch[name]) for name in LISTS} for batch in batches]
-        self._inputs = any(len(text) for text in self._table["inputs"].unique().to_pylist())
+        self._texts = [name for name in ("inputs", "columns") if self._has(name)]
+        """Those columns of JSON that any example has."""
         kinds = self._table["kinds"].unique().to_pylist()
         self.kinds: list[dict[str, str]] = [json.loads(text) if text else {} for text in kinds]
 
@@ -109,8 +111,9 @@ class TreeFile:
             answers.append(Answer(tokens[start:end], mask))
             start = end
         values = _nested(part("values"), self.kinds[0], answers) if self.kinds[0] else {}
-        inputs = json.loads(self._table["inputs"][number].as_py() or "{}") if self._inputs else {}
-        return Example(part("prompt"), answers, values, inputs)
+        texts = {name: self._table[name][number].as_py() or "{}" for name in self._texts}
+        more = {name: json.loads(text) for name, text in texts.items()}
+        return Example(part("prompt"), answers, values, **more)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -140,7 +143,7 @@ class TreeFile:
                 # The digest does not depend on how wide the offsets are.
                 digest.update(np.diff(offsets).astype(np.int32).tobytes())
                 digest.update(values[offsets[0] : offsets[-1]].tobytes())
-        for text in self._input_texts():
+        for text in self._json(["inputs"]):
             digest.update(text)
         return digest.hexdigest()
 
@@ -150,8 +153,8 @@ class TreeFile:
         return _beside(self.path).read_text(encoding="utf-8")
 
     def compute_content(self) -> str:
-        """Return a digest of tokens, which are trained on, values, inputs and which are of one row,
-        in the order of the examples. It does not depend on the chunks."""
+        """Return a digest of tokens, which are trained on, values, inputs, columns and which are of
+        one row, in the order of the examples. It does not depend on the chunks."""
         digest = hashlib.sha256(json.dumps(self.kinds).encode())
         digest.update((np.diff(self.column("row")) != 0).data)
         for name in LISTS:
@@ -159,7 +162,7 @@ class TreeFile:
             for chunk in self._chunks:
                 offsets, values = chunk[name]
                 digest.update(values[offsets[0] : offsets[-1]].data)
-        for text in self._input_texts():
+        for text in self._json(self._texts):
             digest.update(text)
         return digest.hexdigest()
 
@@ -181,10 +184,16 @@ class TreeFile:
         columns = (chunk["values"] for chunk in self._chunks)
         return np.concatenate([values[offsets[:-1] + place] for offsets, values in columns])
 
-    def _input_texts(self) -> Iterator[bytes]:
-        """Yield the inputs of each example with their length; nothing if no example has any."""
-        for chunk in self._table["inputs"].chunks if self._inputs else ():
-            for text in chunk.to_pylist():
+    def _has(self, name: str) -> bool:
+        """Return whether any example has something in a column of JSON, which an older file may
+        lack."""
+        return name in self._table.column_names and any(self._table[name].unique().to_pylist())
+
+    def _json(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the text in columns of JSON of each example with its length, without those that no
+        example has."""
+        for name in (name for name in names if name in self._texts):
+            for text in self._table[name].to_pylist():
                 yield f"{len(text)} {text}".encode()
 
 

@@ -63,8 +63,8 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
-    "rlhf-core", "torch", "transformers", "deepspeed", "peft", "datasets", "torchdata", "pluggy",
-    "numpy", "triton", "liger-kernel",
+    "rlhf-core", "rlhf-kernels", "torch", "transformers", "deepspeed", "peft", "datasets",
+    "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _check_settings(request: Request, folder: Path) -> None:
     """Raise RLHFError for a changed setting that a resumed run may not change."""
     before = _recorded(folder)
     # The backend may be another one, with a section of its own.
-    backend = str(before.get("backend") or "").partition("@")[0]
+    backend = str(before.get("backend") or "")
     free = {*MAY_CHANGE, request.config.backend_name, backend}
     if request.config.model.fp8 is not None:
         free.remove("batch.tokens")  # FP8 rounds differently in other micro-batches.

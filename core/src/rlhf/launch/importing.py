@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from ctypes import CDLL
 from functools import cache
 from importlib import import_module, metadata
-from importlib.util import find_spec, module_from_spec
 from threading import Thread
-from types import ModuleType
 from typing import Any
 
 from rlhf.launch.caches import keep_compiled
@@ -69,24 +67,6 @@ def hiding(*packages: str) -> Iterator[set[str]]:
     finally:
         for name in hidden:
             del modules[name]
-
-
-def import_alone(module: str) -> ModuleType:
-    """Import a module without running its package's `__init__`, which may import much more. Unless
-    the package is already imported, the module and what it imports from the package are private
-    copies, absent from `sys.modules`."""
-    package = module.rpartition(".")[0]
-    if package in sys.modules:
-        return import_module(module)
-    spec = find_spec(package)
-    assert spec is not None, f"{package} is not installed"
-    sys.modules[package] = module_from_spec(spec)
-    try:
-        return import_module(module)
-    finally:
-        for name in [*sys.modules]:
-            if name == package or name.startswith(f"{package}."):
-                del sys.modules[name]
 
 
 def _import_transformers() -> None:
@@ -148,7 +128,6 @@ def _open_device() -> None:
             CDLL("libcuda.so.1").cuInit(0)
         with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
             torch.cuda.synchronize()
-        # It imports nothing of torch, whose modules the other thread may be importing.
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+        # torch for CUDA brings Triton. Its module imports nothing of torch, whose modules the other
+        # thread may be importing.
+        import_module("triton.runtime.cache").triton_key()

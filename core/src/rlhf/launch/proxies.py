@@ -8,7 +8,7 @@ LOCAL = ("localhost", "127.0.0.1", "127.0.0.0/8", "::1", "0.0.0.0")
 """What `no_proxy` calls these addresses. Some libraries read names only, some networks too."""
 
 
-def is_local(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Return whether a host in a URL is this machine, by its name or a loopback address."""
     name = host.lower().partition("%")[0].rstrip(".")
     if name in ("localhost", *_own_names()) or name.endswith(".localhost"):

@@ -11,7 +11,7 @@ from rlhf.engine import gib
 from rlhf.launch.garbage import without_collections
 from rlhf.memory.estimate import Estimate
 from rlhf.memory.fit import LEVELS, MARGIN, TOKENS_STEP, StepFit
-from rlhf.model.kernels.layers import compiles
+from rlhf.model.accelerated import recompute_levels
 
 START = 8192
 """Tokens of a micro-batch to begin with."""
@@ -68,8 +68,7 @@ def smaller(fit: StepFit, configured: Choice, *, any_tokens: bool) -> list[Choic
     """Return the choices that take less, those that add least time first."""
     levels: list[Recompute] = []
     if configured.recompute == "auto":
-        # A compiler decides by itself what it keeps of a layer.
-        levels = ["full"] if compiles(fit.config.model) else ["selective", "full"]
+        levels = recompute_levels(fit.config.model)
     least = max(fit.largest, TOKENS_STEP)
     halves = (configured.tokens >> by for by in range(1, configured.tokens.bit_length()))
     fewer = [tokens for tokens in halves if tokens >= least] if any_tokens else []

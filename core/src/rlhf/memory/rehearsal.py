@@ -22,6 +22,7 @@ from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
 from rlhf.data.layout import Rows
 from rlhf.data.order import RunOrder, SurveyRows
+from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
@@ -126,10 +127,11 @@ def _rehearse(trainer: Trainer, run: "Rehearsal") -> Rehearsed:
     order = run.order(actor)
     most = largest(order, run.steps, made=tokens_made(actor, order))
     modules = [role.engine.module for role in run.roles.values()]
-    seen = None if most.survey is None else run.without_values(most.survey)
+    made = actor.rollout_values
+    seen = None if most.survey is None else run.without_values(most.survey, made)
     return Rehearsed(
         run=run,
-        step=count_step(actor, run.without_values(most.loss), modules, surveyed=seen),
+        step=count_step(actor, run.without_values(most.loss, made), modules, surveyed=seen),
         tokens=len(most.loss.tokens),
         accumulates=most.accumulates,
     )
@@ -260,9 +262,20 @@ class Rehearsal(RunModels):
     def sample(self, *arguments: Any, **options: Any) -> list[Sample]:
         raise UnknownError("its setup samples answers, which are not known without values")
 
-    def without_values(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch on the meta device, with the values that a cache would add."""
+    def read(self, *arguments: Any, **options: Any) -> list[list[Any]]:
+        raise UnknownError("its setup reads examples, which is not possible without values")
+
+    def without_values(self, batch: PackedBatch, made: Mapping[str, str]) -> PackedBatch:
+        """Return the batch on the meta device, with the values that a rollout and a cache would
+        add; `made` says what those of the rollout are per."""
         moved = batch.to(META)
+        sizes = {
+            PER_EXAMPLE: batch.num_examples,
+            PER_ANSWER: batch.num_answers,
+            PER_TOKEN: len(batch.tokens),
+        }
+        for name, kind in made.items():
+            moved.values[name] = torch.empty(sizes[kind], device=META)
         for name, width in self._attached.items():
             shape = (len(batch.tokens), *(() if width is None else (width,)))
             moved.values[name] = torch.empty(shape, device=META)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
-from rlhf.model.kernels.layers import compiles, setting
+from rlhf.model.accelerated import compiles, setting
 from rlhf.model.stored import ADAPTER_FILES, damaged_file
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.tying import differ, untie

@@ -13,11 +13,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from rlhf.model.accelerated import kernels_on
 from rlhf.model.head import soft_capped
-from rlhf.model.kernels.libraries import KINDS, LIBRARIES, choose_libraries
-from rlhf.model.kernels.meta import MetaAttention
-from rlhf.model.kernels.tree import REHEARSED, Scoring, fused_tree, heads_of, scale_of
-from rlhf.model.masks import TreeMask, TreeTokens, lowest_visible
+from rlhf.model.masks import Scoring, TreeMask, TreeTokens, lowest_visible, scale_of
 from rlhf.model.sequence import part_of_rank, to_heads, to_tokens
 
 NAME = "rlhf_tree"
@@ -43,10 +41,11 @@ def tree_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -
         if isinstance(attention_mask, TreeTokens):
             attention_mask = attention_mask.as_subclass(torch.Tensor)
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-    if kwargs.get("local_size") is None:
-        # Here and not in a layer, which may be compiled or recomputed.
-        return TreeMask(tree, None, choose_libraries(tree))
-    return TreeMask(tree, lowest_visible(tree, kwargs["mask_function"]))
+    windowed = kwargs.get("local_size") is not None
+    lowest = lowest_visible(tree, kwargs["mask_function"]) if windowed else None
+    kernels = kernels_on(tree.owner.device)
+    row = None if kernels is None else kernels.row(tree, windowed=windowed)
+    return TreeMask(tree, lowest, row)
 
 
 def tree_attention(
@@ -81,13 +80,34 @@ def tree_attention(
 def row_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute attention of a whole row by what is fastest on its device."""
+    """Compute attention of a whole row, by a kernel if one runs on its device."""
+    if mask.row is not None:
+        output: Tensor = mask.row.attend(query, key, value, mask, scoring)
+        return output
     if query.device.type == "meta":
-        REHEARSED.add(heads_of(query, key, value, scoring))
-        flash = "flash" in mask.tree.libraries and is_plain(mask, scoring)
-        return MetaAttention.apply(query, key, value, flash)
-    attend = kernel_tree if mask.fused else split_tree
-    return attend(query, key, value, mask, scoring)
+        return MetaAttention.apply(query, key, value)
+    return split_tree(query, key, value, mask, scoring)
+
+
+class MetaAttention(torch.autograd.Function):
+    """What SDPA keeps for backward, on the meta device: its inputs, its output and a float per
+    row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normaliser)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, normaliser = ctx.saved_tensors
+        # The real backward holds one more float per row while it runs.
+        held = torch.empty_like(normaliser)
+        changes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del held
+        return changes
 
 
 def divided_attention(
@@ -104,8 +124,8 @@ def divided_attention(
 def split_tree(
     query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
 ) -> Tensor:
-    """Compute one product per example, where our kernel does not run: a dense mask of the whole row
-    would take the square of its length."""
+    """Compute one product per example in plain torch: a dense mask of the whole row would take the
+    square of its length."""
     lengths = list(mask.tree.lengths)
     *examples, rest = zip(
         *(part.split(lengths, dim=2) for part in (query, key, value)), strict=True
@@ -165,24 +185,3 @@ def scores_of(products: Tensor, query: Tensor, scoring: Scoring) -> Tensor:
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     """Repeat key or value [1, KV heads, L, D] -> [1, heads, L, D]."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
-
-
-def kernel_tree(
-    query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scoring: Scoring
-) -> Tensor:
-    """Compute the row on CUDA, by a library if `choose_libraries` has chosen one."""
-    kind = heads_of(query, key, value, scoring)
-    name = None
-    if is_plain(mask, scoring):
-        if not torch.compiler.is_compiling():
-            KINDS.add(kind)
-        name = mask.libraries.get(kind)
-    if name is None:
-        return fused_tree(query, key, value, mask, scoring)
-    return LIBRARIES[name].attend(query, key, value, mask.tree, kind.scale)
-
-
-def is_plain(mask: TreeMask, scoring: Scoring) -> bool:
-    """Return whether a library could compute a layer: it has no window, soft cap, sinks or
-    dropout."""
-    return not (mask.windowed or scoring.softcap or scoring.dropout) and scoring.sinks is None

@@ -10,10 +10,9 @@ from transformers.initialization import no_init_weights
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError, listed
+from rlhf.model.accelerated import change_layers, check_layers, fuse_adapters
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.dropout import without_dropout
-from rlhf.model.kernels.layers import change_layers, check_layers
-from rlhf.model.kernels.lora import fuse_adapters
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import ModelSpec

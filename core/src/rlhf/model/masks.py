@@ -1,42 +1,17 @@
 """Which token sees which in a packed row: a tree per example, within a layer's window or chunk."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf.data.batch import PackedBatch
-from rlhf.data.packing import Spans
-from rlhf.devices import fused_on
 from rlhf.engine import Axis
 
 BLOCK = 128
-"""Rows for the kernel of tree attention have a multiple of this many tokens."""
-
-LONG = {"flash": 2048, "cudnn": 6144}
-"""Mean tokens of a row's examples from which on a library of `kernels/libraries.py` is used, if
-they share no prompt. FlashAttention is faster than our kernel from 1,000 on, but its calls take the
-host longer; cuDNN is faster from about 6,000 on (benchmarks/NOTES.md)."""
-
-LONG_SHARED = 4096
-"""The same of FlashAttention for the mean path, a prompt with its longest answer, of a row with
-shared prompts (benchmarks/RESULTS.md)."""
-
-FLASH = "4.0.0b36"
-"""The first version of flash-attn-4 that is used."""
-
-FEWEST = 256
-"""Lower bound of the largest lengths that FlashAttention gets. It would compile further kernels for
-shorter ones."""
-
-Form = Literal["one", "several", "shared"]
-"""What a row holds: one or several plainly causal examples, or prompts with several answers."""
+"""Rows for kernels of tree attention have a multiple of this many tokens."""
 
 Positions = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch, head, query position, key position) -> visible."""
@@ -48,93 +23,45 @@ class Tree:
     - `owner` [T]: the example of a token. A token that only rounds T up is its own example, so
       that in our kernel it sees only itself.
     - `branch`, `position` [T]: those of the batch.
+    - `spans`: those of the batch, its prompts and answers.
     - `lengths`: on the host, the number of tokens of each example, and last of the rest.
-    - `sizes` [n]: the same, on the host, without the rest.
     - `chains`: whether each example has at most one answer, so that it is plainly causal.
-    - `form`: the row's Form.
     - `longest`: tokens of the longest path.
-    - `libraries`: those that may compute layers without a window, the fastest first.
-    - `parts`: the `layout` for FlashAttention, if it is among them.
     - `sequence`: the ranks that divide the row.
     """
 
-    def __init__(
-        self,
-        batch: PackedBatch,
-        sequence: Axis | None = None,
-        libraries: tuple[str, ...] | None = None,
-    ) -> None:
+    def __init__(self, batch: PackedBatch, sequence: Axis | None = None) -> None:
         self.sequence = sequence or Axis()
         num_tokens = len(batch.tokens)
         row = torch.arange(num_tokens, device=batch.tokens.device)
         self.owner = torch.where(batch.example < 0, len(batch.spans) + row, batch.example).int()
         self.branch = batch.branch.int()
         self.position = batch.positions.int()
+        self.spans = batch.spans
         sizes = [prompt + sum(answers) for prompt, answers in batch.spans]
         self.lengths = (*sizes, num_tokens - sum(sizes))
-        self.sizes = torch.tensor(sizes, dtype=torch.long)
         self.chains = tuple(len(answers) <= 1 for _, answers in batch.spans)
-        self.form: Form = "one" if len(sizes) == 1 else "several"
-        if not all(self.chains):
-            self.form = "shared"
-        paths = [prompt + max(answers, default=0) for prompt, answers in batch.spans]
+        paths = (prompt + max(answers, default=0) for prompt, answers in batch.spans)
         self.longest = max(paths, default=1)
-        self.libraries = self._fitting(paths) if libraries is None else libraries
-        self.parts: list[Tensor] = []
-        if "flash" in self.libraries:
-            self.parts = layout(batch.spans, num_tokens, batch.tokens.device)
-
-    def _fitting(self, paths: Sequence[int]) -> tuple[str, ...]:
-        """Return the libraries for paths of these lengths."""
-        mean = sum(paths) / max(len(paths), 1)
-        longest = {"flash": LONG_SHARED} if self.form == "shared" else LONG
-        return tuple(
-            name
-            for name, least in longest.items()
-            if mean >= least and (name != "flash" or has_flash())
-        )
 
 
-@cache
-def has_flash() -> bool:
-    """Return whether FlashAttention 4 is installed."""
-    try:
-        return Version(version("flash-attn-4")) >= Version(FLASH)
-    except PackageNotFoundError:
-        return False
+class Scoring(NamedTuple):
+    """How a layer turns the products of queries and keys into shares of the values.
 
-
-def layout(spans: Spans, num_tokens: int, device: torch.device) -> list[Tensor]:
-    """Return how a row of `num_tokens` is computed: the ends of its segments, and, if prompts have
-    several answers, the indices of the tokens of these answers and prompts, and the ends of both.
-    The last tensor has the largest numbers of tokens between two ends, at least FEWEST, and stays
-    on the host.
-
-    A prompt and its only answer are one segment. The tokens that round the row up are in the last
-    one.
+    - `scale`: factor on the products; None for 1 / sqrt(C).
+    - `softcap`: bound of the scores (Gemma 2).
+    - `sinks` [heads]: scores without a value, which only take a share of the softmax (GPT-OSS).
     """
-    segments: list[int] = []
-    answers, prompts = [], []
-    start = 0
-    for prompt, replies in spans:
-        middle, end = start + prompt, start + prompt + sum(replies)
-        segments += [prompt, *replies] if len(replies) > 1 else [end - start]
-        if prompt and len(replies) > 1:
-            prompts.append(torch.arange(start, middle))
-            answers.append(torch.arange(middle, end))
-        start = end
-    # No example sees what follows it.
-    segments[-1:] = [sum(segments[-1:]) + num_tokens - start]
-    lengths = [[length for length in segments if length]]
-    indices = []
-    if prompts:
-        lengths += [[len(part) for part in parts] for parts in (answers, prompts)]
-        indices = [torch.cat(answers), torch.cat(prompts)]
-    ends = [torch.tensor(list(accumulate(part, initial=0)), dtype=torch.int32) for part in lengths]
-    most = torch.tensor([max(FEWEST, *part) for part in lengths])
-    # Blocking copies would wait for the device.
-    tensors = (ends[0], *indices, *ends[1:])
-    return [*(tensor.to(device, non_blocking=True) for tensor in tensors), most]
+
+    dropout: float
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def scale_of(query: Tensor, scoring: Scoring) -> float:
+    """Return the factor on the products of queries [..., C] and keys."""
+    return query.shape[-1] ** -0.5 if scoring.scale is None else float(scoring.scale)
 
 
 class TreeTokens(torch.Tensor):
@@ -185,22 +112,19 @@ class TreeMask:
     - 3: no token sees it from here on
     - 4: every token from itself up to here sees it
 
-    `libraries` names the library that computes it, by the kind of attention (`Heads`).
+    `row` is the kernel that computes it, a `RowKernel`; None for plain torch.
     """
 
-    def __init__(
-        self, tree: Tree, lowest: Tensor | None, libraries: Mapping[Any, str] | None = None
-    ) -> None:
+    def __init__(self, tree: Tree, lowest: Tensor | None, row: Any = None) -> None:
         self.tree = tree
         self.windowed = lowest is not None
-        self.libraries = libraries or {}
+        self.row = row
         kind = tree.owner.device.type
         if kind == "meta":  # In a rehearsal nothing reads a mask.
             self.bounds = tree.owner.new_empty(5, len(tree.owner))
         else:
             self.bounds = bounds(tree, lowest)
-        self.fused = fused_on(kind)
-        self.dense = () if kind == "meta" or self.fused else dense_masks(self)
+        self.dense = () if kind == "meta" or row is not None else dense_masks(self)
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which pairs of tokens, given by their indices in the row, see each other."""

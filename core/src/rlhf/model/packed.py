@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.data.batch import PackedBatch
-from rlhf.devices import fused_on
 from rlhf.engine import Axis, Readout
 from rlhf.errors import RLHFError
 from rlhf.model import attention
+from rlhf.model.accelerated import kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
@@ -160,8 +160,8 @@ class PackedModel(nn.Module):
         """Return the hidden states [T, H] of one row under our attention. Collective if ranks
         divide the row."""
         num_tokens, axis = len(batch.tokens), self.sequence
-        # The kernel of tree attention computes whole tiles.
-        block = BLOCK if fused_on(batch.tokens.device.type) else 1
+        # Kernels of tree attention compute whole tiles.
+        block = BLOCK if kernels_on(batch.tokens.device) else 1
         batch = rounded_up(batch, math.lcm(block, axis.size))
         size = len(batch.tokens)
         own = part_of_rank(size, axis)

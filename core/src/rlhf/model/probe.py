@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.packing import blank_batch
-from rlhf.devices import fused_on
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
+from rlhf.model.accelerated import kernels_on
 from rlhf.model.finite import check_finite
 from rlhf.model.head import Head
 from rlhf.model.masks import BLOCK
@@ -35,7 +35,7 @@ LONGEST_MATTERS = ("longrope", "dynamic")
 """Kinds of rotary embedding whose frequencies depend on the longest row of a forward."""
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names of attention dropout in transformers configs; our kernel has none."""
+"""Names of attention dropout in transformers configs; kernels have none."""
 
 
 @frozen(kw_only=True)
@@ -162,7 +162,7 @@ def candidates_of(
     if refusal := takes_our_attention(causal):
         return ("padded",), refusal
     dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in ATTENTION_DROPOUTS)
-    if dropout > 0 and fused_on(device.type):
+    if dropout > 0 and kernels_on(device):
         return ("padded",), f"its attention dropout is {dropout}"
     return ("tree", "packed", "padded"), ""
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from rlhf.engine import Mesh, ModelShape
 from rlhf.errors import RLHFError
+from rlhf.model.accelerated import rehearse_layers
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
 from rlhf.model.head import read_head
-from rlhf.model.kernels.fused import check_gates_known
-from rlhf.model.kernels.layers import rehearse_layers
 from rlhf.model.load import packed_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of, num_parameters
@@ -39,7 +38,6 @@ def empty_model(
     with meta:
         causal = from_config(architecture, config, task, dtype=dtype)
     check_heads(architecture, mesh)
-    check_gates_known(architecture, config.model.recompute)
     rehearse_layers(decoder(causal), config.model)
     return packed_model(causal, spec, dtype, meta, mesh.sequence)
 

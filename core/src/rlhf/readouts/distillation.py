@@ -7,7 +7,7 @@ twice. The price: only a sum over predictions has a gradient, with weights that 
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from rlhf.config.field_docs import documented
 from rlhf.data.batch import PackedBatch
-from rlhf.devices import fused_on
 from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
+from rlhf.model.accelerated import Kernels, kernels_on
 from rlhf.model.head import Head
-from rlhf.model.kernels.compiler import mark_any_size
 from rlhf.readouts import logits as chunks
 from rlhf.readouts.chunked import chunked_sum
 from rlhf.readouts.measures import SkewedKL
@@ -116,8 +115,8 @@ def divergence(
     `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
     likely token is the same). `kl` is KL(teacher || student).
     """
-    fused = fused_on(hidden.device.type)
-    compare_chunk = comparison(teacher, mixture, head, fused=fused)
+    kernels = kernels_on(hidden.device)
+    compare_chunk = comparison(teacher, mixture, head, kernels=kernels)
     factors = torch.ones_like(batch.predict, dtype=torch.float32) if weights is None else weights
     factors = factors.detach().float()
 
@@ -138,7 +137,7 @@ def divergence(
 
     loss, values = chunked_sum(
         read, total, hidden, head, batch,
-        names=COMPARED, chunk=mixture.chunk or (None if fused else COMPARED_ROWS),
+        names=COMPARED, chunk=mixture.chunk or (COMPARED_ROWS if kernels is None else None),
     )  # fmt: skip
     return {"loss": loss, **values}
 
@@ -148,10 +147,10 @@ COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 
 
 def comparison(
-    teacher: Teacher, mixture: Mixture, head: Head, *, fused: bool
+    teacher: Teacher, mixture: Mixture, head: Head, *, kernels: Kernels | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what compares a chunk as `compare` does; if `fused`, our kernel for a `SkewedKL` from
-    a whole teacher, and compiled ones otherwise. Raises RLHFError unless both heads have as many
+    """Return what compares a chunk as `compare` does: of `kernels` the one for a `SkewedKL` from a
+    whole teacher, and compiled ones otherwise. Raises RLHFError unless both heads have as many
     tokens, as they have in a run that calls `run.teacher`."""
     measure = mixture.measure
     if isinstance(teacher, WholeTeacher) and len(teacher.head.weight) != len(head.weight):
@@ -160,26 +159,27 @@ def comparison(
             f"{len(head.weight)}; load the teacher with run.teacher, which compares tokenizers"
         )
     options: dict[str, Any] = {"temperature": mixture.temperature, "nll": mixture.nll}
-    if fused and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
+    if kernels and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
         return partial(
-            compare_whole, measure=measure, scales=(head.scale, teacher.head.scale),
+            compare_whole, kernels, measure=measure, scales=(head.scale, teacher.head.scale),
             softcaps=(head.softcap, teacher.head.softcap), **options,
         )  # fmt: skip
     return partial(
-        fused_compare if fused else compare, measure=measure, against=teacher.against,
-        scale=head.scale, softcap=head.softcap, **options,
+        compare if kernels is None else partial(compiled_compare, kernels), measure=measure,
+        against=teacher.against, scale=head.scale, softcap=head.softcap, **options,
     )  # fmt: skip
 
 
 def compare_whole(
-    raw: Tensor, targets: Tensor, weights: Tensor, teacher: Tensor, **options: Any
+    kernels: Kernels,
+    raw: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    teacher: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return what `compare` returns. The derivative overwrites the raw logits."""
-    if raw.is_meta:
-        return raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32), raw
-    from rlhf.readouts.divergence_triton import compare_rows
-
-    return compare_rows(raw, teacher, targets, weights, **options), raw
+    return kernels.compare_rows(raw, teacher, targets, weights, **options), raw
 
 
 def compare(
@@ -240,17 +240,13 @@ def _by_raw(gradient: Tensor, logits: Tensor, *, scale: float, softcap: float | 
     return gradient
 
 
-def fused_compare(raw: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return what `compare` returns, by a few fused kernels that are compiled once for any number
-    of predictions. On the meta device nothing is computed."""
+def compiled_compare(
+    kernels: Kernels, raw: Tensor, *tensors: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return what `compare` returns, compiled once for any number of predictions. On the meta
+    device nothing is computed."""
     if raw.is_meta:
         read = raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32)
         return read, torch.empty_like(raw)
-    for tensor in (raw, *tensors):
-        mark_any_size(tensor, 0)
-    return _compiled_compare()(raw, *tensors, **options)
-
-
-@cache
-def _compiled_compare() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(compare)
+    result: tuple[Tensor, Tensor] = kernels.for_any_rows(compare)(raw, *tensors, **options)
+    return result

@@ -1,7 +1,7 @@
 """A chunk of logits: what is read of each row, and the gradient for backward.
 
-On an accelerator with Triton each is one pass over the logits in their own dtype, elsewhere a few
-of torch's operators in float32. Both give the same numbers, except for rounding and for ties of the
+With kernels each is one pass over the logits in their own dtype, elsewhere a few of torch's
+operators in float32. Both give the same numbers, except for rounding and for ties of the
 most likely token.
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.devices import fused_on
+from rlhf.model.accelerated import kernels_on
 
 LOGIT_ROWS = 2048
 """Rows of logits that exist at the same time without fused kernels: 1.2 GiB in float32 at a
@@ -24,7 +25,7 @@ ROW_BLOCK = 256
 
 def rows_at_once(weight: Tensor) -> int:
     """Return how many rows of logits of a head `weight` [V, H] exist at the same time."""
-    if not fused_on(weight.device.type):
+    if kernels_on(weight.device) is None:
         return LOGIT_ROWS
     rows = FUSED_BYTES // (weight.shape[0] * weight.element_size())
     return max(ROW_BLOCK, rows // ROW_BLOCK * ROW_BLOCK)
@@ -62,12 +63,8 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
     """Return what is read of raw logits [n, V], with x = cap(scale * logits): the log of the
     softmax's denominator, the log-probability of the target, the entropy in nats, and 1 where the
     most likely token is the target [4, n], float32. May overwrite the logits."""
-    if fused_on(logits.device.type):
-        if logits.is_meta:
-            return logits.new_empty(4, len(logits), dtype=torch.float32)
-        from rlhf.readouts.logits_triton import read_rows
-
-        return read_rows(logits, targets, scale, softcap)
+    if kernels := kernels_on(logits.device):
+        return kernels.read_rows(logits, targets, scale, softcap)
     values = transformed(logits, scale, softcap)
     largest, most_likely = values.max(-1)
     target = values.gather(-1, targets[:, None]).squeeze(-1)
@@ -84,7 +81,7 @@ def read(logits: Tensor, targets: Tensor, *, scale: float, softcap: float | None
 
 def overwrites(logits: Tensor) -> bool:
     """Return whether `read` overwrites these logits."""
-    return logits.dtype == torch.float32 and not fused_on(logits.device.type)
+    return logits.dtype == torch.float32 and kernels_on(logits.device) is None
 
 
 def logit_gradient(
@@ -102,12 +99,8 @@ def logit_gradient(
     With p = softmax(x): d log p[target] / dx = onehot(target) - p, then times the derivative of
     the soft cap, 1 - (x / softcap)^2, and `scale`.
     """
-    if fused_on(logits.device.type):
-        if logits.is_meta:
-            return logits
-        from rlhf.readouts.logits_triton import logit_gradient_
-
-        return logit_gradient_(logits, targets, normaliser, gradient, scale, softcap)
+    if kernels := kernels_on(logits.device):
+        return kernels.logit_gradient_(logits, targets, normaliser, gradient, scale, softcap)
     values = transformed(logits, scale, softcap)
     by_cap = None if softcap is None else 1 - (values / softcap).square_()
     result = values.sub_(normaliser[:, None]).exp_().neg_()

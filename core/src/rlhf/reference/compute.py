@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from rlhf.data.packing import pack
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import counted
 from rlhf.reference.run_models import RunModels
-from rlhf.reference.stored import LogprobTable, Trees
+from rlhf.reference.stored import LogprobTable
 from rlhf.reference.surveyed import SurveyedExamples
 
 SILENCE = 60
@@ -93,25 +95,54 @@ class Fill:
 
     def _values(self, table: LogprobTable, part: int) -> NDArray[np.float32]:
         """Return the values of one part, in the order of its examples. Collective."""
-        numbers, ranks = table.examples_of(part), self.mesh.data
+        numbers = table.examples_of(part)
         lengths = table.file.lengths[numbers.start : numbers.stop]
-        budget = max(NO_GRADIENT_FACTOR * self.tokens, int(lengths.max()))
-        local: dict[int, NDArray[np.float32]] = {}
-        for micro in layout(lengths, ranks.size, budget):
-            chosen = [numbers[int(place)] for place in micro[ranks.rank]]
-            local |= zip(chosen, self._of_examples(table.file, chosen), strict=True)
-        whole = {n: values for share in ranks.gather(local) for n, values in share.items()}
-        return np.concatenate([whole[number] for number in numbers])
+        found = read_examples(
+            table.file, numbers, lengths, partial(self.read, self.engine), mesh=self.mesh,
+            tokens=NO_GRADIENT_FACTOR * self.tokens, per="prediction",
+        )  # fmt: skip
+        return np.concatenate(found)
 
-    def _of_examples(self, file: Trees, numbers: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Yield the values of each example's answers, from one forward. Collective if sharded."""
-        batch = pack(file, numbers)  # type: ignore[arg-type]
+
+def read_examples(
+    examples: Any,
+    numbers: Sequence[int],
+    lengths: NDArray[np.int64],
+    compute: Callable[[PackedBatch], Tensor],
+    *,
+    mesh: Mesh,
+    tokens: int,
+    per: Literal["prediction", "answer"],
+) -> list[NDArray[np.float32]]:
+    """Return what `compute` returns of the examples `numbers`, which have these `lengths`: of each
+    example the values of all tokens of its answers, or those of its answers.
+
+    The examples are divided over the ranks, in micro-batches of at most `tokens` tokens or one
+    example. Collective.
+    """
+    ranks = mesh.data
+    local: dict[int, NDArray[np.float32]] = {}
+    for micro in layout(lengths, ranks.size, max(tokens, int(lengths.max()))):
+        chosen = [numbers[int(place)] for place in micro[ranks.rank]]
+        batch = pack(examples, chosen)
         with torch.no_grad():
-            predicted = self.read(self.engine, batch.to(self.engine.device))
-        values = torch.full((len(batch.tokens), *predicted.shape[1:]), torch.nan)
-        values[batch.predict_at] = predicted.cpu()
-        start = 0
-        for prompt, answers in batch.spans:
-            end = start + prompt + sum(answers)
-            yield values[start + prompt : end].numpy().copy()
-            start = end
+            found = compute(batch.to(mesh.device))
+        local |= zip(chosen, _by_example(found.cpu().float(), batch, per), strict=True)
+    whole = {n: values for share in ranks.gather(local) for n, values in share.items()}
+    return [whole[number] for number in numbers]
+
+
+def _by_example(found: Tensor, batch: PackedBatch, per: str) -> Iterator[NDArray[np.float32]]:
+    """Yield the values of each example, of those of a batch per prediction [N, ...] or per answer
+    [A, ...]."""
+    start = 0
+    if per == "prediction":
+        values = torch.full((len(batch.tokens), *found.shape[1:]), torch.nan)
+        values[batch.predict_at] = found
+    for prompt, answers in batch.spans:
+        if per == "answer":
+            start, first = start + len(answers), start
+            yield found[first:start].numpy().copy()
+            continue
+        first, start = start + prompt, start + prompt + sum(answers)
+        yield values[first:start].numpy().copy()

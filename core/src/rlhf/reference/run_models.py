@@ -22,6 +22,7 @@ from rlhf.model.role import POLICY, ModelSpec, Role, config_with
 from rlhf.model.setting_names import name_in_errors, naming_model
 from rlhf.model.shape import empty_model
 from rlhf.model.task import Task
+from rlhf.model.tokenizer import read_tokenizer
 from rlhf.reference.live import CachedReference, EngineReference, Follower, choose_mode
 from rlhf.reference.surveyed import SurveyedExamples
 from rlhf.reference.teacher import TEACHER, shared_tokens
@@ -166,6 +167,10 @@ class RunModels(ABC):
             done = self._cache_teacher(model, top=top, temperature=temperature)
         self.notes.append(f"teacher    its {top} most likely tokens: {done}")
         return None
+
+    def load_tokenizer(self, model: ModelConfig) -> Any:
+        """See `rlhf.trainer.Run`."""
+        return read_tokenizer(model)
 
     def _limit_tokens(self) -> None:
         """Have every language model that is loaded predict only the run's tokens."""

@@ -35,12 +35,6 @@ CORE_COMMANDS = {
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",
     "doctor": "rlhf.commands.doctor:plugin",
-    "report": "rlhf.commands.records:report",
-    "push": "rlhf.commands.records:push",
-    "runs": "rlhf.commands.records:runs",
-    "migrate": "rlhf.commands.records:migrate",
-    "serve": "rlhf.commands.records:serve",
-    "launch": "rlhf.commands.records:launch",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}
@@ -85,15 +79,12 @@ def installed() -> tuple[Installed, ...]:
 
 
 def find(kind: str, name: str) -> Installed:
-    """Return the plugin called `name`, or `name@distribution` if two distributions provide it."""
-    plain, has_distribution, distribution = name.partition("@")
-    rows = _named(kind, plain)
-    if has_distribution:
-        rows = [row for row in rows if _canonical(row.distribution) == _canonical(distribution)]
+    """Return the plugin called `name`."""
+    rows = _named(kind, name)
     if not rows:
         raise NotInstalled(_not_installed(kind, name))
     if problem := _ambiguity(rows) or rows[0].problem:
-        raise RLHFError(f"{kind} '{plain}' cannot be used: {problem}")
+        raise RLHFError(f"{kind} '{name}' cannot be used: {problem}")
     return rows[0]
 
 
@@ -120,6 +111,15 @@ def find_backend(name: str | None) -> Installed:
         package = known_plugins("backend")["deepspeed"]
         raise NotInstalled(f"no backend is installed; run `pip install {package}`")
     return find("backend", names[0])
+
+
+def find_kernels() -> Installed | None:
+    """Return the only kernels that are installed; None if there are none."""
+    rows = [row for row in installed() if row.kind == "kernels"]
+    if len(rows) > 1:
+        names = " and ".join(f"{row.name} of {row.distribution}" for row in rows)
+        raise RLHFError(f"several kernels are installed ({names}); uninstall all but one")
+    return find("kernels", rows[0].name) if rows else None
 
 
 def is_satisfied(requirement: str, *, extra: str = "") -> bool:
@@ -199,8 +199,7 @@ def _ambiguity(rows: list[Installed]) -> str | None:
     if len(rows) < 2:
         return None
     owners = " and ".join(f"{row.distribution} {row.version}" for row in rows)
-    choice = f"{rows[0].name}@{rows[0].distribution}"
-    return f"{owners} both provide it; choose one as in {choice}, or uninstall one"
+    return f"{owners} both provide it; uninstall one"
 
 
 def _not_installed(kind: str, name: str) -> str:
@@ -210,7 +209,7 @@ def _not_installed(kind: str, name: str) -> str:
     here |= {row.name: f"{row.name} ({row.distribution} {row.version})" for row in rows}
     known = known_plugins(kind)
     hints = []
-    if near := nearest(name.partition("@")[0], {**here, **known}):
+    if near := nearest(name, {**here, **known}):
         hints += [f"did you mean '{near}'?"] * (near != name)
         hints += [f"run `pip install {known.get(near)}`"] * (near not in here)
     hint = f" ({' '.join(hints)})" if hints else ""

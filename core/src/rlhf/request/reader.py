@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
+from rlhf.config.field_docs import documented
 from rlhf.config.sections import Config, Extensions, Observers, OptimConfig
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
@@ -34,6 +35,7 @@ HANDED_OVER = ("demo", "notes", "nproc", "resume", "overwrite")
 """What ranks get of a request besides its configuration."""
 
 
+@documented
 @frozen(kw_only=True)
 class Request:
     """What a command such as `rlhf run` has to do."""
@@ -41,17 +43,21 @@ class Request:
     name: str
     """The trainer's name."""
     config: Config
+    """The checked configuration."""
     plugin: TrainerPlugin
+    """The trainer's record."""
     demo: bool = False
     """The trainer's own demo runs, since the user named neither model nor data."""
     notes: tuple[str, ...] = ()
     """Remarks on the configuration that the run prints, one per line."""
     nproc: int | None = None
+    """The value of `--nproc`."""
     resume: str | None = None
     """None: start; "": continue from the newest checkpoint; `step-N`: continue from that one."""
     overwrite: bool = False
+    """Whether `--overwrite` was passed."""
     argv: list[str] = field(factory=list)
-    """The command line after `rlhf`."""
+    """The words of `rlhf run` that ask for the same run, as its ranks get them."""
     origin: Installed | None = None
     """The plugin that provides the trainer, for error messages."""
     trainer: str = ""
@@ -68,7 +74,7 @@ def read_config(
     argv: Sequence[str] = (),
     backend: tuple[str, BackendPlugin] | None = None,
 ) -> Request:
-    """Return the request for the trainer `name` (or `name@distribution`, or `FILE.py:CLASS`).
+    """Return the request for the trainer `name` (or `FILE.py:CLASS`).
 
     `overrides` are words of the command line; one may be the YAML file. The layers, each over the
     one before: core's defaults, the trainer's, the demo's, the backend's, the YAML, the overrides.

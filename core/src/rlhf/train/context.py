@@ -4,21 +4,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
+import numpy as np
 from attrs import define, field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf.config.sections import Config, ModelConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.example import Example
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
 from rlhf.launch.garbage import without_collections
 from rlhf.launch.startup import Startup
 from rlhf.memory.fit import StepFit
-from rlhf.model.kernels.layers import check_packed, compile_layers, compiles
+from rlhf.model.accelerated import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
@@ -31,7 +34,7 @@ from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf.readouts.teachers import TOP_TOKENS
-from rlhf.reference.compute import attach_values
+from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
@@ -88,7 +91,7 @@ class RunContext(RunModels):
         module = engine.module
         if compiles(config.model):
             # Only now: the probe compares the model's own numbers.
-            module.layers = compile_layers(decoder(module.causal), config.model.fp8)
+            module.layers = compile_layers(decoder(module.causal), config.model)
         self.notes += self._notes_on(spec, module, written_class(empty.causal.config))
         self.roles[role] = attrs.evolve(self.roles[role], attention=attention)
         return engine
@@ -184,6 +187,30 @@ class RunContext(RunModels):
         """See `rlhf.trainer.Run`."""
         with self.phases("generation", running=engine):
             return sample(self, engine, prompts, **options)
+
+    def read(
+        self,
+        examples: Sequence[Example],
+        compute: Callable[[PackedBatch], Tensor],
+        *,
+        per: Literal["prediction", "answer"] = "prediction",
+    ) -> list[list[Any]]:
+        """See `rlhf.trainer.Run`."""
+        sizes = [[len(answer.tokens) for answer in example.answers] for example in examples]
+        lengths = [len(e.prompt) + sum(size) for e, size in zip(examples, sizes, strict=True)]
+        with ExitStack() as stack:
+            for role in self.roles.values():
+                stack.enter_context(evaluating(role.engine))
+            found = read_examples(
+                examples, range(len(examples)), np.array(lengths), compute, mesh=self.mesh,
+                tokens=self.config.batch.budget, per=per,
+            )  # fmt: skip
+        if per == "answer":
+            return [values.tolist() for values in found]
+        return [
+            np.split(values, np.cumsum(size)[:-1])
+            for values, size in zip(found, sizes, strict=True)
+        ]
 
     def _cache_reference(self, policy: Engine) -> str:
         """Attach the policy's own log-probabilities: before its first step, and before a resume

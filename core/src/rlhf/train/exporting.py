@@ -16,6 +16,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.config.structure import structure
 from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, listed
+from rlhf.folder.card import write_card
 from rlhf.folder.checkpoints import step_of
 from rlhf.folder.disk import new_folder, part_of
 from rlhf.folder.run_folder import logged
@@ -33,7 +34,6 @@ from rlhf.model.shape import empty_model
 from rlhf.model.tokenizer import load_tokenizer
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.imports import load_object
-from rlhf.report.card import write_card
 from rlhf.request.reader import read_config
 from rlhf.sharding import whole_shape
 from rlhf.train.fragments import SavedEngine

@@ -70,7 +70,7 @@ def sample(
         for place, answer, known in zip(group, answers, logprobs, strict=True):
             answer = answer[: rooms[place]]
             size = next((n for n, token in enumerate(answer, 1) if token in ends), len(answer))
-            own[place] = Sample(answer[:size], known[:size])
+            own[place] = Sample(answer[:size], known[:size], finished=answer[size - 1] in ends)
     answered = ChainMap(*mesh.shards.gather(own))
     return [answered[place] for place in range(len(prompts))]
 

@@ -11,6 +11,7 @@ from rlhf.errors import counted
 from rlhf.folder.run_folder import RunFolder, write_error
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
+from rlhf.model.accelerated import advice
 from rlhf.model.dropout import largest_dropout
 from rlhf.model.role import Role, trained_share
 from rlhf.request.reader import Request
@@ -38,7 +39,12 @@ def introduce_run(
         f"steps      {fit.steps:,} of {counted(request.config.batch.size, 'row')}, "
         f"{data.steps_per_epoch(request.config):,} per epoch"
     )
-    lines += [*memory_lines(fit, choice), *request.notes, *data.warnings()]
+    lines += [
+        *advice(fit.mesh.device),
+        *memory_lines(fit, choice),
+        *request.notes,
+        *data.warnings(),
+    ]
     print("\n".join([*lines, *data.trainer.remarks(data.train)]), flush=True)
     folder.once_begun(lambda: folder.write_summary(id=identity, **summary(fit, data)))
     return identity
@@ -90,7 +96,10 @@ def introduce_models(
         for name, role in run.roles.items()
         if role.plan.summary != policy.plan.summary
     ]
-    lines += [*policy_lines(policy, config.model), *run.notes, *curve_line(run)]
+    curve = depends_on_layout(run)
+    folder.once_begun(lambda: folder.write_summary(curve=curve))
+    lines += [*policy_lines(policy, config.model), *run.notes]
+    lines += [f"curve      {curve}"] if curve else []
     print("\n".join(lines), flush=True)
 
 
@@ -104,16 +113,14 @@ def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
     return [f"model      {model.path}: {size}{random}", f"attention  {policy.attention}"]
 
 
-def curve_line(run: RunContext) -> list[str]:
-    """Return why the loss curve of this run differs on other hardware, if it does."""
+def depends_on_layout(run: RunContext) -> str:
+    """Return why the loss curve of this run differs on other hardware, or ""."""
     reasons = []
     if dropout := max(largest_dropout(role.engine.module) for role in run.trained.values()):
         reasons.append(f"dropout {dropout:g} is sampled per micro-batch")
     if run.config.model.fp8 is not None:
         reasons.append("products in FP8 are rounded differently in other micro-batches")
-    return [f"curve      depends on ranks and batch.tokens: {', and '.join(reasons)}"] * bool(
-        reasons
-    )
+    return f"depends on ranks and batch.tokens: {', and '.join(reasons)}" if reasons else ""
 
 
 def plans_of(run: RunContext) -> dict[str, Any]:

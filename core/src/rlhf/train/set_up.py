@@ -1,10 +1,10 @@
 """From tokenised rows to a run that is ready for its first step."""
 
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.sections import Config
 from rlhf.contract.checks import check_setup
-from rlhf.devices import fused_on
 from rlhf.engine import Mesh
 from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
@@ -12,8 +12,7 @@ from rlhf.hookspecs import RunRecord
 from rlhf.launch.places import Marker
 from rlhf.memory.choice import choose
 from rlhf.memory.fit import StepFit
-from rlhf.model.kernels.ahead import compile_ahead
-from rlhf.model.kernels.tree import REHEARSED, Heads
+from rlhf.model.accelerated import compile_ahead, rehearsed_attention
 from rlhf.model.role import Role
 from rlhf.registry.gateway import BackendGateway
 from rlhf.registry.observers import ObserverGateway
@@ -117,16 +116,15 @@ def choose_fit(
     fit = step_fit(config, data, mesh, hooks)
     any_tokens = config.batch.tokens == "auto"
 
-    def chosen() -> tuple[Config, str, str, frozenset[Heads]]:
-        REHEARSED.clear()
-        choice, line = choose(fit, any_tokens=any_tokens)
-        under = fit.under(*choice)
-        return under.resolved, under.layout, line, frozenset(REHEARSED)
+    def chosen() -> tuple[Config, str, str, frozenset[Any]]:
+        with rehearsed_attention() as kinds:
+            choice, line = choose(fit, any_tokens=any_tokens)
+            under = fit.under(*choice)
+            return under.resolved, under.layout, line, frozenset(kinds)
 
     # Ranks may see different amounts of device memory: rank 0 decides.
     settled, layout, line, kinds = mesh.on_rank_zero(chosen)
-    if fused_on(mesh.device.type):
-        compile_ahead(kinds, mesh.device)
+    compile_ahead(kinds, mesh.device)
     return fit.with_config(settled, layout), line
 
 

@@ -184,7 +184,7 @@ class BackendConformance:
     @classmethod
     def problems(cls, tmp_path_factory: pytest.TempPathFactory) -> Problems:
         """The runs of the class."""
-        name = cls.backend.partition("@")[0] or "tested"
+        name = cls.backend or "tested"
         return Problems(record_of(cls), tmp_path_factory.mktemp("backend"), name)
 
     @pytest.fixture

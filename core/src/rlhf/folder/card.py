@@ -1,0 +1,120 @@
+"""The model card `README.md` of an exported model, from the run folder.
+
+Data and models are named as in the configuration, but of a path outside the working folder only the
+last part is written. Where a run reports to, and what it may hold of the machine, is left out.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from rlhf.folder.recorded import Curve, Recorded, read_run
+from rlhf.folder.run_folder import EXTRA_FILE, read_json
+from rlhf.folder.template import filled
+
+LEFT_OUT = ("output", "observers", "checkpoint", "extensions")
+"""Sections that do not say how the model came about."""
+COUNTS = ("rows", "examples", "tokens", "trained")
+"""What the card says of data."""
+POINTS = 10
+"""Rows of the table of the curve."""
+TASKS = {
+    "causal": ("language model", "text-generation", "ForCausalLM"),
+    "sequence": ("reward model", "text-classification", "ForSequenceClassification"),
+    "token": ("process reward model", "token-classification", "ForTokenClassification"),
+}
+"""By task: what the card calls a model, its pipeline on the hub, and the end of the names of the
+auto classes in transformers and peft."""
+NEEDS_MERGE = ("use_dora", "modules_to_save", "target_parameters")
+"""Settings of an adapter that vLLM does not read."""
+
+
+def write_card(
+    folder: Path, run: Path, *, role: str = "policy", until: float = float("inf")
+) -> None:
+    """Write the card of the model in `folder`, which the run in `run` had trained up to the step
+    `until`."""
+    text = card(read_run(run, until=until), folder, role)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def card(run: Recorded, folder: Path, role: str) -> str:
+    """Return the card of a model: its head in YAML, then text."""
+    plan = run.plan.get(role, {})
+    model = plan.get("model") or run.config.get("model") or {}
+    kind, pipeline, suffix = TASKS[plan.get("task") or "causal"]
+    base, trainer = name_of(str(model.get("path", ""))), name_of(run.trainer or "")
+    adapter_config = folder / "adapter_config.json"
+    adapted, adapter = adapter_config.is_file(), read_json(adapter_config)
+    sections = run.config.get("data") or {}
+    data = {
+        part: [name_of(entry["path"]) for entry in sections.get(part) or []]
+        for part in ("train", "eval")
+    }
+    head: dict[str, Any] = {"library_name": "peft" if adapted else "transformers"}
+    if is_hub_name(base):
+        head["base_model"] = base
+    if published := [source for source in data["train"] if is_hub_name(source)]:
+        head["datasets"] = published
+    head |= {"pipeline_tag": pipeline, "license": "unknown", "tags": ["rlhf", trainer]}
+    names, rows = _curve(run.curves)
+    counts_of = run.summary.get("data") or {}
+    return filled(
+        Path(__file__).with_name("card.jinja"),
+        run=run, head=head, base=base, trainer=trainer, kind=kind, pipeline=pipeline, data=data,
+        counts_of={part: it for part, it in counts_of.items() if {*COUNTS} <= {*it}},
+        adapted=adapted, needs_merge=any(adapter.get(key) for key in NEEDS_MERGE),
+        auto_class=f"{'AutoPeftModel' if adapted else 'AutoModel'}{suffix}",
+        extra=EXTRA_FILE if (folder / EXTRA_FILE).is_file() else "", names=names, rows=rows,
+        config=_without_places({k: v for k, v in run.config.items() if k not in LEFT_OUT}),
+        versions=[
+            f"{name} {version}"
+            for name, version in run.versions.items()
+            if name not in ("trainer", "trust_remote_code")
+        ],
+    )  # fmt: skip
+
+
+def name_of(path: str) -> str:
+    """Return a path as the card names it: a hub name and a path in the working folder as they are,
+    of any other path the last part."""
+    inside = not path.startswith(("/", "~")) and ".." not in Path(path).parts
+    return path if inside else Path(path).name
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name is OWNER/NAME of a hub and no folder here."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
+
+
+def _curve(curves: Mapping[str, Curve]) -> tuple[list[str], list[tuple[int, list[float | None]]]]:
+    """Return the names of the loss and of all metrics of the held-out rows, and at a few steps
+    their values."""
+    names = [name for name in curves if name == "loss" or name.startswith("eval/")]
+    by_step: dict[int, dict[str, float]] = {}
+    for name in names:
+        for step, value in curves[name]:
+            by_step.setdefault(step, {})[name] = value
+    measured = sorted(
+        step for step, values in by_step.items() if len(values) > 1 or "loss" not in values
+    )
+    steps = measured or sorted(by_step)
+    if len(steps) > POINTS:
+        steps = [steps[place * (len(steps) - 1) // (POINTS - 1)] for place in range(POINTS)]
+    return names, [(step, [by_step[step].get(name) for name in names]) for step in steps]
+
+
+def _without_places(value: Any) -> Any:
+    """Return a tree without empty values, in which paths are named as in `name_of`."""
+    if isinstance(value, Mapping):
+        tree = {key: _without_places(each) for key, each in value.items()}
+        return {key: each for key, each in tree.items() if each not in (None, [], {}, ())}
+    if isinstance(value, list):
+        return [_without_places(each) for each in value]
+    return name_of(value) if isinstance(value, str) and "/" in value else value

@@ -1,0 +1,47 @@
+"""Templates of Jinja, such as the model card, and how rlhf writes numbers and durations."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def filled(path: Path, **values: Any) -> str:
+    """Return a template with `values`; in HTML every text is escaped."""
+    # late: start-up time
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
+
+    environment = Environment(
+        loader=FileSystemLoader(path.parent), autoescape=select_autoescape(),
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    environment.filters |= {"number": number, "clock": clock, "yaml": as_yaml}
+    return environment.get_template(path.name).render(values)
+
+
+def number(value: object) -> str:
+    """Return a value in few digits, as in `0.5374`, `12,345` and `32M`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "-" if value is None else str(value)
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.4g}B"
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if size < 1e-4 else f"{value:.4g}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration, such as 1 h 02 min."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,1 +1,0 @@
-"""Converts a configuration of another project into one of ours, for `rlhf migrate`."""

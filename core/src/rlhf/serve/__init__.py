@@ -1,1 +1,0 @@
-"""Exported reward models behind HTTP. Used by `rlhf serve`; needs `rlhf-core[serve]`."""

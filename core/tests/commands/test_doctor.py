@@ -1,0 +1,161 @@
+"""`rlhf doctor`: findings of the machine, the disks and the packages, the table and the exit
+code."""
+
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rlhf.commands import diagnosis
+from rlhf.commands.main import main
+from rlhf.folder import disk
+from rlhf.folder.disk import write_speed
+from rlhf.hookspecs import Finding, hookimpl
+from rlhf.launch import machine
+from rlhf.registry.gateway import build_gateways
+from rlhf_devkit.plain import PlainBackend
+
+LIBAIO = Finding(
+    subject="async_io",
+    here="libaio is missing",
+    state="optional",
+    feature="NVMe",
+    remedy="apt install libaio-dev",
+)
+
+
+@pytest.fixture
+def only_backends(monkeypatch, tmp_path):
+    """Only one finding beside the backends', and no file in a folder of the user's."""
+    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / "runs", "set output")})
+    monkeypatch.setattr(disk, "SPEED_SECONDS", 0.0)
+    monkeypatch.setattr(diagnosis, "_versions", lambda: [Finding(subject="versions", here="1.0")])
+    for name in ("_packages", "describe_machine"):
+        monkeypatch.setattr(diagnosis, name, list)
+
+    def backends(*found):
+        monkeypatch.setattr(diagnosis, "_backends", lambda: found)
+
+    return backends
+
+
+def test_a_feature_that_lacks_something_is_shown_with_the_remedy(only_backends, capsys):
+    only_backends(LIBAIO)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ok        versions         1.0"
+    assert lines[1].startswith("ok        run folders      ")
+    assert lines[1].endswith(" MB/s")
+    assert lines[2:] == [
+        "optional  async_io         libaio is missing",
+        "                           for NVMe: apt install libaio-dev",
+    ]
+
+
+def test_a_missing_requirement_of_every_run_gives_exit_code_2(only_backends, capsys):
+    missing = Finding(subject="backend", here="none", state="missing", remedy="pip install it")
+    only_backends(LIBAIO, missing)
+    assert main(["doctor", "--json"]) == 2
+    *_, optional, last = json.loads(capsys.readouterr().out)
+    assert optional["remedy"] == "apt install libaio-dev"
+    assert last == {
+        "subject": "backend",
+        "here": "none",
+        "state": "missing",
+        "feature": "",
+        "remedy": "pip install it",
+    }
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("file/runs", "cannot write to {place}/file/tmp"),
+        ("/proc/runs", "[Errno 2] No such file or directory: '/proc/"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_missing(
+    only_backends, monkeypatch, tmp_path, capsys, folder, problem
+):
+    only_backends()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(diagnosis, "FOLDERS", {"run folders": (tmp_path / folder, "set output")})
+    assert main(["doctor"]) == 2
+    _, refused, remedy = capsys.readouterr().out.splitlines()
+    assert refused.startswith(f"missing   run folders      {problem.format(place=tmp_path)}")
+    assert remedy.strip() == "set output"
+
+
+def test_the_speed_of_a_folder_that_does_not_exist_yet_is_that_of_its_disk(tmp_path: Path) -> None:
+    assert write_speed(tmp_path / "runs" / "first") > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_compiler_is_reported_with_the_feature_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {each.subject: each for each in machine.describe_machine()}
+    assert found["compiler"].state == ("ok" if shutil.which("c++") else "optional")
+    assert found["host"].here.endswith(" GiB of memory")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert machine._compiler() == Finding(
+        subject="compiler",
+        here="no-such-compiler is missing",
+        state="optional",
+        feature="kernels that Triton and torch compile",
+        remedy="apt install g++",
+    )
+
+
+def test_a_driver_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "output_of", lambda command: "580.82.07")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
+    found = machine._devices()
+    assert found.state == "optional"
+    assert found.here.startswith("NVIDIA driver 580.82.07, but torch ")
+
+
+def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "LEAST_SHARED", 2**60)
+    assert machine._shared_memory().remedy == "docker run --shm-size 8g"
+
+
+def test_an_unsatisfied_requirement_is_an_error_with_its_install_command(install) -> None:
+    groups = {"backends": {"toy": "toy:plugin"}}
+    requires = ["not-there>=1.2", "extra-of-another>=2; extra == 'fast'"]
+    install("rlhf-toy", groups, {"toy": "import not_there"}, requires=requires)
+    (found,) = diagnosis._packages()
+    assert (found.subject, found.state) == ("rlhf-toy", "missing")
+    assert found.here == "not-there>=1.2 is not installed"
+    assert found.remedy == "pip install 'not-there>=1.2'"
+    (broken,) = diagnosis._backends()
+    assert broken.here.startswith("backend 'toy' of rlhf-toy 1.0 cannot be imported: Mod")
+    assert (broken.state, broken.remedy) == ("missing", "rlhf plugins check")
+
+
+def test_without_a_backend_no_run_can_start(install) -> None:
+    (found,) = diagnosis._backends()
+    assert found.here == "no backend is installed; run `pip install rlhf-plugin-deepspeed`"
+    assert (found.state, found.remedy) == ("missing", "pip install rlhf-plugin-deepspeed")
+
+
+def test_every_extra_of_core_has_its_feature() -> None:
+    extras = {*metadata.metadata("rlhf-core").get_all("Provides-Extra")}
+    assert sorted(extras - {"all"}) == [*diagnosis.FEATURES]
+
+
+def test_a_backend_may_leave_out_the_hook() -> None:
+    class Silent(PlainBackend):
+        diagnose = None
+
+    hooks, _ = build_gateways(Silent())
+    assert hooks.diagnose() == ()
+
+    class Loud(Silent):
+        @hookimpl
+        def diagnose(self):
+            return (LIBAIO,)
+
+    assert build_gateways(Loud())[0].diagnose() == (LIBAIO,)

@@ -1,0 +1,135 @@
+"""Fused layers: RMS norms by our kernels in any family, rotary embedding and gated activations by
+the Triton kernels of Liger (arXiv 2410.10989).
+
+Liger's own functions patch a family's Python module, so that every model in the process changes.
+Here only one model changes, except for the rotary embedding, which is a function of that module.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.engine import fused_on, replace_forward, replaced_forward
+from rlhf.errors import RLHFError
+from rlhf_kernels.gates import Product, factors, gates_of
+from rlhf_kernels.liger import liger_module
+from rlhf_kernels.meta import MetaGate
+from rlhf_kernels.norms import fuse_norms
+
+FAMILIES = (
+    "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
+    "qwen3", "smollm3",
+)  # fmt: skip
+"""`model_type`s whose fused layers are compared with their own (`tests/test_fused_cuda.py`)."""
+ACTIVATIONS = {False: ("silu", "swish"), True: ("gelu_pytorch_tanh",)}
+"""What Liger's gates compute, in the Gemma families (True) and in all others. Liger does not check
+a config's activation."""
+ROTARY = "apply_rotary_pos_emb"
+"""Name of the rotary embedding in a family's module."""
+
+
+def check_fusible(config: Any, kernels: str, device: torch.device) -> None:
+    """Raise RLHFError if `model.kernels` is `liger` and a model of transformers' `config` cannot
+    run Liger's kernels on `device`."""
+    problem = not_fusible(config.get_text_config(), device)
+    if kernels == "liger" and problem:
+        raise RLHFError(f"model.kernels liger {problem}; set model.kernels to auto")
+
+
+def check_gates_known(config: Any, recompute: str) -> None:
+    """Raise RLHFError if `model.recompute` is `selective` and the gated layers of transformers'
+    `config` are not known."""
+    family = config.get_text_config().model_type
+    if recompute == "selective" and family not in FAMILIES:
+        raise RLHFError(
+            f"model.recompute selective does not support the family {family} (supported: "
+            f"{', '.join(FAMILIES)}); set model.recompute to full"
+        )
+
+
+def fuse(decoder: Any, kernels: str, device: torch.device) -> str:
+    """Fuse the layers of a transformers decoder in place as `model.kernels` says. Return one line
+    on what was fused; empty if there is nothing to report."""
+    if kernels == "none" or not fused_on(device.type):
+        return ""
+    norms = fuse_norms(decoder)
+    if not_fusible(decoder.config, device):
+        return "layers     norms fused" if norms else ""
+    product = _product(decoder, device)
+    for layer in gates_of(decoder):
+        replace_forward(layer, partial(_gated, layer, product=product))
+    if device.type != "meta":
+        _fuse_rotary(decoder)
+    parts = "norms, rotary embedding and gates" if norms else "rotary embedding and gates"
+    return f"layers     {parts} fused, by Liger {version('liger-kernel')} and our own kernels"
+
+
+def not_fusible(config: Any, device: torch.device) -> str:
+    """Return why a model of transformers' `config` does not run Liger's kernels on `device`; empty
+    if it does."""
+    if not fused_on(device.type):
+        return f"needs a CUDA device with Triton, but this run is on {device.type}"
+    if config.model_type not in FAMILIES:
+        return f"does not support the family {config.model_type} (supported: {', '.join(FAMILIES)})"
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS[config.model_type.startswith("gemma")]:
+        return f"has no gates with the activation {activation}"
+    return ""
+
+
+def _gated(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
+    return layer.down_proj(product(*factors(layer, hidden)))
+
+
+def _product(decoder: Any, device: torch.device) -> Product:
+    """Return the product of the decoder's fused gated layers. On the meta device it is a stand-in,
+    which needs no values."""
+    if device.type == "meta":
+        return MetaGate.apply
+    if decoder.config.model_type.startswith("gemma"):
+        return liger_module("geglu").LigerGELUMulFunction.apply
+    return liger_module("swiglu").LigerSiLUMulFunction.apply
+
+
+def _fuse_rotary(decoder: Any) -> None:
+    """Replace the rotary embedding in the family's module."""
+    family = vars(sys.modules[type(decoder).__module__])
+    fused = partial(_rotate, liger_module("rope").LigerRopeFunction.apply)
+    family[ROTARY] = Rotary(fused, family[ROTARY])
+
+
+def _rotate(
+    fused: Callable[..., Any],
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate queries [1, heads, T, C] and keys with `fused`, Liger's Triton kernel. Liger's own
+    dispatcher may select a CuTe DSL kernel instead, which is compiled for each row length."""
+    rotated: tuple[Tensor, Tensor] = fused(query, key, cos, sin, None, unsqueeze_dim)
+    return rotated
+
+
+class Rotary:
+    """A family's rotary embedding: Liger's for CUDA tensors, the family's own for all others."""
+
+    def __init__(self, fused: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self.fused = fused
+        self.original: Callable[..., Any] = (
+            original.original if isinstance(original, Rotary) else original
+        )
+
+    def __call__(self, query: Tensor, *rest: Any, **options: Any) -> Any:
+        # torch.compile fuses the family's own function itself.
+        fits = query.device.type == "cuda" and not torch.compiler.is_compiling()
+        chosen = self.fused if fits else self.original
+        return chosen(query, *rest, **options)
+
+
+def products_of(decoder: nn.Module, device: torch.device) -> dict[int, Product]:
+    """Return the products of the decoder's fused gated layers, by the layers' ids."""
+    fused = [layer for layer in gates_of(decoder) if replaced_forward(layer) is not None]
+    return dict.fromkeys(map(id, fused), _product(decoder, device)) if fused else {}

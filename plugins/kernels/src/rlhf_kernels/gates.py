@@ -1,0 +1,102 @@
+"""Gated feed-forward layers, down(act(gate(x)) * up(x)), that compute the product again in backward
+instead of keeping it.
+
+It saves a quarter of a layer's activations for two passes over its gates (selective activation
+recomputation, Korthikanti et al., arXiv 2205.05198).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rlhf.engine import replace_forward
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""act(gate) * up; keeps only both factors for backward."""
+PARTS = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+"""Names of the linear modules of a gated layer."""
+
+
+def gates_of(decoder: nn.Module) -> list[Any]:
+    """Return the gated feed-forward layers of a decoder, recognised by their parts' names."""
+    return [
+        module
+        for module in decoder.modules()
+        if any(names <= dict(module.named_children()).keys() for names in PARTS)
+    ]
+
+
+def recompute_products(decoder: nn.Module, products: dict[int, Product]) -> None:
+    """Have all gated layers compute their product again in backward.
+
+    `products` holds fused products by the ids of the layers; other layers use their own activation.
+    """
+    for layer in gates_of(decoder):
+        activation = getattr(layer, "act_fn", None) or getattr(layer, "activation_fn", None)
+        product = products.get(id(layer)) or partial(OwnProduct.apply, activation)
+        replace_forward(layer, partial(_forward, layer, product=product))
+
+
+def _forward(layer: Any, hidden: Tensor, *, product: Product) -> Tensor:
+    gate, up = factors(layer, hidden)
+    value = product(gate, up)
+    if not torch.is_grad_enabled():
+        return layer.down_proj(value)
+    with saved_tensors_hooks(*_recomputing(value, gate, up, product)):
+        return layer.down_proj(value)
+
+
+def factors(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of the product: the gate before its activation, and the other input."""
+    if hasattr(layer, "gate_up_proj"):
+        gate, up = layer.gate_up_proj(hidden).chunk(2, dim=-1)
+        return gate.contiguous(), up.contiguous()
+    return layer.gate_proj(hidden), layer.up_proj(hidden)
+
+
+def _recomputing(
+    value: Tensor, gate: Tensor, up: Tensor, product: Product
+) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return hooks for saved tensors that keep a shape in place of the product `value`."""
+    storage, size = _storage(value), value.numel()
+
+    def pack(saved: Tensor) -> Any:
+        # down_proj may save a view of the product, so the storage is compared. Under LoRA with
+        # dropout it also saves other tensors, which are kept as they are.
+        same = _storage(saved) == storage and saved.numel() == size
+        return saved.shape if same and saved.is_contiguous() else saved
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return product(gate, up).view(packed)
+
+    return pack, unpack
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class OwnProduct(torch.autograd.Function):
+    """act(gate) * up by torch's operators. Backward applies the activation again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activation(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = (item.detach().requires_grad_() for item in ctx.saved_tensors)
+        with torch.enable_grad():
+            product = ctx.activation(gate) * up
+        return None, *torch.autograd.grad(product, (gate, up), gradient)

@@ -1,0 +1,145 @@
+"""The kernel of tree attention against a dense softmax, run by an interpreter without a device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from kernel_models import KINDS, batch_of, whole
+from torch import Tensor
+
+from rlhf.kernels import Scoring, Tree, TreeMask
+from rlhf.model.masks import lowest_visible
+from rlhf_kernels.tree import fused_tree
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPANS = (
+    ((5, (3, 4)), (0, (6,)), (7, (2, 2, 9)), (0, (20, 30)), (12, ())),
+    ((100, (40, 60)), (0, (30,))),
+)
+
+
+class Heads(NamedTuple):
+    heads: int
+    key_heads: int
+    width: int
+    of_value: int
+
+
+CASES = {
+    "one head": (Heads(1, 1, 16, 16), Scoring(0.0, None, None, None)),
+    "groups": (Heads(4, 2, 24, 24), Scoring(0.0, 0.3, None, None)),
+    "other values": (Heads(2, 2, 48, 8), Scoring(0.0, 0.2, None, None)),
+    "capped": (Heads(2, 1, 8, 8), Scoring(0.0, 0.3, 2.0, None)),
+    "sinks": (Heads(2, 1, 16, 16), Scoring(0.0, None, None, torch.tensor([0.5, -1.0]))),
+    "wide": (Heads(2, 1, 128, 128), Scoring(0.0, None, None, None)),
+    "wider": (Heads(2, 1, 160, 160), Scoring(0.0, None, None, None)),
+    "widest": (Heads(2, 1, 256, 256), Scoring(0.0, None, None, None)),
+}
+DTYPES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Precisions and the largest accepted error, as a share of the norm."""
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    scale = query.shape[3] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = query @ key.transpose(2, 3) * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if scoring.sinks is not None:
+        sink = scoring.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+    return scores.softmax(-1)[..., : key.shape[2]] @ value
+
+
+def errors(case: str, spans: Any, kind: str, dtype: torch.dtype) -> list[float]:
+    """The errors of the output and of each gradient; the same in each run."""
+    heads, scoring = CASES[case]
+    batch, function = batch_of(spans), KINDS[kind]
+    lowest = None if function is None else lowest_visible(Tree(batch), function).to(DEVICE)
+    mask = TreeMask(Tree(batch.to(torch.device(DEVICE))), lowest)
+    size, generator = len(batch.tokens), torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(DEVICE, dtype)
+
+    # The numbers of a head are adjacent in memory, or the heads of a token.
+    query = random(heads.heads, size, heads.width)
+    key = random(size, heads.key_heads, heads.width).transpose(1, 2)
+    value = random(size, heads.key_heads, heads.of_value).transpose(1, 2)
+    weights = random(size, heads.heads, heads.of_value).transpose(1, 2)
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.to(DEVICE).requires_grad_())
+    inputs = [item.requires_grad_() for item in (query, key, value)]
+    exact = [item.detach().double().requires_grad_() for item in inputs]
+    found = fused_tree(*inputs, mask, scoring)
+    expected = dense(*exact, whole(mask).to(DEVICE), scoring)
+    sinks = [] if scoring.sinks is None else [scoring.sinks]
+    gradients, again = (
+        torch.autograd.grad(found, [*inputs, *sinks], weights, retain_graph=True) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    ours = (found, *gradients)
+    theirs = (expected, *torch.autograd.grad(expected, [*exact, *sinks], weights.double()))
+    return [
+        float((a - b).detach().norm() / b.detach().norm())
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "wide", "chunked"])
+@pytest.mark.parametrize("spans", SPANS)
+def test_values_and_gradients_under_the_mask_of_trees(spans: Any, kind: str) -> None:
+    assert max(errors("groups", spans, kind, torch.float32)) < DTYPES[torch.float32]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "groups"])
+def test_values_and_gradients_of_heads_of_all_kinds(case: str) -> None:
+    assert max(errors(case, SPANS[0], "wide", torch.float32)) < DTYPES[torch.float32]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="tiles for other precisions need a device")
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("groups", torch.float32), ("groups", torch.float16), *((n, torch.bfloat16) for n in CASES)],
+)
+def test_values_and_gradients_of_longer_rows(case: str, dtype: torch.dtype) -> None:
+    for spans in (((200, (90, 130)), (0, (40,)), (3, (300,))), ((1000, (24,)),)):
+        for kind in ("full", "sliding", "wide", "chunked"):
+            assert max(errors(case, spans, kind, dtype)) < DTYPES[dtype], (spans, kind)
+
+
+def test_tokens_that_only_round_a_row_up_see_only_themselves() -> None:
+    assert errors("one head", (), "full", torch.float32)[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "width", "precision"),
+    [
+        (90, 232_448, 128, "bfloat16"),
+        (89, 101_376, 128, "bfloat16"),
+        pytest.param(90, 232_448, 160, "bfloat16", marks=pytest.mark.matrix),
+        pytest.param(80, 166_912, 128, "bfloat16", marks=pytest.mark.matrix),
+        pytest.param(75, 65_536, 128, "float16", marks=pytest.mark.matrix),
+        pytest.param(89, 101_376, 256, "float32", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_kernels_compile_for_a_gpu_and_fit_its_shared_memory(
+    capability: int, memory: int, width: int, precision: str, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("compile_attention.py")
+    words = [sys.executable, str(script), str(capability), str(memory), str(width), precision]
+    # Triton compiles only where it does not interpret.
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    needed = [int(line) for line in done.stdout.splitlines()]
+    assert len(needed) == 3
+    assert max(needed) <= memory

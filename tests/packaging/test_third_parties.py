@@ -1,0 +1,105 @@
+"""Plugins of third parties, in `third_parties/`: each is written over what `rlhf new` makes, in
+about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command of
+a third party is installed there too."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from code_lines import code_lines
+from rlhf.commands.main import main
+from wheel_sites import ROOT, build, make_site, python, rlhf
+
+METHODS = ROOT / "tests" / "third_parties"
+MOST = {"trainer": 100, "backend": 120}
+"""Lines of code of a plugin of this kind with its tests."""
+KINDS = {path.parent.name: kind for kind in MOST for path in METHODS.glob(f"*/{kind}.py")}
+"""For each plugin the kind: its file is called so."""
+QUICK = {
+    "calibrated": "packed or least or hyper_parameter",
+    "ordinal": "rated or packed",
+    "fully_shard": "(steps_are or resumed_run_is) and 2",
+}
+"""Plugins, and which of their tests `make test` runs."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels of ours beside third-party packages."""
+    names = ("deepspeed", "devkit", "dpo", "sft", "torch")
+    projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
+    wheels = build(tmp_path_factory.mktemp("wheels"), projects)
+    return make_site(tmp_path_factory.mktemp("site"), wheels.values())
+
+
+def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the distribution of a plugin and return its folder."""
+    monkeypatch.chdir(folder)
+    kind = KINDS[name]
+    assert main(["new", kind, name]) == 0
+    project = folder / f"rlhf-{kind}-{name.replace('_', '-')}"
+    (source,) = (project / "src").iterdir()
+    (source / "demo.yaml").unlink(missing_ok=True)
+    for file in (METHODS / name).glob("*.py"):
+        checks = project / "tests" / f"test_{name}.py"
+        shutil.copy(file, checks if file.name == "checks.py" else source / file.name)
+    if (more := METHODS / name / "entry_points.toml").exists():
+        with (project / "pyproject.toml").open("a") as declared:
+            declared.write(more.read_text())
+    return project
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plugin_takes_few_lines(name: str) -> None:
+    files = (METHODS / name).glob("*.py")
+    assert sum(len(code_lines(path.read_text())) for path in files) < MOST[KINDS[name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [*QUICK.items(), *(pytest.param(name, "", marks=pytest.mark.matrix) for name in KINDS)],
+)
+def test_a_plugin_passes_its_tests_with_the_wheels_installed(
+    name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = write(name, tmp_path, monkeypatch)
+    (wheel,) = build(tmp_path / "wheel", [project]).values()
+    own = tmp_path / "own"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(own), str(wheel)], check=True)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    words += ["--rootdir", str(project), str(project / "tests"), "-k", tests]
+    done = python(*words, sites=[site, own], folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
+    (wheel,) = build(tmp_path / "wheel", [METHODS / "sweep"]).values()
+    own = tmp_path / "own"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*command, str(own), str(wheel)], check=True)
+
+    def sweep(*words: str) -> subprocess.CompletedProcess[str]:
+        return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
+
+    assert "\nrlhf-sweep: Trains once per learning rate\n  sweep\n" in sweep("--help").stdout
+    assert "ok          command 'sweep' of rlhf-sweep 1.0\n" in sweep("plugins", "check").stdout
+    done = sweep("sweep", "sft", "--rate", "1e-3", "--train.steps", "2", "--rate=0.002")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("lr ")]
+    assert [line.split("  ")[0] for line in lines] == ["lr 0.001", "lr 0.002"]
+    assert (tmp_path / "sweep" / "lr-0.002" / "model").is_dir()
+    missing = sweep("sweep", "sft")
+    assert (missing.returncode, missing.stderr) == (
+        2, "error: the following arguments are required: --rate; see `rlhf sweep --help`\n"
+    )  # fmt: skip
+    done = rlhf(site, "sweep", folder=tmp_path)
+    assert done.stderr.startswith("error: command 'sweep' is not installed; available: run, ")
+    done = rlhf(site, "serve", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
+    )

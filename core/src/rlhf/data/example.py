@@ -1,7 +1,7 @@
 """One row as a tree: a prompt and the answers that share it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from attrs import field, frozen
 
@@ -49,8 +49,14 @@ class ExampleMaker(Protocol):
     """What makes examples of rows: `rlhf.trainer.Trainer`."""
 
     config: Any
-    row_format: ClassVar[str | None]
-    renders_whole: ClassVar[bool]
+
+    @property
+    def row_format(self) -> str | None:
+        """The format in which `example` gets rows."""
+
+    @property
+    def renders_whole(self) -> bool:
+        """Whether prompt and answer are rendered as one text."""
 
     def example(self, row: Any) -> Example:
         """Return the example that a row becomes."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -19,13 +20,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import sft_runs
 from rlhf.commands.main import main
-from rlhf.commands.verification import RunShape, Verification
+from rlhf.launch.signals import REQUEST
 from rlhf.plugin import NoSettings
 from rlhf.request.reader import read_config
-from rlhf.train.comparison import first_changed
 from rlhf.train.dataset import prepare_data
 from rlhf.train.fragments import SavedEngine
+from rlhf_devkit.comparison import first_changed
 from rlhf_devkit.ranks import shared
+from rlhf_devkit.verification import RunShape, Verification
 from sft_runs import Inputs
 
 Fault = Callable[[], Any]
@@ -87,12 +89,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
 
 
-def in_rank(words: list[str], cache: str, fault: Fault) -> tuple[int, str]:
-    """Run `rlhf WORDS` in a rank of a pool and return its exit code and output."""
+def in_rank(request: bytes, cache: str, fault: Fault) -> tuple[int, str]:
+    """Run a request in a rank of a pool and return the exit code and output."""
     os.environ["RLHF_CACHE"] = cache
     output = io.StringIO()
-    with redirect_stdout(output), redirect_stderr(output), fault():
-        code = main(words)
+    with TemporaryFile(buffering=0) as file, redirect_stdout(output), redirect_stderr(output):
+        file.write(request)
+        os.environ[REQUEST] = str(file.fileno())
+        with fault():
+            code = main(["run", "sft"])
     return code, output.getvalue()
 
 
@@ -100,10 +105,10 @@ class Pooled:
     """Ranks of the shared pools, which have torch and DeepSpeed loaded."""
 
     def __init__(
-        self, command: list[str], count: int, patience: float, *, output: Any, cache: Path,
-        fault: Fault, **_: Any,
+        self, command: list[str], count: int, patience: float, *, output: Any, request: bytes,
+        cache: Path, fault: Fault, **_: Any,
     ) -> None:  # fmt: skip
-        results = shared(count).run(in_rank, command[3:], str(cache), fault)
+        results = shared(count).run(in_rank, request, str(cache), fault)
         self.code = max(code for code, _ in results)
         output.write("".join(text for _, text in results).encode())
 
@@ -120,7 +125,7 @@ def check(
 
     def run(*words: str, fault: Fault = nullcontext) -> tuple[int, list[str]]:
         monkeypatch.setattr(
-            "rlhf.commands.verification.Ranks", partial(Pooled, cache=inputs.cache, fault=fault)
+            "rlhf_devkit.verification.Ranks", partial(Pooled, cache=inputs.cache, fault=fault)
         )
         paths = ["--model", str(inputs.model), "--data", str(inputs.train)]
         rest = ["--batch.size", "4", "--data.workers", "0", "--output", str(tmp_path / "run")]
@@ -231,10 +236,10 @@ def test_what_was_varied_is_what_the_runs_did(
 ) -> None:
     """A backend without the setting `stage` that shards on several ranks."""
 
-    def run(self: Verification, name: str, layout: RunShape, *words: str, label: str = "") -> Path:
+    def run(self: Verification, name: str, layout: RunShape) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "output.txt").write_text("devices    2 x cpu\n")
+        (folder / "summary.json").write_text(json.dumps({"curve": "", "devices": "2 x cpu"}))
         stage = stages[layout.ranks == 1]
         (folder / "plan.json").write_text(json.dumps({"policy": {"sharded": stage}}))
         lines = [{"step": step, "loss": 1.0} for step in (1, 2)]
@@ -242,7 +247,7 @@ def test_what_was_varied_is_what_the_runs_did(
         return folder
 
     monkeypatch.setattr(Verification, "_run", run)
-    monkeypatch.setattr("rlhf.commands.verification.first_difference", lambda *runs, **options: "")
+    monkeypatch.setattr("rlhf_devkit.verification.first_difference", lambda *runs, **options: "")
     monkeypatch.setenv("RLHF_CACHE", str(inputs.cache))
     request = read_config("sft", overrides=sft_runs.words(inputs, tmp_path))
     layout = RunShape(ranks=2, stage=NoSettings(), tokens=128)

@@ -28,7 +28,7 @@ HEAVY = "torch transformers deepspeed peft datasets numpy rich safetensors torch
 
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, name: str, act: Any) -> None:
     """Stand-ins for what the shell starts: the real ones import torch and have their own tests."""
-    if module in ("rlhf.commands.inspection", "rlhf.commands.verification"):
+    if module == "rlhf.commands.inspection":
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: act}))
     else:
         monkeypatch.setattr(f"{module}.{name}", act)
@@ -56,7 +56,6 @@ def test_run_hands_over_the_request_and_its_exit_code(
     ("words", "module", "name"),
     [
         (["inspect", "toy"], "rlhf.commands.inspection", "inspect_command"),
-        (["verify", "toy"], "rlhf.commands.verification", "verify_command"),
         (
             ["export", "run/checkpoints/step-1", "out", "--role", "critic"],
             "rlhf.commands.export",
@@ -207,7 +206,7 @@ def test_config_prints_yaml_without_asking_for_model_and_data(
     assert (tree["toy"]["beta"], tree["optim"]["lr"], tree["model"]["path"]) == (0.5, 1e-6, "")
 
 
-@pytest.mark.parametrize("command", ["run", "config", "inspect", "verify", "plan"])
+@pytest.mark.parametrize("command", ["run", "config", "inspect", "plan"])
 def test_help_after_a_name_lists_its_settings(
     toy: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -30,7 +30,6 @@ CORE_COMMANDS = {
     "config": "rlhf.commands.config:plugin",
     "inspect": "rlhf.commands.inspect:plugin",
     "plan": "rlhf.commands.plan:plugin",
-    "verify": "rlhf.commands.verify:plugin",
     "export": "rlhf.commands.export:plugin",
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",

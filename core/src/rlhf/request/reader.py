@@ -31,7 +31,7 @@ from rlhf.request.settings_tree import (
 )
 from rlhf.request.words import parse_words
 
-HANDED_OVER = ("demo", "notes", "nproc", "resume", "overwrite")
+HANDED_OVER = ("demo", "notes", "resume", "overwrite")
 """What ranks get of a request besides its configuration."""
 
 

@@ -7,14 +7,13 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, Literal
 
 import attrs
-import yaml
 from attrs import frozen
 
 from rlhf.api import num_ranks
@@ -28,9 +27,9 @@ from rlhf.launch.local import Ranks, num_devices
 from rlhf.launch.signals import DAY, STOPPED, catch
 from rlhf.launch.slurm import join_slurm
 from rlhf.registry.gateway import load_hooks
-from rlhf.request.reader import Request
-from rlhf.request.settings_tree import to_tree
-from rlhf.train.comparison import (
+from rlhf.request.reader import Request, handed_over
+from rlhf.train.dataset import Dataset, prepare_data
+from rlhf_devkit.comparison import (
     BOUNDS,
     STEPS,
     first_changed,
@@ -38,7 +37,6 @@ from rlhf.train.comparison import (
     largest_difference,
     losses,
 )
-from rlhf.train.dataset import Dataset, prepare_data
 
 PREFIX, OUTPUT = ".verify-", "output.txt"
 SHARDED = 2
@@ -132,12 +130,12 @@ class Verification:
     def verify(self) -> int:
         """Take the runs and print what they show. Returns 0, or 1 for a difference."""
         # It saves only at the end, so that a save that changes what follows it would be seen.
-        straight = self._run("straight", self.layout, "--checkpoint.every", "null")
-        stopped = self._run("resumed", self.layout, "--train.stop_at", "1", label="stopped")
+        straight = self._run("straight", self.layout, checkpoint={"every": None})
+        stopped = self._run("resumed", self.layout, label="stopped", train={"stop_at": 1})
         first = step_folder(Path("checkpoints"), 1)
         (straight / first).symlink_to(stopped / first)
         curve = self._compare_layouts(straight)
-        self._run("resumed", self.layout, "--resume")
+        self._run("resumed", self.layout, resume="")
         resume = self._compare_resumed(straight)
         versions = json.loads((straight / "versions.json").read_text(encoding="utf-8"))
         named = [f"{name} {versions[name]}" for name in ("python", *RECORDED) if name in versions]
@@ -187,7 +185,7 @@ class Verification:
                 raise
             show("other", "out of memory; this one has the configured stage")
             other = attrs.evolve(other, ranks=self._fewer_ranks(), stage=self.layout.stage)
-            return other, self._run("other", other, "--overwrite")
+            return other, self._run("other", other, overwrite=True)
 
     def _fewer_ranks(self) -> int:
         """Return the next smaller number of ranks that the axes divide, or all."""
@@ -254,20 +252,26 @@ class Verification:
             return "depends on rounding: answers are sampled, and not in fp32"
         return ""
 
-    def _run(self, name: str, layout: RunShape, *words: str, label: str = "") -> Path:
-        """Take a run into the folder `name`, print its losses and return the folder. Raises
-        RunFailed."""
+    def _run(
+        self,
+        name: str,
+        layout: RunShape,
+        *,
+        label: str = "",
+        resume: str | None = None,
+        overwrite: bool = False,
+        **changes: Mapping[str, Any],
+    ) -> Path:
+        """Take a run into the folder `name`, with `changes` of sections; print its losses and
+        return the folder. Raises RunFailed."""
         config, folder = self.request.config, self.folder / name
         folder.mkdir(exist_ok=True)
-        config = attrs.evolve(
-            config,
-            batch=attrs.evolve(config.batch, tokens=layout.tokens),
-            output=str(folder),
-            **{config.backend_name: layout.stage},
-        )
-        file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(to_tree(config)), encoding="utf-8")
-        command = [sys.executable, "-m", "rlhf", "run", self.request.argv[1], str(file), *words]
+        changes = {"batch": {"tokens": layout.tokens}, **changes}
+        sections = {key: attrs.evolve(getattr(config, key), **it) for key, it in changes.items()}
+        sections[config.backend_name] = layout.stage
+        config = attrs.evolve(config, output=str(folder), **sections)
+        request = attrs.evolve(self.request, config=config, resume=resume, overwrite=overwrite)
+        command = [sys.executable, "-m", "rlhf", "run", request.name]
         with (folder / OUTPUT).open("wb") as output:
             code = Ranks(
                 command,
@@ -277,6 +281,7 @@ class Verification:
                 places_in=folder / RANKS,
                 output=output,
                 variables={DAY: self.data.day.isoformat()},
+                request=handed_over(request),
             ).wait()
         if code == STOPPED:
             raise SystemExit(STOPPED)

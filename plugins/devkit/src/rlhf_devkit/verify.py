@@ -4,6 +4,6 @@ from rlhf.plugin import CommandPlugin
 
 plugin = CommandPlugin(
     help="check in two steps that layout and resume keep the curve; exit 1 if not",
-    run="rlhf.commands.verification:verify_command",
+    run="rlhf_devkit.verification:verify_command",
     takes="run",
 )

@@ -108,5 +108,7 @@ def test_every_field_of_a_public_class_has_a_docstring_that_help_shows(module: s
             # Else it is a section of the configuration, which has its own docstring.
         shown = pydoc.render_doc(kind, renderer=pydoc.plaintext)
         names = attrs.fields_dict(kind) if attrs.has(kind) else field_docs(kind)
-        for name in names.keys() & field_docs(kind).keys():
+        bases = [base for base in kind.__mro__ if base.__module__.split(".")[0] in OURS]
+        own = {name for base in bases for name in vars(base).get("__annotations__", ())}
+        for name in names.keys() & field_docs(kind).keys() & own:
             assert field_docs(kind)[name] in shown, f"{kind.__name__}.{name}"

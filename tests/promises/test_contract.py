@@ -339,7 +339,7 @@ def run(trainer: str, words: list[str], cache: str) -> None:
     """A run of a trainer of this file under SFT's name and section."""
     os.environ["RLHF_CACHE"] = cache
     request = read_config("sft", overrides=words)
-    plugin = attrs.evolve(request.plugin, trainer=f"test_contract:{trainer}")
+    plugin = attrs.evolve(request.plugin, trainer=f"{__name__}:{trainer}")
     run_rank(attrs.evolve(request, plugin=plugin))
 
 

@@ -139,8 +139,8 @@ def test_the_last_of_several_runs_restores_the_environment(monkeypatch: pytest.M
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'rlhf' has no attribute 'train'"):
-        rlhf.train  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'rlhf' has no attribute 'fit'"):
+        rlhf.fit  # noqa: B018
 
 
 @pytest.mark.matrix

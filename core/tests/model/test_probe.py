@@ -225,7 +225,7 @@ def test_the_probe_runs_once_for_models_that_differ_only_in_their_weights(
         ({"kernels": "none"}, {}),
         ({"quantize": "nf4"}, {}),
         ({"fp8": "tensorwise"}, {}),
-        ({}, {"stage": 3}),
+        ({}, {"sharded": True}),
         ({}, {"precision": "bf16"}),
         ({}, {"tensor": 2}),
     ],

@@ -14,6 +14,7 @@ import torch
 from rlhf.data.packing import blank_batch
 from rlhf.readouts import Head, Mixture, SkewedKL, WholeTeacher, distillation, divergence, logits
 from rlhf.readouts.distillation import compare, compare_whole
+from rlhf_kernels.kernels import TritonKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, VOCABULARY = 7, 200
@@ -73,8 +74,8 @@ def both(
         scale=own.scale, softcap=own.softcap, **options,
     )  # fmt: skip
     found = compare_whole(
-        student.clone(), targets, weights, teacher, scales=(own.scale, known.scale),
-        softcaps=(own.softcap, known.softcap), **options,
+        TritonKernels(), student.clone(), targets, weights, teacher,
+        scales=(own.scale, known.scale), softcaps=(own.softcap, known.softcap), **options,
     )  # fmt: skip
     return [found, expected]
 
@@ -126,8 +127,8 @@ def test_a_batch_read_by_the_kernel_gives_the_loss_and_gradients_of_torchs_opera
     teacher = WholeTeacher(random(num, 5), Head(weight=random(VOCABULARY, 5), scale=1.5, softcap=3))
     mixture = Mixture(MEASURES["jsd"], temperature=1.7, nll=0.2, chunk=chunk)
     results = []
-    for fused in (True, False):
-        monkeypatch.setattr(distillation, "fused_on", lambda kind, fused=fused: fused)
+    for kernels in (TritonKernels(), None):
+        monkeypatch.setattr(distillation, "kernels_on", lambda _, kernels=kernels: kernels)
         hidden, own = states.clone().requires_grad_(), weight.clone().requires_grad_()
         head = Head(weight=own, scale=0.7, softcap=5.0)
         read = divergence(hidden, head, batch, teacher=teacher, mixture=mixture, weights=weights)

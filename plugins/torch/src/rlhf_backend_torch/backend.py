@@ -47,10 +47,11 @@ class TorchBackend:
     def setup_mesh(self, config: Config) -> Mesh:
         self.check_precision(config)
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(device)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.device("cpu")
+        if accelerator is not None:
+            device = torch.device(accelerator.type, local)
+            torch.accelerator.set_device_index(local)
         launched = "WORLD_SIZE" in os.environ
         self._started_group = not distributed.is_initialized() and (launched or self.sharded)
         if self._started_group:
@@ -58,7 +59,7 @@ class TorchBackend:
             store = None if launched else distributed.HashStore()
             rank, world = (-1, -1) if launched else (0, 1)
             distributed.init_process_group(
-                "nccl" if on_gpu else "gloo",
+                distributed.get_default_backend_for_device(device),
                 timeout=TIMEOUT, store=store, rank=rank, world_size=world,
             )  # fmt: skip
         seed(config)
@@ -206,7 +207,10 @@ class TorchBackend:
 
 def _memory(device: torch.device) -> int:
     """Return the bytes of an accelerator; 0, unknown, on a CPU."""
-    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    if device.type == "cpu":
+        return 0
+    total: int = torch.get_device_module(device).mem_get_info(device)[1]
+    return total
 
 
 def seed(config: Config) -> None:

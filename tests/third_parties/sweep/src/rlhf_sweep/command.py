@@ -20,6 +20,6 @@ def sweep(request: Request, *, rates: Sequence[float]) -> int:
             nproc=request.nproc,
             overwrite=request.overwrite,
         )
-        losses = [line["loss"] for line in result.metrics if "loss" in line]
+        losses = [line.get("loss", line.get("eval/loss")) for line in result.metrics]
         print(f"lr {rate:g}  loss {losses[-1]:.4f}")
     return 0

@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --durations=25 \
 	--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint docs venv base clean
+.PHONY: demo test test-rest test-all lint docs dist venv base clean
 
 demo: venv
 	$(BIN)/rlhf run dpo
@@ -41,6 +41,12 @@ lint: venv
 # The documentation as a site, in site/.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheel and source distribution of every project, checked, in dist/.
+dist: venv
+	rm -rf dist
+	$(foreach project,$(PROJECTS),$(BIN)/python -m build --no-isolation --outdir dist $(project) >/dev/null &&) true
+	$(BIN)/python .ci/check_dist.py dist
 
 venv: $(VENV)/.installed
 

@@ -1,0 +1,15 @@
+"""The core stays small: a capability arrives as a plugin, and these bounds are only lowered."""
+
+from pathlib import Path
+
+CORE = Path(__file__).parents[2] / "core" / "src" / "rlhf"
+LINES, FILES, ROOMS = 23_550, 188, 14
+
+
+def test_the_core_stays_within_its_bounds() -> None:
+    files = [*CORE.rglob("*.py")]
+    rooms = {path.parent for path in CORE.glob("*/__init__.py")}
+    lines = sum(path.read_bytes().count(b"\n") for path in files)
+    assert lines <= LINES
+    assert len(files) <= FILES
+    assert len(rooms) <= ROOMS

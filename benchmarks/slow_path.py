@@ -13,7 +13,7 @@ devices.fused_on = lambda kind: False
 
 from rlhf.commands.main import main  # noqa: E402
 from rlhf.model.probe import AttentionPath  # noqa: E402
-from rlhf.train import context as run  # noqa: E402
+from rlhf.train import context  # noqa: E402
 
 
 def padded(engine: Any, *arguments: Any, **options: Any) -> AttentionPath:
@@ -23,6 +23,6 @@ def padded(engine: Any, *arguments: Any, **options: Any) -> AttentionPath:
 
 
 if __name__ == "__main__":
-    run.choose_path = padded
+    context.choose_path = padded
     # More ranks would be processes of rlhf's own, without what is changed here.
     sys.exit(main([*sys.argv[1:], "--nproc", "1"]))

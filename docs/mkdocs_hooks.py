@@ -13,6 +13,7 @@ OUTSIDE = {
     "ARCHITECTURE.md": "ARCHITECTURE.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "RELEASING.md": "RELEASING.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "benchmarks/NOTES.md": "benchmarks/NOTES.md",
 }

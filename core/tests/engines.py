@@ -15,7 +15,7 @@ from rlhf.model.packed import PackedModel
 class BareEngine:
     """An engine that calls the module as it is."""
 
-    stage, role, device = 0, "policy", torch.device("cpu")
+    sharded, role, device = False, "policy", torch.device("cpu")
 
     def __init__(self, module: PackedModel, precision: str = "fp32") -> None:
         self.module, self.precision = module, precision

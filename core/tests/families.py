@@ -1,112 +1,22 @@
-"""Tiny random models of every family of docs/models.md, and batches for them."""
+"""Tiny random models of every family of docs/models.md and what the probe chooses for them."""
 
 from functools import cache
 from typing import Any
 
 import torch
 import transformers
-from attrs import evolve, frozen
+from attrs import frozen
 from engines import BareEngine
 from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.example import Answer, Example
-from rlhf.data.packing import blank_batch, pack
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.tokenizer import CHATML
+from rlhf_devkit.families import FAMILIES
 
-WINDOW = 8
-VOCABULARY = 96
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-OLD_SIZES = {
-    "vocab_size": VOCABULARY,
-    "n_positions": 256,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", SIZES),
-    "Qwen2": ("Qwen2Config", SIZES | {"use_sliding_window": True, "max_window_layers": 1} | MIXED),
-    "Qwen3": ("Qwen3Config", SIZES | {"head_dim": 8}),
-    "Mistral": ("MistralConfig", SIZES | {"sliding_window": WINDOW}),
-    "Mixtral": ("MixtralConfig", SIZES | EXPERTS | {"sliding_window": WINDOW}),
-    "Gemma 2": (
-        "Gemma2Config",
-        SIZES
-        | MIXED
-        | {"head_dim": 8, "final_logit_softcapping": 3.0}
-        | {"attn_logit_softcapping": 1.0},
-    ),
-    "Gemma 3": ("Gemma3TextConfig", SIZES | MIXED | {"head_dim": 8}),
-    "Phi-3": ("Phi3Config", SIZES | {"sliding_window": WINDOW, "resid_pdrop": 0.0}),
-    "GPT-OSS": (
-        "GptOssConfig",
-        SIZES
-        | MIXED
-        | EXPERTS
-        | {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-    ),
-    "Cohere 2": ("Cohere2Config", SIZES | MIXED),
-    "Llama 4": (
-        "Llama4TextConfig",
-        SIZES
-        | {"head_dim": 8, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 48}
-        | {"num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-    "Granite": ("GraniteConfig", SIZES | {"logits_scaling": 4.0}),
-    "Phi": ("PhiConfig", SIZES | {"resid_pdrop": 0.0}),
-    "GPT-2": ("GPT2Config", OLD_SIZES),
-    "GPT-J": ("GPTJConfig", OLD_SIZES | {"rotary_dim": 4}),
-    "Mamba 2": (
-        "Mamba2Config",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8}
-        | {
-            "head_dim": 8,
-            "state_size": 8,
-            "n_groups": 1,
-            "chunk_size": 16,
-            "initializer_range": 0.2,
-        },
-    ),
-    "Qwen3-Next": (
-        "Qwen3NextConfig",
-        SIZES
-        | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"shared_expert_intermediate_size": 16}
-        | {"layer_types": ["linear_attention", "full_attention"]},
-    ),
-    "LFM2": ("Lfm2Config", SIZES | {"layer_types": ["conv", "full_attention"]}),
-}
 NAMES = tuple(FAMILIES)
 # GPT-J can run another attention since transformers 5.24.
 OWN_ATTENTION = () if Version(transformers.__version__) >= Version("5.24") else ("GPT-J",)
@@ -133,49 +43,6 @@ def family(name: str) -> Family:
         parameter.data += 0.1 * torch.randn_like(parameter)
     module = PackedModel(causal.eval())
     return Family(module, choose_path(BareEngine(module), Mesh()))  # type: ignore[arg-type]
-
-
-def tree_batch() -> PackedBatch:
-    """Three trees, longer than the window, one of them a chain; every answer token is predicted."""
-    spans = ((13, (11, 9)), (0, (12,)), (5, (6, 3, 7)))
-    total = 80
-    tokens = torch.randint(3, VOCABULARY, (total,), generator=torch.Generator().manual_seed(1))
-    batch = blank_batch(tokens, spans)
-    places, answers, start, number = [], [], 0, 0
-    for prompt, lengths in spans:
-        place = start + prompt
-        for length in lengths:
-            for index in range(length):
-                before = place + index - 1 if index else start + prompt - 1
-                if before >= start:
-                    places.append((before, place + index))
-                    answers.append(number)
-            place, number = place + length, number + 1
-        start = place
-    before, at = torch.tensor(places).T
-    answer = torch.tensor(answers)
-    return evolve(batch, predict_from=before, predict_at=at, predict=tokens[at], answer=answer)
-
-
-def llama(**more: Any) -> PackedModel:
-    """A Llama of three layers."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_hidden_layers": 3} | more
-    return PackedModel(
-        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
-    )
-
-
-def row(*lengths: int) -> PackedBatch:
-    """Chains of these lengths in one row of whole blocks."""
-    examples = [Example([], [Answer([1 + k % 90 for k in range(n)])]) for n in lengths]
-    return pack(examples, range(len(examples)), round_to=128)
-
-
-def gradients(causal: Any) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in causal.named_parameters() if p.grad is not None}
-    causal.zero_grad(set_to_none=True)
-    return found
 
 
 def chatml_tokenizer(template: str | None = CHATML) -> Any:

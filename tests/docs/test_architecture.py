@@ -40,6 +40,9 @@ def test_tests_of_the_core_lie_in_the_room_that_they_test() -> None:
     tests = ROOT / "core/tests"
     folders = {path.relative_to(tests).parent.as_posix() for path in tests.rglob("test_*.py")}
     assert [name for name in folders if not (CORE / name).is_dir()] == []
+    # Of a public file.
+    top = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
+    assert [name for name in top if not (CORE / f"{name}.py").is_file()] == []
 
 
 @pytest.mark.parametrize("tests", TESTS, ids=lambda path: path.parent.name)

@@ -54,12 +54,14 @@ OBSERVER = '''
 import json, os, time
 import pluggy
 from rlhf.plugin import ObserverPlugin
+from rlhf.registry import observers as limits
 
 hookimpl = pluggy.HookimplMarker("rlhf")
 
 
 class Observer:
-    """Writes down its calls; takes STEP_SECONDS for a step, and fails in the hook FAIL_IN."""
+    """Writes down its calls; takes STEP_SECONDS for a step, and fails in the hook FAIL_IN. After a
+    signal, a run waits BRIEF seconds for it."""
 
     def _tell(self, *what):
         if what[0] == os.environ.get("FAIL_IN"):
@@ -69,6 +71,7 @@ class Observer:
 
     @hookimpl
     def on_start(self, run):
+        limits.BRIEF = float(os.environ.get("BRIEF", limits.BRIEF))
         self._tell("start", run.name, run.steps)
 
     @hookimpl
@@ -285,7 +288,7 @@ def test_a_signal_outside_of_the_steps_ends_the_run_with_143(
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.matrix), "2"])
 def test_the_second_ctrl_c_ends_at_once(start, tmp_path: Path, ranks: str) -> None:  # type: ignore[no-untyped-def]
     words = ("--train.steps", "9", "--observers", "[witness]", "--nproc", ranks)
-    process = start(*words, STEP_SECONDS="5")
+    process = start(*words, STEP_SECONDS="60", BRIEF="4")
     sft_runs.wait_for(tmp_path / "events", '["step", 1]', process)
     os.killpg(process.pid, signal.SIGINT)
     while "press Ctrl-C again to quit immediately" not in process.stderr.readline():

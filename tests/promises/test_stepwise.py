@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import tokenizer_of as small_tokenizer
+from damaged_rows import READERS, USER, check, damaged_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_fuzz import READERS, USER, check, damaged_rows
 from transformers import AutoTokenizer
 from word_rows import OfFormat, made, read, refusal, texts, user
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from numbered_words import (
     write_lines,
 )
 
-from rlhf.data.cache import once
+from rlhf.data.cache import key, once
 from rlhf.data.example import Example
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -115,6 +116,31 @@ def test_rows_are_tokenised_again_when_another_module_of_the_package_has_changed
     assert lengths == [[3] * 10, [3] * 10, [4] * 10]
     entries = (tmp_path / "cache" / "examples").iterdir()
     assert len([entry for entry in entries if entry.is_dir()]) == 2
+
+
+FORMAT = """
+from rlhf.plugin import FormatPlugin
+plugin = FormatPlugin(read="rows_of_theirs:read")
+def read(row, reader):
+    return [VALUE]
+"""
+
+
+def test_the_source_of_a_row_format_decides_on_what_rows_become(
+    tmp_path: Path, install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Theirs(Demonstrations):
+        row_format = "theirs"
+
+    monkeypatch.setattr("rlhf.data.cache.tokenizer_digest", lambda tokenizer: "")
+    keys = []
+    for number, value in enumerate("aab"):
+        source = FORMAT.replace("VALUE", value)
+        groups = {"formats": {"theirs": "rows_of_theirs:plugin"}}
+        sys.modules.pop("rows_of_theirs", None)
+        install("rlhf-theirs", groups, {"rows_of_theirs": source}, folder=tmp_path / str(number))
+        keys.append(key(Theirs(Section(), None), None))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_the_cache_holds_no_pickles(tmp_path: Path, cache: Path) -> None:

@@ -10,16 +10,7 @@ import pytest
 import torch
 import transformers
 from engines import BareEngine
-from families import (
-    FAMILIES,
-    NAMES,
-    OWN_ATTENTION,
-    TREES,
-    VOCABULARY,
-    family,
-    gradients,
-    tree_batch,
-)
+from families import NAMES, OWN_ATTENTION, TREES, family
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -28,6 +19,7 @@ from rlhf.model.head import read_head
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import FAMILIES, VOCABULARY, gradients, tree_batch
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from families import SIZES, family, tree_batch
+from families import family
 from torch import distributed
 from transformers import LlamaConfig, Mamba2Config
 
@@ -18,6 +18,7 @@ from rlhf.model.accelerated import check_packed
 from rlhf.model.packed import PackedModel
 from rlhf.model.sequence import all_rows, check_heads, part_of_rank
 from rlhf.readouts import summed_logprobs, token_logprobs
+from rlhf_devkit.families import SIZES, tree_batch
 from rlhf_devkit.ranks import Ranks, ranks_fixture, shared
 
 pair = ranks_fixture(2)

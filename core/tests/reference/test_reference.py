@@ -297,3 +297,13 @@ def test_an_impossible_reference_is_refused_before_anything_loads(words: str, me
     with pytest.raises(RLHFError) as error:
         read_config(name, overrides=["--model", "any", "--data", "any.jsonl", *options])
     assert str(error.value) == message
+
+
+def test_a_run_reads_the_tokenizer_of_another_model(folder: Path, tmp_path: Path) -> None:
+    run = make_run(folder)
+    tokenizer = run.load_tokenizer(ModelConfig(path=str(folder / "model")))
+    assert tokenizer.get_vocab() == run.tokenizer.get_vocab()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(RLHFError) as caught:
+        run.load_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert str(caught.value).startswith(f"tokenizer: no tokenizer in {tmp_path} (")

@@ -1,4 +1,4 @@
-"""Triton's interpreter where there is no device."""
+"""On a machine without a CUDA device, Triton's interpreter runs the kernels."""
 
 import os
 

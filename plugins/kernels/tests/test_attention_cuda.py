@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_models import gradients, llama, row
 
 from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Answer, Example
@@ -16,6 +15,7 @@ from rlhf.model import attention
 from rlhf.model.accelerated import compile_ahead, rehearsed_attention
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
+from rlhf_devkit.families import gradients, llama, row
 from rlhf_kernels import flash, libraries, rows
 from rlhf_kernels.cudnn import KERNELS
 from rlhf_kernels.flash import flash_row

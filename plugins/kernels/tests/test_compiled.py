@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kernel_models import FAMILIES, llama, row
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -21,6 +20,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.reference.live import adapter_off
 from rlhf.request.reader import read_config
+from rlhf_devkit.families import FAMILIES, llama, row
 from rlhf_kernels import fp8, layers
 from rlhf_kernels.compiler import mark_any_size
 from rlhf_kernels.fp8 import fits_fp8, to_fp8

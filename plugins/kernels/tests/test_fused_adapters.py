@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_models import Shards, gradients, llama, row
+from kernel_models import Shards
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.trainable import recompute
 from rlhf.reference.live import adapter_off
+from rlhf_devkit.families import gradients, llama, row
 from rlhf_kernels.gates import recompute_products
 from rlhf_kernels.lora import forward, fuse_adapters, is_plain
 

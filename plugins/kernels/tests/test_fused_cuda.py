@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kernel_models import FAMILIES, SIZES, gradients, tree_batch
 from peft import LoraConfig, get_peft_model
 
 from rlhf.config.sections import ModelConfig
@@ -20,6 +19,7 @@ from rlhf.readouts.chunked import add_product
 from rlhf.readouts.distillation import compare, compiled_compare
 from rlhf.readouts.teachers import forward_kl
 from rlhf.reference.live import adapter_off
+from rlhf_devkit.families import FAMILIES, SIZES, gradients, tree_batch
 from rlhf_kernels.fused import FAMILIES as FUSED
 from rlhf_kernels.fused import fuse
 from rlhf_kernels.kernels import TritonKernels

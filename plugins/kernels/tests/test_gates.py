@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kernel_models import FAMILIES, SIZES
 
 from rlhf.errors import RLHFError
 from rlhf.memory.step_bytes import LiveBytes
 from rlhf.model.parts import decoder
+from rlhf_devkit.families import FAMILIES, SIZES
 from rlhf_kernels.fused import check_fusible, check_gates_known, not_fusible
 from rlhf_kernels.gates import gates_of, recompute_products
 

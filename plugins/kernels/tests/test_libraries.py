@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_models import llama, row
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -21,6 +20,7 @@ from rlhf.model.accelerated import rehearsed_attention
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder, layers_of
 from rlhf.model.trainable import recompute
+from rlhf_devkit.families import llama, row
 from rlhf_kernels import ahead, flash, layers, libraries, rows
 from rlhf_kernels import attention as attentions
 from rlhf_kernels.cudnn import KERNELS, SIZES, Kernel, long_examples

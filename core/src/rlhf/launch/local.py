@@ -88,23 +88,24 @@ class Ranks:
         held = self._caught.enter_context(hold_port())
         gate, opener = os.pipe()
         files = {PROBLEMS: self._problems.fileno(), GATE: gate}
-        if request:
-            given = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        with tempfile.TemporaryFile(buffering=0) as given:
             given.write(request)
-            files[REQUEST] = given.fileno()
-        port = place.port or held.getsockname()[1]
-        shared = _variables(count, place, port) | {name: str(file) for name, file in files.items()}
-        for local in range(count):
-            own = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**shared, **own, **variables},
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=files.values(),
+            if request:
+                files[REQUEST] = given.fileno()
+            port = place.port or held.getsockname()[1]
+            descriptors = {name: str(file) for name, file in files.items()}
+            shared = _variables(count, place, port) | descriptors
+            for local in range(count):
+                own = {"RANK": str(self._first + local), "LOCAL_RANK": str(local)}
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**shared, **own, **variables},
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=files.values(),
+                    )
                 )
-            )
         os.close(gate)
         self._open_gate(opener, prepare)
 

@@ -170,7 +170,8 @@ class RunModels(ABC):
 
     def load_tokenizer(self, model: ModelConfig) -> Any:
         """See `rlhf.trainer.Run`."""
-        return read_tokenizer(model)
+        with naming_model(self.config, "tokenizer", model):
+            return read_tokenizer(model)
 
     def _limit_tokens(self) -> None:
         """Have every language model that is loaded predict only the run's tokens."""

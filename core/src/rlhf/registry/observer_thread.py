@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Any
 
 import pluggy
@@ -38,7 +38,8 @@ class ObserverThread(threading.Thread):
         self._made: object = None
         self._hooks: Any = None
         self._calls: SimpleQueue[tuple[str, Mapping[str, Any]] | None] = SimpleQueue()
-        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        # SimpleQueue.get waits forever if its time ends while a signal is handled.
+        self._ends: Queue[BaseException | None] = Queue()
 
     def post(self, hook: str, arguments: Mapping[str, Any]) -> None:
         """Have a hook called after all calls before it."""
@@ -63,7 +64,6 @@ class ObserverThread(threading.Thread):
     def drop(self, problem: str, folder: Path, text: str | None = None) -> None:
         """Call the observer no more, and say why. `errors/` of the run folder gets `text`, by
         default where the thread is."""
-        self.dropped = True
         if text is None:
             frame = sys._current_frames().get(self.ident or 0)
             text = "".join(traceback.format_stack(frame))
@@ -74,6 +74,8 @@ class ObserverThread(threading.Thread):
             self.warn(problem, f"; see {file}")
         except OSError:
             self.warn(problem, f"; its traceback:\n{text}")
+        # Last, since the run does not wait for an observer that is dropped.
+        self.dropped = True
 
     def warn(self, problem: str, more: str = "") -> None:
         """Print what is wrong, and the remedy that the observer names, if any."""

@@ -77,7 +77,7 @@ def sample(
 
 class Noise(LogitsProcessor):
     """Gumbel noise on each row's logits from its own generator: the most likely token is then a
-    draw from the softmax at `temperature`. At temperature 0 there is no noise. Only the first
+    draw from the softmax at `temperature`. At temperature 0 no noise is added. Only the first
     `tokens` are drawn."""
 
     def __init__(

@@ -6,12 +6,13 @@ import pytest
 import torch
 import transformers
 from engines import BareEngine
-from families import FAMILIES, TREES, gradients, tree_batch
+from families import TREES
 
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import FAMILIES, gradients, tree_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import row, tree_batch
 from test_model_cuda import module_of
 from torch import Tensor, distributed
 
@@ -14,6 +13,7 @@ from rlhf.engine import Axis
 from rlhf.model import sequence
 from rlhf.model.packed import PackedModel
 from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import row, tree_batch
 from rlhf_devkit.ranks import shared
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

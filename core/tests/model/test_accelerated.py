@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import FAMILIES
 
 from rlhf.config.sections import ModelConfig
 from rlhf.devices import rehearsing_on
@@ -28,6 +27,7 @@ from rlhf.registry.installed import find_kernels
 from rlhf.request.reader import read_config
 from rlhf.train.context import RunContext
 from rlhf_devkit import tiny
+from rlhf_devkit.families import FAMILIES
 from rlhf_devkit.plain import PlainBackend
 
 META = torch.device("meta")

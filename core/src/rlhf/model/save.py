@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf.data.clock import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
+from rlhf.model.dropout import published_config
 from rlhf.model.parts import has_adapter, unwrapped
 from rlhf.model.task import label_head
 from rlhf.model.tokenizer import end_tokens, with_padding
@@ -38,7 +39,7 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     assert not unknown, f"{unknown[0]} is not a weight of {type(unwrapped(model)).__name__}"
     state = {name: value.to(own[name].dtype) for name, value in weights.items()}
     causal: Any = model
-    with _quiet_deepspeed():
+    with _quiet_deepspeed(), published_config(unwrapped(model)):
         if has_adapter(model):
             # The base is frozen, also where the adapter is on an embedding.
             causal.save_pretrained(str(directory), state_dict=state, save_embedding_layers=False)
@@ -93,7 +94,8 @@ def save_tokenizer_and_config(
         setattr(causal.config, name, value)
     if classifies or more:
         causal.config.architectures = [type(causal).__name__]
-        causal.config.save_pretrained(directory)
+        with published_config(causal):
+            causal.config.save_pretrained(directory)
     if classifies:
         return
     generation = GenerationConfig.from_dict(causal.generation_config.to_dict())

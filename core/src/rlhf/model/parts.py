@@ -27,6 +27,20 @@ def decoder(causal: Any) -> Any:
     return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
 
 
+def beyond_text(causal: Any) -> list[nn.Module]:
+    """Return the parts of a model with parameters of their own that text does not reach: towers for
+    images and sounds, with their projectors. Empty for a model of text."""
+    base, text = causal.base_model, causal.get_decoder()
+    if text is None or text is base:
+        return []
+    reached = {*text.modules(), causal.get_input_embeddings()}
+    return [
+        part
+        for part in base.modules()
+        if part not in reached and any(True for _ in part.parameters(recurse=False))
+    ]
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     """Return the list of decoder layers: the list that holds the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

@@ -214,3 +214,12 @@ def check_exportable(model: nn.Module) -> None:
             f"the adapter of {kind} cannot be exported, because peft does not write "
             f"{listed(wrong)}; change lora, or choose another model.adapter"
         )
+    from peft.utils import set_peft_model_state_dict  # late: start-up time
+
+    # A family's own conversion may rename what peft reads.
+    missing = set_peft_model_state_dict(model, dict(written)).missing_keys
+    if wrong := sorted(adapter.keys() & set(missing)):
+        raise RLHFError(
+            f"the adapter of {kind} could not be opened again, because peft does not read "
+            f"{listed(wrong)} from its file; leave these out of lora.targets"
+        )

@@ -74,6 +74,9 @@ class ModelConfig:
     """Folder or hub name of a model in the transformers layout."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    part: Literal["whole", "text"] = "whole"
+    """Of a model that also reads images. whole: its towers are frozen and exported with it. text:
+    only its language model is loaded and exported, as a model of text."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not in the model's folder."""
     trust_remote_code: bool = False

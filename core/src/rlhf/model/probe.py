@@ -19,6 +19,7 @@ from rlhf.model.finite import check_finite
 from rlhf.model.head import PLAIN, Head, LogitForm, logit_form, soft_capped
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
+from rlhf.model.parts import language_model
 from rlhf.model.task import label_head
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
@@ -186,9 +187,10 @@ def hidden_and_head_error(
     # The head comes first: at ZeRO-3 the model's own forward releases its weight when it ends.
     products = head.logits(hidden[prompt])
     most = head.weight.float().norm() * hidden[prompt].float().norm(dim=-1)
-    expected = module.causal(input_ids=tokens, use_cache=False).logits.float()
-    if label_head(module.causal) is None:
-        module.form = logit_form(module.causal, tokens[0, :FEW], hidden[:FEW])
+    causal = language_model(module.causal)
+    expected = causal(input_ids=tokens, use_cache=False).logits.float()
+    if label_head(causal) is None:
+        module.form = logit_form(causal, tokens[0, :FEW], hidden[:FEW])
         logits = soft_capped(module.form.scale * products, module.form.softcap)
         error = (logits - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1).clamp_min(SMALL)
     else:
@@ -242,4 +244,16 @@ def probe_batch(engine: Engine, longest: int) -> PackedBatch:
     # A compiler takes one block for a size of its own.
     total = max(-(-total // BLOCK), 2) * BLOCK
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
+    for placeholder in placeholders(module.causal.config):
+        tokens[tokens == placeholder] = 0
     return blank_batch(tokens, spans).to(engine.device)
+
+
+def placeholders(config: Any) -> list[int]:
+    """Return the tokens that stand for images and sounds in a model that reads these."""
+    kinds = ("image", "video", "audio", "vision")
+    return [
+        value
+        for name, value in vars(config).items()
+        if isinstance(value, int) and name.startswith(kinds) and name.endswith(("_id", "_index"))
+    ]

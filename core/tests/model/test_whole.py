@@ -10,7 +10,7 @@ import transformers
 from engines import BareEngine
 from families import chatml_tokenizer
 from safetensors.torch import load_file, save_file
-from small_models import config_of, load
+from small_models import config_of, empty, load
 from transformers import AutoModelForImageTextToText
 
 from rlhf.config.sections import LoraConfig
@@ -197,10 +197,25 @@ def test_weights_of_parts_that_the_class_lacks_are_named(
     folder = written(tmp_path, "Qwen3.5")
     weights = load_file(folder / "model.safetensors")
     weights["mtp.layers.0.mlp.gate_proj.weight"] = torch.zeros(2, 2)
+    weights["mtp.norm.weight"] = torch.zeros(2)
     weights["model.language_model.rotary_emb.inv_freq"] = torch.zeros(2)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     opened(folder)
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"warning: {folder} has 1 weight that Qwen3_5ForConditionalGeneration does not use: "
-        "mtp.layers.0.mlp.gate_proj.weight"
+        f"warning: {folder} has 2 weights that Qwen3_5ForConditionalGeneration does not use: "
+        "mtp.layers.0.mlp.gate_proj.weight and mtp.norm.weight"
+    )
+
+
+def test_a_model_without_a_decoder_for_text_alone_is_refused(tmp_path: Path) -> None:
+    config = transformers.Pix2StructConfig(
+        text_config={"num_layers": 1, "hidden_size": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16},
+        vision_config=VISION,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        empty(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} is Pix2StructForConditionalGeneration, which has no decoder and "
+        "head for text alone; choose a model with a causal language model in it"
     )

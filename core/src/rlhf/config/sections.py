@@ -290,7 +290,8 @@ class LoraConfig:
     dropout: float = field(default=0.0, validator=fraction)
     """Dropout of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Names of the modules with an adapter, or all-linear (all but the head)."""
+    """Names of the modules with an adapter. all-linear: the linear layers that text reaches, except
+    the head and routers."""
     parameters: tuple[str, ...] = ()
     """Ends of the names of stacked weights with an adapter for each matrix, such as
     experts.gate_up_proj and experts.down_proj of a mixture of experts, which are not modules."""

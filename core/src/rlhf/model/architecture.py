@@ -19,6 +19,7 @@ from rlhf.config.source_names import (
     local_path,
 )
 from rlhf.errors import RLHFError, first_line, listed
+from rlhf.model.parts import decoder
 from rlhf.model.stored import damaged_file, model_files, stored_weights
 from rlhf.model.task import (
     FORMS,
@@ -221,8 +222,25 @@ def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dt
         raise
     except Exception as error:  # A damaged config may raise anything.
         raise unreadable_config(resolved(model.path), error) from error
+    check_writes_text(causal, model)
     causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
     return causal
+
+
+def check_writes_text(causal: Any, model: ModelConfig) -> None:
+    """Raise RLHFError for a model that also reads images in which no decoder with a head of its own
+    writes the text."""
+    if not reads_images(causal.config):
+        return
+    try:
+        found = decoder(causal) is not None and causal.get_output_embeddings() is not None
+    except (AttributeError, NotImplementedError, StopIteration, RecursionError):
+        found = False  # The class is not built as transformers' language models are.
+    if not found or causal.config.is_encoder_decoder:
+        raise RLHFError(
+            f"model.path {model.path} is {type(causal).__name__}, which has no decoder and head "
+            "for text alone; choose a model with a causal language model in it"
+        )
 
 
 def resolved(path: str, setting: str = "model.path") -> str:

@@ -3,7 +3,8 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -143,14 +144,21 @@ def check_loading_report(
 
 def unread_weights(causal: Any, names: Iterable[str]) -> list[str]:
     """Return which of the stored `names` belong to parts that the model does not have, such as a
-    vision tower or layers that predict further tokens: families have transformers ignore these.
-    Buffers that older versions stored belong to parts that it has."""
+    vision tower or layers that predict further tokens: families have transformers ignore these. A
+    part with a single tensor is a buffer that older versions stored."""
     state, parts = causal.state_dict(), {name for name, _ in causal.named_modules()}
-    return [
-        stored
-        for name, stored in stored_names(causal, names).items()
-        if name not in state and name.rpartition(".")[0] not in parts
-    ]
+    lacked = defaultdict(list)
+    for name, stored in stored_names(causal, names).items():
+        if name not in state and (part := first_lacked(name, parts)):
+            lacked[part].append(stored)
+    return [name for group in lacked.values() if len(group) > 1 for name in group]
+
+
+def first_lacked(name: str, parts: Collection[str]) -> str | None:
+    """Return the outermost module in the name of a weight that is not among `parts`."""
+    path = name.split(".")[:-1]
+    prefixes = (".".join(path[: size + 1]) for size in range(len(path)))
+    return next((prefix for prefix in prefixes if prefix not in parts), None)
 
 
 def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str]) -> None:

@@ -7,19 +7,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engines import BareEngine
+from engines import BareEngine, WholeWeights
 from families import chatml_tokenizer
 from safetensors.torch import load_file, save_file
 from small_models import config_of, empty, load
 from transformers import AutoModelForImageTextToText
 
 from rlhf.config.sections import LoraConfig
-from rlhf.engine import Mesh
+from rlhf.engine import Mesh, Plan
 from rlhf.errors import RLHFError, listed
+from rlhf.model.load import load_model
 from rlhf.model.packed import PackedModel
-from rlhf.model.parts import language_model
+from rlhf.model.parts import decoder, language_model
 from rlhf.model.probe import choose_path
+from rlhf.model.role import ModelSpec
 from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.shape import empty_model
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, SIZES, tree_batch
@@ -219,3 +222,17 @@ def test_a_model_without_a_decoder_for_text_alone_is_refused(tmp_path: Path) -> 
         f"model.path {tmp_path} is Pix2StructForConditionalGeneration, which has no decoder and "
         "head for text alone; choose a model with a causal language model in it"
     )
+
+
+def test_a_classifier_on_a_model_that_reads_images_is_opened_again(tmp_path: Path) -> None:
+    path, texts = written(tmp_path / "base", "Gemma 3"), []
+    for number in range(2):
+        spec = ModelSpec(config=config_of(str(path)), task="sequence", labels=1)
+        empty_model(spec, Mesh())
+        module = load_model(spec, plan=Plan(precision="fp32"), mesh=Mesh(), hooks=WholeWeights())
+        choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
+        texts.append((type(decoder(module.causal)).__name__, choice.path))
+        path = tmp_path / f"export {number}"
+        module.save_weights(module.state_dict(), path)
+        save_tokenizer_and_config(module.model, chatml_tokenizer(), path)
+    assert texts == [("Gemma3TextModel", "tree")] * 2

@@ -25,6 +25,7 @@ from rlhf.model.task import (
     FORMS,
     Task,
     auto_class,
+    label_head,
     prepare_architecture,
     reads_images,
     written_class,
@@ -233,7 +234,10 @@ def check_writes_text(causal: Any, model: ModelConfig) -> None:
     if not reads_images(causal.config):
         return
     try:
-        found = decoder(causal) is not None and causal.get_output_embeddings() is not None
+        classifies = label_head(causal) is not None
+        found = decoder(causal) is not None and (
+            classifies or causal.get_output_embeddings() is not None
+        )
     except (AttributeError, NotImplementedError, StopIteration, RecursionError):
         found = False  # The class is not built as transformers' language models are.
     if not found or causal.config.is_encoder_decoder:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf.model.task import reads_images
+from rlhf.model.task import label_head, reads_images
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -24,7 +24,8 @@ def has_adapter(model: nn.Module) -> bool:
 def decoder(causal: Any) -> Any:
     """Return the part of a causal language model or classifier that ends in hidden states."""
     if reads_images(causal.config):
-        text = causal.get_decoder()
+        # A classifier has no `get_decoder` of its own.
+        text = (causal if label_head(causal) is None else causal.base_model).get_decoder()
         return text if text.get_output_embeddings() is None else decoder(text)
     if causal.base_model is not causal:
         return causal.base_model
@@ -35,14 +36,17 @@ def decoder(causal: Any) -> Any:
 def language_model(causal: Any) -> Any:
     """Return what computes the logits of text: the model itself, or a language model inside of one
     that also reads images (Llama 4, which fails on text alone up to transformers 5.24)."""
-    text = causal.get_decoder() if reads_images(causal.config) else causal
+    if label_head(causal) is not None or not reads_images(causal.config):
+        return causal
+    text = causal.get_decoder()
     return causal if text.get_output_embeddings() is None else text
 
 
 def beyond_text(causal: Any) -> list[nn.Module]:
     """Return the parts of a model with parameters of their own that text does not reach: towers for
     images and sounds, with their projectors. Empty for a model of text."""
-    base, text = causal.base_model, causal.get_decoder()
+    base = causal.base_model
+    text = (causal if label_head(causal) is None else base).get_decoder()
     if text is None or text is base:
         return []
     reached = {*text.modules(), causal.get_input_embeddings()}

@@ -63,9 +63,12 @@ def auto_class(architecture: Any, task: Task, part: str = "whole") -> Any:
 
 
 def reads_images(architecture: Any) -> bool:
-    """Return whether a config names a language model that also reads images."""
-    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return names.get(architecture.model_type) == written_class(architecture) != ""
+    """Return whether a config names a model that also reads images: a language model, or a
+    classifier that was made from one."""
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(architecture.model_type)
+    written = written_class(architecture)
+    classifiers = tuple(form.suffix for form in FORMS.values() if form.labels)
+    return whole is not None and (written == whole or written.endswith(classifiers))
 
 
 def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:

@@ -23,8 +23,9 @@ from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, VOCABULARY, gradients, tree_batch
 
-ROUNDING = {"Gemma 4": 1e-4}
-"""Largest error of a gradient; 7e-7 in float64."""
+ROUNDING = {"Gemma 4": 1e-4, "Kimi Linear": 3e-5}
+"""Largest error of a gradient. Gemma 4 has 7e-7 in float64; the scan of Kimi Linear computes in
+float32 whatever the dtype."""
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 
 
@@ -94,11 +95,11 @@ def test_the_probe_chooses_tree_attention_if_it_is_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Mamba 2", "it has recurrent layers (linear_attention)"),
-        ("Qwen3-Next", "it has recurrent layers (linear_attention)"),
-        ("LFM2", "it has recurrent layers (conv)"),
-        ("Granite 4", "it has recurrent layers (linear_attention)"),
-        ("Inkling", "it has recurrent layers (hybrid_sliding)"),
+        (
+            "Inkling",
+            "it has recurrent layers (hybrid_sliding), and packed failed with ValueError: tree "
+            "attention has no position bias",
+        ),
         ("RecurrentGemma", "it has recurrent layers (linear_attention)"),
         ("GLM 5", "it has sparse attention (indexed_attention)"),
     ],

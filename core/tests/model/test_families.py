@@ -161,7 +161,9 @@ def test_the_form_of_the_logits_is_found_whatever_its_settings_are_called(
     assert module.form.softcap == softcap
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "GPT-OSS", "Cohere 2"])
+@pytest.mark.parametrize(
+    "name", ["Mistral", "Gemma 2", "GPT-OSS", "Cohere 2", "Qwen3.5", "Bamba", "LFM2"]
+)
 def test_generation_under_our_attention_equals_the_models(name: str) -> None:
     module = family(name).module
     tokens = torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(2))

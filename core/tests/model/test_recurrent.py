@@ -53,6 +53,22 @@ def test_a_tree_does_not_depend_on_the_others_of_its_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
+def test_the_tree_computes_no_padding_and_a_prompt_once(name: str) -> None:
+    module = copy.deepcopy(family(name).module)
+    sizes: list[int] = []
+    embedding = module.causal.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, inputs, output: sizes.append(inputs[0].numel()))
+    batch = tree_batch()
+    for path in ("tree", "padded"):
+        module.path = path
+        with torch.no_grad():
+            module.hidden(batch)
+    row, *padded = sizes
+    assert row == len(batch.tokens) == 80
+    assert sum(padded) == 108
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
     found = []
     for recompute in (False, True):

@@ -29,7 +29,7 @@ FOR_PLUGINS = (
     *("plugin", "cli", "errors", "trainer", "formats", "scorer", "readouts", "engine", "kernels"),
     "demo",
 )
-PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_devkit")
+PUBLIC = ("rlhf", *(f"rlhf.{name}" for name in FOR_PLUGINS), "rlhf_distill", "rlhf_devkit")
 """What scripts import, and what plugins may import; `rlhf.hookspecs` has its own page."""
 SECTIONS = "rlhf.config.sections"
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -30,6 +30,7 @@ __all__ = [
     "check_model_folder",
     "check_reference",
     "check_rules",
+    "documented",
     "positive",
     "without_revisions",
 ]

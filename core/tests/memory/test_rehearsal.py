@@ -299,6 +299,41 @@ def test_values_of_a_rollout_are_in_the_step_that_is_counted(words: list[str]) -
     assert step.step.activations > 0
 
 
+class Judged(TwoModels):
+    """A loss with values that a frozen model has computed."""
+
+    widths: tuple[int | None, ...] = ()
+
+    def setup(self, run: Any) -> None:
+        self.policy = run.load("policy")
+        for width in self.widths:
+            run.attach(f"judge{width}", run.config.model, None, key="any", width=width)
+
+    def loss(self, batch: PackedBatch) -> Loss:
+        logprobs = self.policy(batch, token_logprobs)["logprobs"]
+        for width in self.widths:
+            values = batch.values[f"judge{width}"].index_select(0, batch.predict_at)
+            logprobs = logprobs * values.view(len(logprobs), width or 1).sum(1)
+        return Loss((Term(-logprobs.sum(), "tokens"),))
+
+
+def test_values_that_a_frozen_model_computes_are_in_the_step_that_is_counted(
+    words: list[str],
+) -> None:
+    fit = fit_of(words, GIB)
+
+    class Wide(Judged):
+        widths = (None, 1000)
+
+    bare, wide = (
+        attrs.evolve(fit, trainer=kind(None, fit.trainer.tokenizer)).estimate
+        for kind in (Judged, Wide)
+    )
+    # No model but the policy is loaded when steps run.
+    assert wide.states == bare.states
+    assert wide.peak > bare.peak + 2**19
+
+
 class Reducing(PlainBackend):
     """A backend that keeps no gradients; some bytes of them wait for their reduction."""
 

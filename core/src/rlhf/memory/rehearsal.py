@@ -17,7 +17,6 @@ from attrs import frozen
 from numpy.typing import NDArray
 from torch import nn
 
-from rlhf.config.sections import ModelConfig
 from rlhf.contract.checks import check_setup
 from rlhf.data.batch import PackedBatch
 from rlhf.data.layout import Rows
@@ -42,7 +41,6 @@ from rlhf.model.role import (
     plan_model,
 )
 from rlhf.model.shape import shape_of
-from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.live import REFERENCE
 from rlhf.reference.run_models import RunModels
 from rlhf.trainer import Sample, Trainer
@@ -255,8 +253,8 @@ class Rehearsal(RunModels):
         self._attached[REFERENCE] = None
         return ""
 
-    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        self._attached[TOP_TOKENS] = 2 * top + 1
+    def attach(self, name: str, *_: Any, width: int | None = None, **options: Any) -> str:
+        self._attached[name] = width
         return ""
 
     def sample(self, *arguments: Any, **options: Any) -> list[Sample]:

@@ -83,7 +83,7 @@ class PackedModel(nn.Module):
         """What the forwards of a training step add up, scalars; the loop takes them."""
         self.tokens: int | None = None
         """Number of tokens that readouts see and answers are sampled from, the first of the head;
-        None for all. A run with a teacher whose head has another size sets it."""
+        None for all. `Run.limit_tokens` sets it."""
         self.form = PLAIN
         """What the model does with the products of its head; the start-up probe sets it."""
         self.default_attention = default_attention(self.causal)

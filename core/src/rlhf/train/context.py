@@ -1,4 +1,4 @@
-"""The run as a trainer's `setup` sees it: models as engines, references, teachers and answers."""
+"""The run as a trainer's `setup` sees it: models as engines, references and answers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,12 +33,10 @@ from rlhf.model.shape import check_positions, shape_of
 from rlhf.model.task import FORMS, written_class
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
-from rlhf.readouts.teachers import TOP_TOKENS
 from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
-from rlhf.reference.teacher import TEACHER, top_tokens
 from rlhf.sharding import free
 from rlhf.train.agreement import check_architecture, check_weights
 from rlhf.train.checkpointing import check_frozen
@@ -230,18 +228,27 @@ class RunContext(RunModels):
                 surveyed=self.surveyed,
             )  # fmt: skip
 
-    def _cache_teacher(self, model: ModelConfig, *, top: int, temperature: float) -> str:
-        teacher = attrs.evolve(self.config, model=model, lora=None)
-        folder = cache_folder("teacher", teacher, self.mesh, tokens=self.tokens)
-        folder = folder.with_name(f"{folder.name}-top{top}-temperature{temperature:g}")
-        with self.startup.part("cache of teacher"):
-            done = attach_values(
-                self, TOP_TOKENS, folder, partial(self.load, TEACHER, model=model, trained=False),
-                read=partial(top_tokens, top=top, temperature=temperature), width=2 * top + 1,
-            )  # fmt: skip
-        self._note_frozen(TEACHER, model)
-        if TEACHER in self.roles:
-            self.release(TEACHER)
+    def attach(
+        self,
+        name: str,
+        model: ModelConfig,
+        compute: Callable[[Engine, PackedBatch], Tensor],
+        *,
+        key: str,
+        width: int | None = None,
+    ) -> str:
+        """See `rlhf.trainer.Run`."""
+        with naming_model(self.config, name, model):
+            config = attrs.evolve(self.config, model=model, lora=None)
+            folder = cache_folder(name, config, self.mesh, tokens=self.tokens)
+            with self.startup.part(f"cache of {name}"):
+                done = attach_values(
+                    self, name, folder.with_name(f"{folder.name}-{key}"),
+                    partial(self.load, name, model=model, trained=False), read=compute, width=width,
+                )  # fmt: skip
+            self._note_frozen(name, model)
+            if name in self.roles:
+                self.release(name)
         return done
 
 

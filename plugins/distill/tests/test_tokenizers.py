@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from attrs import frozen
 from tokenizers import Tokenizer
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
-from rlhf.config.sections import ModelConfig
+from rlhf.demo import base_model_folder
 from rlhf.errors import RLHFError
-from rlhf.model.tokenizer import read_tokenizer
-from rlhf.reference import teacher as teachers
-from rlhf.reference.teacher import shared_tokens
+from rlhf.plugin import ModelConfig
+from rlhf_distill.teachers import shared_tokens
 
 
 @frozen
@@ -34,12 +33,37 @@ class Settings:
     trainer_name: str = "kd"
 
 
+def folder_of(model: ModelConfig) -> Path:
+    return base_model_folder() if model.path == "demo:base" else Path(model.path)
+
+
+@frozen
+class Models:
+    """What the check reads of a run."""
+
+    config: Settings
+    tokenizer: Any
+    examples: tuple[Any, ...] = ()
+
+    def load_architecture(self, role: str = "policy", *, model: ModelConfig | None = None) -> Any:
+        return AutoConfig.from_pretrained(folder_of(model or self.config.model))
+
+    def load_tokenizer(self, model: ModelConfig) -> Any:
+        return read_tokenizer(model)
+
+
+def read_tokenizer(model: ModelConfig) -> Any:
+    if not (folder_of(model) / "tokenizer.json").exists():
+        raise RLHFError("no tokenizer")
+    return AutoTokenizer.from_pretrained(folder_of(model))
+
+
 TEACHER = ModelConfig(path="demo:base")
 
 
 def shared(policy: Any, tokenizer: Any, *examples: Any, top: int | None = None) -> int | None:
-    settings: Any = Settings(ModelConfig(path=str(policy)))
-    return shared_tokens(settings, TEACHER, tokenizer, examples, top=top)
+    run: Any = Models(Settings(ModelConfig(path=str(policy))), tokenizer, examples)
+    return shared_tokens(run, TEACHER, top=top)
 
 
 def refused(policy: Any, tokenizer: Any, *examples: Any, top: int | None = None) -> str:
@@ -91,23 +115,13 @@ def test_a_teacher_without_an_embedding_of_a_token_in_the_rows_is_refused(tmp_pa
 
 
 def test_a_teacher_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    settings: Any = Settings(ModelConfig(path="demo:base"), Section(str(tmp_path)))
-    teacher = ModelConfig(path=str(padded(tmp_path, 295)))
+    settings = Settings(TEACHER, Section(str(tmp_path)))
+    run: Any = Models(settings, read_tokenizer(TEACHER))
     with pytest.raises(RLHFError) as error:
-        shared_tokens(settings, teacher, read_tokenizer(TEACHER), (), top=None)
+        shared_tokens(run, ModelConfig(path=str(padded(tmp_path, 295))), top=None)
     assert str(error.value) == (
         f"kd.teacher {tmp_path} has no readable tokenizer, which must be the policy's; add its "
         "files to the folder"
-    )
-
-
-def test_an_adapter_as_a_teacher_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    settings: Any = Settings(ModelConfig(path="demo:base"), Section(str(tmp_path)))
-    with pytest.raises(RLHFError) as error:
-        shared_tokens(settings, ModelConfig(path=str(tmp_path)), None, (), top=None)
-    assert str(error.value) == (
-        f"kd.teacher {tmp_path} is an adapter; merge it first with rlhf merge"
     )
 
 
@@ -156,18 +170,28 @@ def test_what_does_not_decide_the_meaning_of_ids_may_differ() -> None:
     assert shared("demo:base", changed(lambda content: content.update(post_processor=None))) is None
 
 
-def test_a_teacher_is_compared_once_for_each_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: Any = Settings(ModelConfig(path="demo:base"))
-    tokenizer, reads = read_tokenizer(TEACHER), []
+def test_a_teacher_whose_folder_no_setting_has_is_the_teacher() -> None:
+    run: Any = Models(Settings(TEACHER, Section("")), read_tokenizer(TEACHER))
+    run.tokenizer.add_tokens(["<|tool|>"])
+    with pytest.raises(RLHFError) as error:
+        shared_tokens(run, TEACHER, top=None)
+    assert str(error.value).startswith("the teacher demo:base has another tokenizer than the ")
 
-    def read(model: ModelConfig) -> Any:
-        reads.append(model)
-        return tokenizer
 
-    monkeypatch.setattr(teachers, "read_tokenizer", read)
-    for _ in range(2):
-        shared_tokens(settings, TEACHER, tokenizer, (), top=None)
-    other = ModelConfig(path="demo:base", revision="other")
-    shared_tokens(settings, other, tokenizer, (), top=None)
-    shared_tokens(settings, TEACHER, read_tokenizer(TEACHER), (), top=None)
+def test_a_teacher_is_compared_once_for_each_tokenizer() -> None:
+    reads = []
+
+    class Counted(Models):
+        def load_tokenizer(self, model: ModelConfig) -> Any:
+            reads.append(model)
+            return read_tokenizer(model)
+
+    tokenizer, other = read_tokenizer(TEACHER), ModelConfig(path="demo:base", revision="other")
+    run: Any = Counted(Settings(TEACHER), tokenizer)
+    # A run asks in its rehearsal and when it loads the teacher.
+    again: Any = Counted(Settings(TEACHER), tokenizer)
+    for each, model in ((run, TEACHER), (again, TEACHER), (run, other)):
+        shared_tokens(each, model, top=None)
+    new: Any = Counted(Settings(TEACHER), read_tokenizer(TEACHER))
+    shared_tokens(new, TEACHER, top=None)
     assert reads == [TEACHER, other, TEACHER]

@@ -7,7 +7,7 @@ import torch
 from attrs import field, frozen, validators
 from torch import Tensor
 
-from rlhf.config.field_docs import documented
+from rlhf.plugin import documented
 
 share: Any = validators.and_(validators.ge(0), validators.lt(1))
 

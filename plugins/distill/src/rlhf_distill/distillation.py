@@ -14,17 +14,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rlhf.config.field_docs import documented
-from rlhf.data.batch import PackedBatch
 from rlhf.engine import Engine, Readout
 from rlhf.errors import RLHFError
-from rlhf.model.accelerated import Kernels, kernels_on
-from rlhf.model.head import Head
-from rlhf.readouts import logits as chunks
-from rlhf.readouts.chunked import chunked_sum
-from rlhf.readouts.measures import SkewedKL
-from rlhf.readouts.teachers import Against, Measure, Teacher, WholeTeacher
-from rlhf.trainer import Reference
+from rlhf.plugin import documented
+from rlhf.readouts import Head, chunked_sum, kernel, pad_rows, transformed
+from rlhf.trainer import PackedBatch, Reference
+from rlhf_distill.distributions import Against, Measure, Teacher, WholeTeacher
+from rlhf_distill.measures import SkewedKL
 
 COMPARED_ROWS = 1024
 """Predictions whose logits exist at the same time without fused kernels: 0.6 GiB in float32 at a
@@ -115,8 +111,8 @@ def divergence(
     `entropy` and `correct` as in `token_logprobs`, and `agreement` (1 where both models' most
     likely token is the same). `kl` is KL(teacher || student).
     """
-    kernels = kernels_on(hidden.device)
-    compare_chunk = comparison(teacher, mixture, head, kernels=kernels)
+    fused, compiled = (kernel(name, hidden.device) for name in ("compare_rows", "for_any_rows"))
+    compare_chunk = comparison(teacher, mixture, head, fused=fused, compiled=compiled)
     factors = torch.ones_like(batch.predict, dtype=torch.float32) if weights is None else weights
     factors = factors.detach().float()
 
@@ -124,7 +120,7 @@ def divergence(
         rows: slice, raw: Tensor, targets: Tensor, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         size = rows.stop - rows.start
-        weights = chunks.pad_rows(factors[rows], size)
+        weights = pad_rows(factors[rows], size)
         return compare_chunk(
             raw, targets, weights, *teacher.chunk(rows), with_gradient=with_gradient
         )
@@ -137,7 +133,7 @@ def divergence(
 
     loss, values = chunked_sum(
         read, total, hidden, head, batch,
-        names=COMPARED, chunk=mixture.chunk or (COMPARED_ROWS if kernels is None else None),
+        names=COMPARED, chunk=mixture.chunk or (COMPARED_ROWS if compiled is None else None),
     )  # fmt: skip
     return {"loss": loss, **values}
 
@@ -146,32 +142,41 @@ COMPARED = ("divergence", "kl", "logprobs", "entropy", "correct", "agreement")
 """What is read of each prediction, without gradient."""
 
 
+Function = Callable[..., Any]
+
+
 def comparison(
-    teacher: Teacher, mixture: Mixture, head: Head, *, kernels: Kernels | None
+    teacher: Teacher,
+    mixture: Mixture,
+    head: Head,
+    *,
+    fused: Function | None,
+    compiled: Function | None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what compares a chunk as `compare` does: of `kernels` the one for a `SkewedKL` from a
-    whole teacher, and compiled ones otherwise. Raises RLHFError unless both heads have as many
-    tokens, as they have in a run that calls `run.teacher`."""
+    """Return what compares a chunk as `compare` does: the `fused` kernel for a `SkewedKL` from a
+    whole teacher, and otherwise `compare`, `compiled` if that is possible. Raises RLHFError unless
+    both heads have as many tokens, as they have in a run that calls `load_teacher`."""
     measure = mixture.measure
     if isinstance(teacher, WholeTeacher) and len(teacher.head.weight) != len(head.weight):
         raise RLHFError(
             f"the teacher's head has {len(teacher.head.weight)} tokens but the student's has "
-            f"{len(head.weight)}; load the teacher with run.teacher, which compares tokenizers"
+            f"{len(head.weight)}; load the teacher with rlhf_distill.load_teacher, which compares "
+            "tokenizers"
         )
     options: dict[str, Any] = {"temperature": mixture.temperature, "nll": mixture.nll}
-    if kernels and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
+    if fused and isinstance(teacher, WholeTeacher) and isinstance(measure, SkewedKL):
         return partial(
-            compare_whole, kernels, measure=measure, scales=(head.scale, teacher.head.scale),
+            compare_whole, fused, measure=measure, scales=(head.scale, teacher.head.scale),
             softcaps=(head.softcap, teacher.head.softcap), **options,
         )  # fmt: skip
     return partial(
-        compare if kernels is None else partial(compiled_compare, kernels), measure=measure,
+        compare if compiled is None else partial(compiled_compare, compiled), measure=measure,
         against=teacher.against, scale=head.scale, softcap=head.softcap, **options,
     )  # fmt: skip
 
 
 def compare_whole(
-    kernels: Kernels,
+    fused: Function,
     raw: Tensor,
     targets: Tensor,
     weights: Tensor,
@@ -179,7 +184,7 @@ def compare_whole(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return what `compare` returns. The derivative overwrites the raw logits."""
-    return kernels.compare_rows(raw, teacher, targets, weights, **options), raw
+    return fused(raw, teacher, targets, weights, **options), raw
 
 
 def compare(
@@ -197,7 +202,7 @@ def compare(
 ) -> tuple[Tensor, Tensor]:
     """Return what is read of a chunk [6, n], and the derivative of its loss by raw logits [n, V] in
     their dtype, which is empty unless `with_gradient`."""
-    logits = chunks.transformed(raw, scale, softcap)
+    logits = transformed(raw, scale, softcap)
     plain = logits.log_softmax(-1)
     soft = plain if temperature == 1.0 else (logits / temperature).log_softmax(-1)
     distance, kl, by_logprob, teacher_most_likely = against(
@@ -241,12 +246,12 @@ def _by_raw(gradient: Tensor, logits: Tensor, *, scale: float, softcap: float | 
 
 
 def compiled_compare(
-    kernels: Kernels, raw: Tensor, *tensors: Tensor, **options: Any
+    compiled: Function, raw: Tensor, *tensors: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Return what `compare` returns, compiled once for any number of predictions. On the meta
     device nothing is computed."""
     if raw.is_meta:
         read = raw.new_empty(len(COMPARED), len(raw), dtype=torch.float32)
         return read, torch.empty_like(raw)
-    result: tuple[Tensor, Tensor] = kernels.for_any_rows(compare)(raw, *tensors, **options)
+    result: tuple[Tensor, Tensor] = compiled(compare)(raw, *tensors, **options)
     return result

@@ -1,43 +1,61 @@
-"""A teacher's tokens compared with the policy's, and its most likely tokens on disk."""
+"""A teacher beside the policy or on disk, and its tokens compared with the policy's."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import evolve
+from attrs import fields_dict, has
 from torch import Tensor
 
-from rlhf.config.sections import Config, ModelConfig
-from rlhf.config.source_names import check_model_folder
-from rlhf.data.batch import PackedBatch
-from rlhf.data.examples import Examples
 from rlhf.engine import Engine
 from rlhf.errors import RLHFError
-from rlhf.model.architecture import read_architecture
-from rlhf.model.head import Head
-from rlhf.model.setting_names import name_in_errors, naming_model
-from rlhf.model.tokenizer import read_tokenizer
-from rlhf.readouts.distillation import COMPARED_ROWS
-
-TEACHER = "teacher"
-"""The role of a teacher's engine."""
+from rlhf.plugin import Config, ModelConfig
+from rlhf.readouts import Head
+from rlhf.trainer import PackedBatch, Run
+from rlhf_distill.distillation import COMPARED_ROWS
+from rlhf_distill.distributions import TEACHER
 
 SAME_TOKENIZER: WeakKeyDictionary[Any, set[ModelConfig]] = WeakKeyDictionary()
 """For a run's tokenizer, the teachers that have the same one: a run asks in its rehearsal and again
 when it loads them, and reading a tokenizer takes 0.3 s."""
 
 
-def shared_tokens(
-    config: Config,
-    model: ModelConfig,
-    tokenizer: Any,
-    examples: Sequence[Examples],
-    *,
-    top: int | None,
-) -> int | None:
+def load_teacher(
+    run: Run, model: ModelConfig, *, top: int | None = None, temperature: float = 1.0
+) -> Engine | None:
+    """Load `model`, a causal language model with the policy's tokenizer, as a frozen engine.
+    Collective. Raises RLHFError for another tokenizer, before any weight is read.
+
+    The heads of both may be padded to different sizes. Then every language model of the run
+    predicts, and answers consist of, only the tokens of the smaller head.
+
+    With `top` it runs once over the data, unless its results are on disk, and is released. Each
+    batch then holds its `top` most likely tokens per prediction at `temperature`, as
+    `TopTeacher.of(batch, top)`; the return value is None.
+    """
+    tokens = shared_tokens(run, model, top=top)
+    if tokens is not None:
+        run.limit_tokens(tokens)
+        run.notes.append(
+            f"tokens     the first {tokens:,}, which policy and teacher both predict; "
+            "their heads have different sizes"
+        )
+    if top is None:
+        engine = run.load(TEACHER, model=model, trained=False)
+        size = run.shape(TEACHER).parameters
+        run.notes.append(f"teacher    {model.path}: {size:,} parameters, frozen")
+        return engine
+    compute = partial(top_tokens, top=top, temperature=temperature)
+    key = f"top{top}-temperature{temperature:g}"
+    done = run.attach(TEACHER, model, compute, key=key, width=2 * top + 1)
+    run.notes.append(f"teacher    its {top} most likely tokens: {done}")
+    return None
+
+
+def shared_tokens(run: Run, model: ModelConfig, *, top: int | None) -> int | None:
     """Return the number of tokens that both the policy and the teacher `model` predict; None if
     their heads have the same size.
 
@@ -45,47 +63,54 @@ def shared_tokens(
     weights. Raises RLHFError for a teacher with another tokenizer, for examples with a token that
     it does not know, and unless there are more than `top` tokens.
     """
-    name = name_in_errors(config, model, "path")
-    check_model_folder(model.path, name)
-    own = vocabulary_size(config)
-    with naming_model(config, TEACHER, model):
-        size = vocabulary_size(evolve(config, model=model))
-    known = SAME_TOKENIZER.setdefault(tokenizer, set())
+    own = vocabulary_size(run.load_architecture())
+    size = vocabulary_size(run.load_architecture(TEACHER, model=model))
+    known = SAME_TOKENIZER.setdefault(run.tokenizer, set())
     if model not in known:
-        check_tokenizer(config, tokenizer, model)
+        check_tokenizer(run, model)
         known.add(model)
-    for part in examples if size < own else ():
+    for part in run.examples if size < own else ():
         if beyond := part.first_beyond(size):
             where, number = beyond
             raise RLHFError(
-                f"{where}: {name} {model.path} has embeddings for {size:,} tokens but none for "
-                f"{tokenizer.convert_ids_to_tokens(number)!r} ({number}); choose a teacher that "
-                "knows all tokens of the rows"
+                f"{where}: {named(run.config, model)} has embeddings for {size:,} tokens but none "
+                f"for {run.tokenizer.convert_ids_to_tokens(number)!r} ({number}); choose a teacher "
+                "that knows all tokens of the rows"
             )
     shared = min(own, size)
     if top is not None and top >= shared:
         raise RLHFError(
-            f"{config.trainer_name}.cache_top {top} must be less than the {shared} tokens of the "
-            "vocabulary; lower it, or remove it to run the teacher alongside the policy"
+            f"{run.config.trainer_name}.cache_top {top} must be less than the {shared} tokens of "
+            "the vocabulary; lower it, or remove it to run the teacher alongside the policy"
         )
     return None if own == size else shared
 
 
-def vocabulary_size(config: Config) -> int:
-    """Return the number of tokens that the head of a configured model predicts."""
-    return int(read_architecture(config).get_text_config().vocab_size)
+def vocabulary_size(architecture: Any) -> int:
+    """Return the number of tokens that the head of a model predicts."""
+    return int(architecture.get_text_config().vocab_size)
 
 
-def check_tokenizer(config: Config, tokenizer: Any, model: ModelConfig) -> None:
+def named(config: Config, model: ModelConfig) -> str:
+    """Return what errors call a teacher: the trainer's setting that has its folder, and the
+    folder."""
+    section = getattr(config, config.trainer_name)
+    settings = fields_dict(type(section)) if has(type(section)) else ()
+    of_folder = (name for name in settings if getattr(section, name) == model.path)
+    setting = next((f"{config.trainer_name}.{name}" for name in of_folder), "the teacher")
+    return f"{setting} {model.path}"
+
+
+def check_tokenizer(run: Run, model: ModelConfig) -> None:
     """Raise RLHFError unless the tokenizer of the teacher `model` has the tokens and the merges of
     the policy's.
 
     What else a tokenizer does, such as adding BOS, differs within families. It does not matter,
     since the teacher reads the ids of the policy's tokenizer.
     """
-    name = f"{name_in_errors(config, model, 'path')} {model.path}"
+    name, tokenizer = named(run.config, model), run.tokenizer
     try:
-        teacher = read_tokenizer(model)
+        teacher = run.load_tokenizer(model)
     except RLHFError as error:
         raise RLHFError(
             f"{name} has no readable tokenizer, which must be the policy's; add its files to the "
@@ -104,7 +129,7 @@ def check_tokenizer(config: Config, tokenizer: Any, model: ModelConfig) -> None:
                 repr(it[number]) if number in it else "missing" for it in (other, ours)
             )
             raise RLHFError(
-                f"{name} has another tokenizer than the policy {config.model.path}: {what} "
+                f"{name} has another tokenizer than the policy {run.config.model.path}: {what} "
                 f"{number} is {found} instead of {wanted}; choose a teacher with the policy's "
                 "tokenizer"
             )

@@ -10,20 +10,12 @@ from attrs import evolve
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf.data.batch import PackedBatch
-from rlhf.data.packing import blank_batch
-from rlhf.model.head import Head
-from rlhf.readouts import (
-    Mixture,
-    TopTeacher,
-    WholeTeacher,
-    distil,
-    divergence,
-    logits,
-    token_logprobs,
-)
-from rlhf.readouts.distillation import COMPARED
-from rlhf.readouts.teachers import forward_kl
+from rlhf.kernels import blank_batch
+from rlhf.readouts import Head, logits, token_logprobs
+from rlhf.trainer import PackedBatch
+from rlhf_distill import Mixture, TopTeacher, WholeTeacher, distil, divergence
+from rlhf_distill.distillation import COMPARED
+from rlhf_distill.distributions import forward_kl
 
 NUM, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 7, 6, 5, 11
 

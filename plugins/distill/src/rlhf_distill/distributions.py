@@ -8,14 +8,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rlhf.config.field_docs import documented
-from rlhf.data.batch import PackedBatch
-from rlhf.model.head import Head
-from rlhf.readouts import logits as chunks
+from rlhf.plugin import documented
+from rlhf.readouts import Head, pad_rows, transformed
+from rlhf.trainer import PackedBatch
 
-TOP_TOKENS = "teacher"
-"""Name of the per-token value that holds a teacher's k most likely tokens: k token ids, their
-log-probabilities, and that of all other tokens together."""
+TEACHER = "teacher"
+"""The role of a teacher's engine, and the name of the per-token value that holds its k most likely
+tokens: k token ids, their log-probabilities, and that of all other tokens together."""
 
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`measure(student, teacher)` of log-probabilities [n, M] -> the divergence [n], and its derivative
@@ -58,7 +57,7 @@ class WholeTeacher:
 
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: raw logits [n, V]."""
-        hidden = chunks.pad_rows(self.hidden[rows], rows.stop - rows.start)
+        hidden = pad_rows(self.hidden[rows], rows.stop - rows.start)
         return (torch.nn.functional.linear(hidden, self.head.weight, self.head.bias),)
 
 
@@ -71,7 +70,7 @@ def _against_whole(
     measure: Measure,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    teacher = (chunks.transformed(raw, scale, softcap) / temperature).log_softmax(-1)
+    teacher = (transformed(raw, scale, softcap) / temperature).log_softmax(-1)
     divergence, gradient = measure(student, teacher)
     return divergence, forward_kl(student, teacher), gradient, teacher.argmax(-1)
 
@@ -90,8 +89,8 @@ class TopTeacher:
     @classmethod
     def of(cls, batch: PackedBatch, top: int) -> "TopTeacher":
         """Return the teacher at the predictions of a batch, in a run that called
-        `run.teacher(..., top=top)`."""
-        values = batch.values[TOP_TOKENS].index_select(0, batch.predict_at)
+        `load_teacher(run, ..., top=top)`."""
+        values = batch.values[TEACHER].index_select(0, batch.predict_at)
         # The values of a batch without examples have no width.
         values = values.view(len(batch.predict), 2 * top + 1)
         return cls(values[:, :top].long(), values[:, top:])
@@ -104,7 +103,7 @@ class TopTeacher:
     def chunk(self, rows: slice) -> tuple[Tensor, ...]:
         """See `Teacher`: tokens [n, k], log-probabilities [n, k + 1]."""
         parts = self.tokens[rows], self.logprobs[rows]
-        return tuple(chunks.pad_rows(part, rows.stop - rows.start) for part in parts)
+        return tuple(pad_rows(part, rows.stop - rows.start) for part in parts)
 
 
 def _against_top(

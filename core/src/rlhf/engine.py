@@ -98,9 +98,6 @@ class Plan:
     summary: str = ""
     """One line for the start of the run, which begins with how the model is divided, such as
     `ZeRO 2`."""
-    lighter: tuple[str, ...] = ()
-    """Backend settings that would need less device memory, the smallest change first, each with
-    what it saves: `deepspeed.stage 3 (5.7 GiB of states instead of 11.5)`."""
     patches: tuple[str, ...] = ()
     """Names of the patches of its library that the backend may install for this plan."""
 

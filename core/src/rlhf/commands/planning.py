@@ -10,7 +10,7 @@ import torch
 
 from rlhf.engine import GIB, Mesh, axes, gib
 from rlhf.errors import RLHFError
-from rlhf.memory.choice import choose
+from rlhf.memory.choice import advice, choose
 from rlhf.memory.fit import StepFit
 from rlhf.memory.rehearsal import NotRehearsed
 from rlhf.reference.run_models import RunModels
@@ -50,8 +50,7 @@ def plan_command(
         "reason": reason,
         "peak": chosen.peak,
         "fits": chosen.fits,
-        "faster": chosen.faster(),
-        "lighter": chosen.lighter(),
+        "advice": "" if chosen.fits else advice(chosen),
         "checkpoint": checkpoint_bytes(fit.rehearsed.run),
         "layouts": rows,
     }
@@ -130,10 +129,10 @@ def _lines(report: dict[str, Any], request: Request) -> Sequence[str]:
         f"chosen     {report['chosen']}: a step takes {gib(report['peak'])} of {gib(memory)} GiB"
         f"{'' if report['fits'] else ', which probably will not fit'}"
     )
-    more = (report["reason"], report["faster"], report["lighter"], checkpoint)
-    return [title, "GiB per rank at the peak of a step", "", *table, "", chosen] + [
-        line for line in more if line
-    ]
+    lines = [title, "GiB per rank at the peak of a step", "", *table, "", chosen]
+    lines += [report["reason"]] if report["reason"] else []
+    lines += [f"advice     {report['advice']}"] if report["advice"] else []
+    return [*lines, checkpoint]
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

@@ -87,12 +87,6 @@ class Estimate:
         shown = ", ".join(f"{name} {gib(size)}" for name, size in self.parts().items() if size)
         return f"{gib(self.peak)} GiB at the peak: {shown} ({self.tokens:,} tokens at once)"
 
-    def tokens_that_fit(self, total: int) -> int:
-        """Return the tokens of the largest micro-batch that fits `total` bytes, or 0."""
-        if self.resident + max(self._beside.values()) > total:
-            return 0
-        return int(self.tokens * (total - self.resident) / max(self.step_peak, 1))
-
     def peak_with(self, tokens: int) -> int:
         """Return the peak with micro-batches of so many tokens."""
         most = self.step_peak * tokens // self.tokens

@@ -73,11 +73,6 @@ class Rehearsed:
         """The trained model."""
         return self.run.roles[POLICY]
 
-    @property
-    def lighter(self) -> tuple[str, ...]:
-        """The backend's settings with which models that are not trained would take less."""
-        return tuple(line for role in self.run.roles.values() for line in role.plan.lighter)
-
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""
         states = {name: dict(memory) for name, memory in self.run.memory(layout).items()}

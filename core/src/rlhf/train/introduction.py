@@ -62,7 +62,7 @@ def memory_lines(fit: StepFit, choice: str) -> list[str]:
     """Return what the run prints about the memory of an accelerator before it reads weights."""
     if fit.mesh.device.type == "cpu":
         return []
-    return [line for line in (choice, fit.line(), fit.faster(), fit.lighter()) if line]
+    return [line for line in (choice, fit.line()) if line]
 
 
 def summary(fit: StepFit, data: Dataset) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rlhf.errors import RLHFError
 from rlhf.folder.run_folder import RunFolder
 from rlhf.hookspecs import RunRecord
 from rlhf.launch.places import Marker
-from rlhf.memory.choice import choose
+from rlhf.memory.choice import choose, memory_error
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import compile_ahead, rehearsed_attention
 from rlhf.model.role import Role
@@ -143,4 +143,4 @@ def out_of_memory(
     """Return the error of a run whose accelerator ran out of memory."""
     fit = step_fit(config, data, mesh, hooks)
     choice, _ = choose(fit, any_tokens=config.batch.tokens == "auto")
-    return fit.under(*choice).error(cause)
+    return memory_error(fit.under(*choice), cause)

@@ -11,7 +11,7 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config, Extensions, Observers, OptimConfig
+from rlhf.config.sections import Config, Extensions, Observers, OptimConfig, OptimizerKind
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, TrainerPlugin
@@ -96,7 +96,10 @@ def read_config(
     for kind in ("extension", "observer"):
         names, layers = as_sections(f"{kind}s", layers)
         named[f"{kind}s"] = tuple((each, load_record(find(kind, each)).config) for each in names)
-    cls = config_class(trainer.name, plugin.config, section, record.config, *named.values(), name)
+    cls = config_class(
+        trainer.name, plugin.config, section, record.config, *named.values(), name,
+        record.optimizers,
+    )  # fmt: skip
     layers[0] = without_removed(cls, layers[0]) if recorded else layers[0]
     sections = ("model", "data", "optim", *named, trainer.name, section)
     tree = merge(cls, {each: {} for each in sections}, *layers)
@@ -157,18 +160,21 @@ def config_class(
     extensions: Sections = (),
     observers: Sections = (),
     key: str = "",
+    optimizers: tuple[OptimizerKind, ...] = (),
 ) -> type[Config]:
     """Return Config with the sections of a trainer, a backend, extensions and observers. Its
-    instances can be pickled. `key` is what the trainer was found by."""
+    instances can be pickled. `key` is what the trainer was found by, `optimizers` are those of the
+    backend."""
     if trainer == backend:
         raise RLHFError(f"trainer and backend are both called '{trainer}'; choose another backend")
     made_of = (
-        trainer, trainer_config, backend, backend_config, extensions, observers, key,
+        trainer, trainer_config, backend, backend_config, extensions, observers, key, optimizers,
     )  # fmt: skip
     body = {
         "trainer_key": key or trainer,
         "trainer_name": trainer,
         "backend_name": backend,
+        "optimizers": optimizers,
         "__reduce__": lambda self: (_rebuild, (made_of, attrs.asdict(self, recurse=False))),
     }
     sections = {trainer: trainer_config, backend: backend_config}

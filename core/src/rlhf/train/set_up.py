@@ -94,7 +94,7 @@ def session_of(
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
         checkpoint_bytes=num_bytes(
-            saved, run.hooks, mesh, num_states=trained["policy"].shape.num_states(config.optim)
+            saved, run.hooks, mesh, num_states=trained["policy"].shape.num_states(config.optimizer)
         ),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip

@@ -18,13 +18,13 @@ from rlhf.errors import RanksFailed, RLHFError
 from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.calling_process import only_rank, same_environment
+from rlhf.launch.clock import Clock
 from rlhf.launch.hosts import Place, check_world, place_of_host
 from rlhf.launch.importing import importing, importing_rank
 from rlhf.launch.local import Ranks, num_devices, wait_at_gate
 from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import DAY, FOLDER, PARENT, STOPPED, die_with, ending_at_once
 from rlhf.launch.slurm import join_slurm
-from rlhf.launch.startup import Startup
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option
@@ -136,7 +136,7 @@ def start(request: reader.Request) -> tuple[Path, str]:
 
 
 def _start(request: reader.Request) -> tuple[Path, str]:
-    startup = Startup()
+    startup = Clock("set-up")
     check_world(request.nproc)
     if "RANK" in os.environ:
         return _join(request, startup)
@@ -151,7 +151,7 @@ def _start(request: reader.Request) -> tuple[Path, str]:
 
 
 def _start_here(
-    request: reader.Request, place: Place, folder: Path, startup: Startup
+    request: reader.Request, place: Place, folder: Path, startup: Clock
 ) -> tuple[Path, str]:
     """Start the ranks of this host; a single one is this process. Returns what `start` does."""
     with startup.part("imports"), importing():
@@ -190,7 +190,7 @@ def _start_ranks(request: reader.Request, place: Place, ranks: int, folder: Path
     return "signal" if code == STOPPED else str(summary.get("ended"))
 
 
-def _join(request: reader.Request, startup: Startup) -> tuple[Path, str]:
+def _join(request: reader.Request, startup: Clock) -> tuple[Path, str]:
     """Be a rank that a launcher has started: ours or another."""
     ours = PARENT in os.environ
     if request.nproc is not None and not ours:

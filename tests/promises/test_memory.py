@@ -12,9 +12,8 @@ from odd_trainers import run_odd
 from rlhf.data.example import Answer, Example
 from rlhf.data.packing import pack
 from rlhf.engine import GIB, Mesh
-from rlhf.memory.estimate import Estimate
+from rlhf.memory.estimate import Estimate, count_step
 from rlhf.memory.rehearsal import META
-from rlhf.memory.step_bytes import count_step
 from rlhf.model.role import ModelSpec
 from rlhf.model.shape import empty_model, shape_of
 from rlhf.readouts import token_logprobs

@@ -19,12 +19,11 @@ from rlhf.folder import checkpoints, run_folder
 from rlhf.folder.disk import new_folder
 from rlhf.launch.calling_process import only_rank, same_environment
 from rlhf.launch.clock import Clock
-from rlhf.launch.hosts import Place, check_world, place_of_host
+from rlhf.launch.hosts import Place, check_world, join_slurm, place_of_host
 from rlhf.launch.importing import importing, importing_rank
 from rlhf.launch.local import Ranks, num_devices, wait_at_gate
 from rlhf.launch.proxies import bypass_proxies
 from rlhf.launch.signals import DAY, FOLDER, PARENT, STOPPED, die_with, ending_at_once
-from rlhf.launch.slurm import join_slurm
 from rlhf.request import reader
 from rlhf.request.settings_tree import to_tree
 from rlhf.request.words import option

@@ -25,9 +25,8 @@ from rlhf.hookspecs import hookimpl
 from rlhf.launch.places import Marker
 from rlhf.memory import choice
 from rlhf.memory.choice import advice, memory_error
-from rlhf.memory.estimate import Estimate
+from rlhf.memory.estimate import CountedStep, Estimate, LiveBytes, count_step
 from rlhf.memory.rehearsal import STRICT
-from rlhf.memory.step_bytes import CountedStep, LiveBytes, count_step
 from rlhf.readouts import token_logprobs
 from rlhf.registry.gateway import build_gateways
 from rlhf.request.reader import read_config

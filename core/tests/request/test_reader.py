@@ -10,7 +10,7 @@ import pytest
 import yaml
 from attrs import field, frozen, validators
 
-from rlhf.commands.description import describe
+from rlhf.commands.config import describe
 from rlhf.config.field_docs import field_docs
 from rlhf.config.reference_modes import ReferenceMode
 from rlhf.config.sections import Config, DataEntry, OptimConfig

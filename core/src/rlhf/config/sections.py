@@ -1,5 +1,7 @@
 """Core's configuration sections: frozen attrs classes, one per YAML section."""
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -7,8 +9,6 @@ import attrs
 from attrs import field, frozen, validators
 
 from rlhf.config.field_docs import documented
-from rlhf.config.objective import objective
-from rlhf.config.stop_signals import STOP_SIGNALS
 from rlhf.config.structure import setting_name
 
 Recompute = Literal["auto", "none", "selective", "full"]
@@ -363,3 +363,29 @@ class Config:
     def backend_section(self) -> Any:
         """The backend's own section."""
         return getattr(self, self.backend_name)
+
+
+STOP_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "QUIT", "XCPU")
+
+
+FALLING = {"loss"}
+RISING = {"accuracy", "accuracies", "margin", "margins", "auc", "f1"}
+"""Words in the name of a metric that tell its direction."""
+
+
+@functools.cache
+def objective(text: str) -> tuple[str, int]:
+    """Return the metric that `text` names, and 1 if it should rise or -1 if it should fall.
+
+    The direction is its leading sign, or follows from a word of its name. Raises ValueError if
+    neither tells it.
+    """
+    name = text.lstrip("+-")
+    if not name.startswith("eval/"):
+        raise ValueError(f"expected a metric of an evaluation such as eval/loss, got {text}")
+    if text != name:
+        return name, -1 if text.startswith("-") else 1
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if bool(words & FALLING) == bool(words & RISING):
+        raise ValueError(f"{name} needs a direction; write +{name} or -{name} (rise or fall)")
+    return name, -1 if words & FALLING else 1

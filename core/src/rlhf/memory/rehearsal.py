@@ -26,8 +26,7 @@ from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
-from rlhf.memory.estimate import Estimate
-from rlhf.memory.step_bytes import CountedStep, count_step
+from rlhf.memory.estimate import CountedStep, Estimate, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf.data.clock import without_day
+from rlhf.data.repeatable import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
 from rlhf.model.parts import has_adapter, unwrapped

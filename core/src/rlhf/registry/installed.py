@@ -26,14 +26,14 @@ GROUPS = {
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""
 CORE_COMMANDS = {
-    "run": "rlhf.commands.run:plugin",
-    "config": "rlhf.commands.config:plugin",
-    "inspect": "rlhf.commands.inspect:plugin",
-    "plan": "rlhf.commands.plan:plugin",
-    "export": "rlhf.commands.export:plugin",
+    "run": "rlhf.commands.records:run",
+    "config": "rlhf.commands.records:config",
+    "inspect": "rlhf.commands.records:inspect",
+    "plan": "rlhf.commands.records:plan",
+    "export": "rlhf.commands.records:export",
     "merge": "rlhf.commands.merge:plugin",
     "plugins": "rlhf.commands.plugins:plugin",
-    "doctor": "rlhf.commands.doctor:plugin",
+    "doctor": "rlhf.commands.records:doctor",
 }
 """The records of core's own commands, in the order of `rlhf --help`."""
 SECTIONS = frozenset(item.name for item in attrs.fields(Config)) | {"nproc", "resume", "overwrite"}

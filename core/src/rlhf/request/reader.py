@@ -3,7 +3,8 @@
 import functools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,20 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config, Extensions, Observers, OptimConfig, OptimizerKind
+from rlhf.config.sections import (
+    Config,
+    Extensions,
+    NamedSections,
+    Observers,
+    OptimConfig,
+    OptimizerKind,
+)
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, TrainerPlugin
 from rlhf.registry.imports import demo_file, load_record
 from rlhf.registry.installed import Installed, find, find_backend
 from rlhf.registry.trainer_files import load_trainer
-from rlhf.request.named_sections import Sections, as_sections, sections_class
 from rlhf.request.rules import contradictions, missing_inputs
 from rlhf.request.settings_tree import (
     load_demo,
@@ -31,6 +38,8 @@ from rlhf.request.settings_tree import (
 )
 from rlhf.request.words import parse_words
 
+Sections = tuple[tuple[str, type], ...]
+"""Names of plugins, each with the class of its settings."""
 HANDED_OVER = ("demo", "notes", "resume", "overwrite")
 """What ranks get of a request besides its configuration."""
 
@@ -229,3 +238,48 @@ def _checked(
         head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
         raise RLHFError(head + "\n  ".join(problems))
     return config
+
+
+def as_sections(
+    key: str, layers: Iterable[Mapping[str, Any]]
+) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """Return the names in the setting `key`, and the layers of a configuration with a section for
+    each of them instead of a list of names.
+
+    A list replaces the names of the layers before it and keeps the settings that they have for its
+    names; a mapping adds to them.
+    """
+    names: list[str] = []
+    named = []
+    for layer in layers:
+        value = layer.get(key, {})
+        if not isinstance(value, Mapping):
+            names = []
+            value = [] if value is None else value if isinstance(value, list | tuple) else [value]
+            value = dict.fromkeys(map(str, value))
+        names += [name for name in map(str, value) if name not in names]
+        named.append({**layer, key: value} if key in layer else layer)
+    return names, named
+
+
+@functools.cache
+def sections_class(base: type[NamedSections], sections: Sections) -> type[NamedSections]:
+    """Return `base` with these sections. Its instances can be pickled."""
+    fields = {
+        re.sub(r"\W", "_", name): field(type=cls, factory=cls, metadata={"setting": name})
+        for name, cls in sections
+    }
+    body = {
+        "__doc__": base.__doc__,
+        "__reduce__": lambda self: (
+            _rebuild_sections,
+            (base, sections, attrs.asdict(self, recurse=False)),
+        ),
+    }
+    return attrs.make_class(
+        f"Run{base.__name__}", fields, bases=(base,), class_body=body, frozen=True, kw_only=True
+    )
+
+
+def _rebuild_sections(base: Any, sections: Sections, values: Mapping[str, Any]) -> NamedSections:
+    return sections_class(base, sections)(**values)

@@ -9,8 +9,7 @@ import yaml
 from attrs import frozen
 
 from rlhf.errors import RLHFError, nearest
-from rlhf.request.settings_tree import flow
-from rlhf.request.yaml_loader import parse_yaml
+from rlhf.request.settings_tree import flow, parse_yaml
 
 _FLAGS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "nproc": ("a number of processes", r"0*[1-9][0-9]{0,3}", int),

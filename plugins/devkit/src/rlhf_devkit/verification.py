@@ -22,10 +22,9 @@ from rlhf.errors import RLHFError, counted
 from rlhf.folder.checkpoints import step_folder
 from rlhf.folder.disk import existing, writing
 from rlhf.folder.run_folder import RANKS, RECORDED, logged, read_json
-from rlhf.launch.hosts import place_of_host
+from rlhf.launch.hosts import join_slurm, place_of_host
 from rlhf.launch.local import Ranks, num_devices
 from rlhf.launch.signals import DAY, STOPPED, catch
-from rlhf.launch.slurm import join_slurm
 from rlhf.registry.gateway import load_hooks
 from rlhf.request.reader import Request, handed_over
 from rlhf.train.dataset import Dataset, prepare_data

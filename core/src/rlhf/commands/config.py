@@ -50,7 +50,7 @@ def _lines(
         inner = to_tree(section()) if value is None else value
         for line in _lines(section, inner, optimizers, ()):
             off = value is None and not line.startswith("#")
-            yield f"  {'# ' * off}{line}"
+            yield f"  # {line}" if off else f"  {line}"
 
 
 def _doc(cls: type, item: attrs.Attribute) -> str:

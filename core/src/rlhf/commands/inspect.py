@@ -99,11 +99,12 @@ def fill_of(order: RunOrder) -> str:
     budget = order.config.batch.budget
     plans = [order.step(number) for number in range(min(SHOWN_STEPS, order.steps_per_epoch))]
     micro = [len(plan.micro) for plan in plans]
-    count = f"{min(micro)} to " * (min(micro) < max(micro)) + f"{max(micro)}"
+    few, many = min(micro), max(micro)
+    count = f"{few} to {many}" if few < many else f"{many}"
     tokens = sum(int(plan.lengths.sum()) for plan in plans)
     fill = tokens / (sum(micro) * budget)
     return (
-        f"on one device {count} micro-batch{'es' * (max(micro) > 1)} per step, "
+        f"on one device {count} micro-batch{'es' if many > 1 else ''} per step, "
         f"{100 * fill:.0f} % of batch.tokens {budget} filled; "
         f"{tokens / len(plans):,.0f} tokens per step"
     )

@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if "RLHF_PARENT" not in os.environ:  # Else the launcher prints it once for all ranks.
             advice = "; --resume continues from the last checkpoint, if there is one"
-            advice *= words[:1] == ["run"]
-            print(f"error: interrupted{advice}", file=sys.stderr)
+            print(f"error: interrupted{advice if words[:1] == ['run'] else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         if not _output_is_closed():
@@ -73,7 +72,7 @@ def _print_place(error: Exception) -> None:
 def _print_error(text: str) -> None:
     """Print an error of this rank, and tell it to the process that has started the ranks."""
     rank = os.environ.get("RANK", "0")
-    where = f" on rank {rank}" * (rank != "0")
+    where = "" if rank == "0" else f" on rank {rank}"
     print(f"error{where}: {text}", file=sys.stderr, flush=True)
     if PROBLEMS in os.environ:
         os.write(int(os.environ[PROBLEMS]), f"{text}\n".encode())

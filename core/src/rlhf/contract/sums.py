@@ -206,7 +206,8 @@ def describe(sums: Sums) -> dict[str, str]:
     """Return each name with what it is per and, if its sum has a dimension, its shape."""
     texts = {f"loss {name}": f"per {per!r}" for name, per in sums.terms.items()}
     for name, (per, shape) in sums.metrics.items():
-        texts[f"metric {name!r}"] = f"per {per!r}" + f" of shape {list(shape)}" * bool(shape)
+        more = f" of shape {list(shape)}" if shape else ""
+        texts[f"metric {name!r}"] = f"per {per!r}{more}"
     return texts
 
 

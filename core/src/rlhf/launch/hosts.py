@@ -17,11 +17,11 @@ PORT = 29500
 
 
 @frozen
-class Place:
+class Host:
     """One of the hosts of a run, each with the same number of ranks."""
 
     hosts: int = 1
-    host: int = 0
+    number: int = 0
     address: str = "127.0.0.1"
     """Of the first host."""
     port: int | None = None
@@ -30,17 +30,17 @@ class Place:
     """Ranks of each host; None: one per device."""
 
 
-ONE_HOST = Place()
+ONE_HOST = Host()
 
 
-def place_of_host() -> Place:
-    """Return the place that the environment describes. Raises RLHFError if part of it is
+def this_host() -> Host:
+    """Return the host that the environment describes. Raises RLHFError if part of it is
     missing."""
     env = os.environ
     text = env.get("PET_NPROC_PER_NODE", "")
     nproc = int(text) if text.isdecimal() else None  # torchrun also accepts auto, gpu and cpu.
     if env.get("PET_NNODES", "1") == "1":
-        return Place(nproc=nproc)
+        return Host(nproc=nproc)
     if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in env]:
         raise RLHFError(
             f"PET_NNODES is {env['PET_NNODES']}, but {' and '.join(missing)} "
@@ -54,7 +54,7 @@ def place_of_host() -> Place:
     hosts, port, host = map(int, values)
     if host >= hosts:
         raise RLHFError(f"PET_NODE_RANK is {host}, but the {hosts} hosts are counted from 0")
-    return Place(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
+    return Host(hosts, host, env["PET_MASTER_ADDR"], port, nproc)
 
 
 def _check_ranks() -> None:

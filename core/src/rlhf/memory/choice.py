@@ -132,8 +132,9 @@ def _more_tokens(fit: StepFit, estimate: Estimate, configured: Choice) -> tuple[
         return configured, ""
     few, many = math.ceil(step / chosen.tokens), math.ceil(step / configured.tokens)
     return chosen, (
-        f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch{'es' * (few > 1)} "
-        f"per step instead of {many} (smaller ones leave the device waiting for the host)"
+        f"tokens     {chosen.tokens} per micro-batch: about {few} micro-batch"
+        f"{'es' if few > 1 else ''} per step instead of {many} (smaller ones leave the device "
+        "waiting for the host)"
     )
 
 

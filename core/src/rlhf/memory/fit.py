@@ -111,7 +111,7 @@ class StepFit:
     def line(self) -> str:
         """Return the line `memory` of the run's introduction."""
         if isinstance(self.rehearsed, NotRehearsed):
-            details = " (details: errors/rehearsal.txt)" * bool(self.rehearsed.traceback)
+            details = " (details: errors/rehearsal.txt)" if self.rehearsed.traceback else ""
             return f"memory     not estimated: {self.rehearsed.reason}{details}"
         estimate = self.estimate
         assert estimate is not None

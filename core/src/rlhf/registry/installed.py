@@ -209,8 +209,10 @@ def _not_installed(kind: str, name: str) -> str:
     known = known_plugins(kind)
     hints = []
     if near := nearest(name, {**here, **known}):
-        hints += [f"did you mean '{near}'?"] * (near != name)
-        hints += [f"run `pip install {known.get(near)}`"] * (near not in here)
+        if near != name:
+            hints.append(f"did you mean '{near}'?")
+        if near not in here:
+            hints.append(f"run `pip install {known.get(near)}`")
     hint = f" ({' '.join(hints)})" if hints else ""
     available = ", ".join(here.values()) or "none"
     return f"{kind} '{name}' is not installed{hint}; available: {available}"

@@ -235,7 +235,7 @@ def _checked(
             except RLHFError as error:
                 problems.append(str(error))
     if problems:
-        head = f"{len(problems)} problems in the configuration\n  " * (len(problems) > 1)
+        head = f"{len(problems)} problems in the configuration\n  " if len(problems) > 1 else ""
         raise RLHFError(head + "\n  ".join(problems))
     return config
 

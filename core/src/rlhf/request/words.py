@@ -43,7 +43,8 @@ def parse_words(words: Sequence[str]) -> Words:
         if name in _FLAGS:
             expects, pattern, read = _FLAGS[name]
             if not re.fullmatch(pattern, value or ""):
-                raise RLHFError(f"--{name} expects {expects}" + f", got {value!r}" * bool(value))
+                given = f", got {value!r}" if value else ""
+                raise RLHFError(f"--{name} expects {expects}{given}")
             parsed[name] = read(value or "")
         elif name:
             overrides.append((name, _parse(name, value)))

@@ -27,9 +27,9 @@ def introduce_run(
     summary. Returns the run's identity."""
     identity = folder.identity()
     keep_traceback(fit, folder)
-    demo = "demo: the embedded model and rows, since no model and data are set; " * request.demo
+    demo = "demo: the embedded model and rows, since no model and data are set; "
     lines = [
-        f"rlhf {request.name}  {demo}run folder {folder.path}",
+        f"rlhf {request.name}  {demo if request.demo else ''}run folder {folder.path}",
         f"devices    {fit.mesh.world} x {fit.mesh.device.type}",
         f"data       train: {data.train.report}",
     ]
@@ -109,7 +109,7 @@ def policy_lines(policy: Role, model: ModelConfig) -> list[str]:
     size = ", ".join(filter(None, [*parts, policy.plan.precision]))
     if policy.spec.task is None:
         return [f"model      {type(policy.engine.module).__name__}: {size}"]
-    random = ", random weights" * (model.init == "random")
+    random = ", random weights" if model.init == "random" else ""
     return [f"model      {model.path}: {size}{random}", f"attention  {policy.attention}"]
 
 

@@ -66,7 +66,7 @@ def _choose_frozen(sizes: Mapping[Way, int], mesh: Mesh, occupied: int) -> tuple
     for name in useful:
         share = SHARE if name == 0 and 3 in useful else AMPLE
         budget = f"{share:.0%} of {gib(mesh.memory)} GiB"
-        others = f", with {gib(occupied)} GiB of other models" * bool(occupied)
+        others = f", with {gib(occupied)} GiB of other models" if occupied else ""
         if sizes[name] + occupied <= share * mesh.memory:
             return name, f"frozen: {gib(sizes[name])} GiB in {budget}{others}"
     return useful[-1], f"frozen: more than {budget}{others}"

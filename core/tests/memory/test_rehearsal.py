@@ -10,9 +10,7 @@ import attrs
 import pytest
 import torch
 from fits import fit_of, on_accelerator, small_run
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rlhf.config.sections import Config
 from rlhf.contract.sums import weighted_loss
@@ -211,22 +209,6 @@ def test_gradients_that_wait_for_their_reduction_are_in_the_peak(
         total = weighted_loss(loss, {"tokens": 1.0})
         total.backward()
     assert measured == counter.take_peak()
-
-
-def test_a_model_that_asks_for_autocast_is_rehearsed(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of transformers before 5.4 do; torch does not answer for the meta device."""
-    own = LlamaRotaryEmbedding.forward
-
-    def forward(self: Any, hidden: Tensor, *rest: Any, **named: Any) -> Any:
-        assert not torch.is_autocast_enabled(hidden.device.type)
-        return own(self, hidden, *rest, **named)
-
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
-    assert on_accelerator(words, GIB).estimate is not None
-    with pytest.raises(RuntimeError, match="unknown device type"):
-        torch.is_autocast_enabled("meta")
 
 
 def test_a_run_knows_whether_its_steps_are_one_micro_batch(words: list[str]) -> None:

@@ -196,7 +196,6 @@ def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dt
         raise
     except Exception as error:  # A damaged config may raise anything.
         raise unreadable_config(resolved(model.path), error) from error
-    causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
     return causal
 
 

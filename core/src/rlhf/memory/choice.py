@@ -20,11 +20,13 @@ START = 8192
 ENOUGH = 4e11
 """Parameters of a layer times tokens of a micro-batch from which twice the tokens gain less than
 5 %: the device then takes longer for a layer than the host (measured on an H200: 57 % from 8,192 to
-32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B)."""
+32,768 tokens at 0.5B, 7 % from 8,192 to 16,384 at 1.5B: benchmarks/NOTES.md, Small
+micro-batches)."""
 AMPLE = 0.8
 """Share of an accelerator's memory up to which the tokens of a micro-batch are raised."""
 RECOMPUTE_COST = {"selective": 0.02, "full": 0.25}
-"""Time that a level adds to a step, as a share of it, measured on an H200."""
+"""Time that a level adds to a step, as a share of it, measured on an H200 (benchmarks/RESULTS.md,
+Long rows)."""
 HALVING_COST = 0.05
 """Time that half the tokens add while a micro-batch keeps the device busy (`ENOUGH`), at most."""
 LEAST_TOKENS = 1024

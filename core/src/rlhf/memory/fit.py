@@ -15,7 +15,8 @@ from rlhf.registry.gateway import BackendGateway
 from rlhf.trainer import Trainer
 
 MARGIN = 0.95
-"""Share of an accelerator's memory that tensors can have; allocator and kernels take the rest."""
+"""Share of an accelerator's memory that tensors can have; allocator and kernels take the rest
+(benchmarks/RESULTS.md, Memory held by the allocator)."""
 LEVELS = {
     "selective": "the products of gated layers computed again in backward",
     "full": "every layer computed again in backward",

@@ -97,7 +97,7 @@ def checkpoint_bytes(run: RunModels) -> int:
     for role in run.trained.values():
         shape, config = role.shape, role.spec.config
         has_adapter = config.lora is not None or config.model.adapter is not None
-        total += int(size * (1 + shape.num_states(config.optimizer)) * shape.trainable)
+        total += int(size * (1 + shape.num_states(config.optimizer_kind)) * shape.trainable)
         if role.spec.task is None or not has_adapter:
             total += frozen * (shape.parameters - shape.trainable)
     moving = [run.roles[follower.engine.role] for follower in run.followers]

@@ -349,7 +349,7 @@ class Config:
     """Run folder; default: runs/NAME-1, -2, ..."""
 
     @property
-    def optimizer(self) -> OptimizerKind:
+    def optimizer_kind(self) -> OptimizerKind:
         """What the backend says of the optimizer `optim.name`."""
         named = (kind for kind in self.optimizers if kind.name == self.optim.name)
         return next(named, OptimizerKind(name=self.optim.name))

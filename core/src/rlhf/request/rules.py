@@ -78,7 +78,7 @@ def optimizer_problems(config: Config) -> list[str]:
     fields = attrs.fields_dict(OptimConfig)
     return [
         f"optim.{setting} has no effect with optim.name {optim.name}; remove it"
-        for setting in config.optimizer.without
+        for setting in config.optimizer_kind.without
         if getattr(optim, setting) != fields[setting].default
     ]
 

@@ -83,6 +83,7 @@ def session_of(
     saved = [role.engine for role in trained.values()]
     saved += [follower.engine for follower in run.followers]
     shapes = [role.shape for role in trained.values()]
+    num_states = trained["policy"].shape.num_states(config.optimizer_kind)
     journal = Journal(
         folder=folder, observers=observers, record=record, engine=trained["policy"].engine,
         speed=Speed(shapes=shapes, peak=peak_of(mesh.device, mesh.world)), derive=trainer.derive,
@@ -93,9 +94,7 @@ def session_of(
         make_room=run.phases, sample=run.sample, frozen=run.frozen_files(),
         train_order=train_order, eval_order=eval_orders[0] if eval_orders else None,
         rollouts=Rollouts(trainer, train_order, mesh, place) if trainer.needs_rollout() else None,
-        checkpoint_bytes=num_bytes(
-            saved, run.hooks, mesh, num_states=trained["policy"].shape.num_states(config.optimizer)
-        ),
+        checkpoint_bytes=num_bytes(saved, run.hooks, mesh, num_states=num_states),
         best=Best(metric=config.checkpoint.best, patience=config.train.patience),
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "core" / "src" / "rlhf"
-LINES, FILES, ROOMS = 23_350, 163, 14
+LINES, FILES, ROOMS = 23_650, 163, 14
 
 
 def test_the_core_stays_within_its_bounds() -> None:

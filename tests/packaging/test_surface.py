@@ -80,7 +80,7 @@ def test_what_others_write_imports_only_public_names(path: Path) -> None:
 
 
 def test_an_internal_module_is_not_public() -> None:
-    assert is_public("rlhf.demo.scratch")
+    assert is_public("rlhf.demo.arithmetic")
     assert not is_public("rlhf.data.batch")
     assert not is_public("rlhf.readouts.logprobs")
     assert not is_public("rlhf")

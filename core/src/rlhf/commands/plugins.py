@@ -5,8 +5,8 @@ from argparse import ArgumentParser
 
 import attrs
 
-from rlhf.commands.output import print_table
 from rlhf.errors import RLHFError
+from rlhf.folder.template import print_table
 from rlhf.plugin import CommandPlugin
 from rlhf.registry.installed import Installed, NotInstalled, find_backend, installed
 

@@ -25,8 +25,7 @@ from rlhf.data.packing import PER_ANSWER, PER_EXAMPLE, PER_TOKEN
 from rlhf.devices import rehearsing_on
 from rlhf.engine import Engine, Layout
 from rlhf.errors import RLHFError, first_line
-from rlhf.memory.estimate import Estimate
-from rlhf.memory.step_bytes import CountedStep, count_step
+from rlhf.memory.estimate import CountedStep, Estimate, count_step
 from rlhf.model.architecture import DTYPES
 from rlhf.model.packed import BareEngine, PackedModel
 from rlhf.model.probe import candidates_of
@@ -70,11 +69,6 @@ class Rehearsed:
     def policy(self) -> Role:
         """The trained model."""
         return self.run.roles[POLICY]
-
-    @property
-    def lighter(self) -> tuple[str, ...]:
-        """The backend's settings with which models that are not trained would take less."""
-        return tuple(line for role in self.run.roles.values() for line in role.plan.lighter)
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return what a step takes of each accelerator in a layout of the trained model."""

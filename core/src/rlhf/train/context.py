@@ -18,8 +18,8 @@ from rlhf.data.batch import PackedBatch
 from rlhf.data.example import Example
 from rlhf.engine import Engine, Plan
 from rlhf.errors import RLHFError
+from rlhf.launch.clock import Clock
 from rlhf.launch.garbage import without_collections
-from rlhf.launch.startup import Startup
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
@@ -53,7 +53,7 @@ class RunContext(RunModels):
     resumed: Path | None = None
     """The checkpoint that the run continues."""
     fit: StepFit | None = None
-    startup: Startup = field(factory=Startup)
+    startup: Clock = field(factory=lambda: Clock("set-up"))
     _frozen: dict[str, Mapping[str, str]] = field(factory=dict, init=False)
     """For each role with frozen weights, digests of their files by path."""
     phases: Phases = field(init=False)

@@ -1,6 +1,6 @@
-"""Make the folder from which the base model is trained: `python -m rlhf.demo.scratch FOLDER` writes
-the model's configuration and a byte-level tokenizer made from the demo's own text; `demo/base.yaml`
-is the recipe."""
+"""Make the folder from which the base model of the demo is trained: `python -m rlhf_devkit.scratch
+FOLDER` writes the model's configuration and a byte-level tokenizer made from the demo's own text.
+`demo/base.yaml` of the core is the recipe."""
 
 import sys
 from pathlib import Path

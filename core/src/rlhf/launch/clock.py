@@ -1,17 +1,19 @@
-"""Where the time goes from the start of a run to the end of its first step, on each rank."""
+"""Where the time of a run goes."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Startup:
-    """A clock for the parts of a run's start. The time of a part within another one counts once."""
+class Clock:
+    """Adds up the time of named parts, of which one runs at any time. The time of a part within
+    another one counts once."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: str) -> None:
+        """The clock begins with `part`."""
         self.seconds: dict[str, float] = {}
-        """Of each part that has ended, in the order in which they began."""
-        self._current, self._since = "set-up", time.perf_counter()
+        """Of each part that has ended, in the order in which they ended first."""
+        self._current, self._since = part, time.perf_counter()
 
     def enter(self, part: str) -> str:
         """Begin a part, which ends the one before; returns its name."""

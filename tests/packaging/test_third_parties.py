@@ -1,7 +1,8 @@
 """Plugins of third parties, in `third_parties/`: each is written over what `rlhf new` makes, in
-about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command of
-a third party is installed there too."""
+about 100 lines, is installed beside the wheels of ours and passes the kit of its kind. A command
+and a generation engine of third parties are installed there too."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ QUICK = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheels of ours beside third-party packages."""
-    names = ("deepspeed", "devkit", "dpo", "sft", "torch")
+    names = ("deepspeed", "devkit", "dpo", "rollouts", "sft", "torch")
     projects = [ROOT / "core", *(ROOT / "plugins" / name for name in names)]
     wheels = build(tmp_path_factory.mktemp("wheels"), projects)
     return make_site(tmp_path_factory.mktemp("site"), wheels.values())
@@ -66,21 +67,24 @@ def test_a_plugin_passes_its_tests_with_the_wheels_installed(
     name: str, tests: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = write(name, tmp_path, monkeypatch)
-    (wheel,) = build(tmp_path / "wheel", [project]).values()
-    own = tmp_path / "own"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
-    subprocess.run([*command, str(own), str(wheel)], check=True)
+    own = install(project, tmp_path)
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
     words += ["--rootdir", str(project), str(project / "tests"), "-k", tests]
     done = python(*words, sites=[site, own], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
-    (wheel,) = build(tmp_path / "wheel", [METHODS / "sweep"]).values()
-    own = tmp_path / "own"
+def install(project: Path, folder: Path) -> Path:
+    """Install a distribution into a folder of its own and return it."""
+    (wheel,) = build(folder / "wheel", [project]).values()
+    own = folder / "own"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     subprocess.run([*command, str(own), str(wheel)], check=True)
+    return own
+
+
+def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path: Path) -> None:
+    own = install(METHODS / "sweep", tmp_path)
 
     def sweep(*words: str) -> subprocess.CompletedProcess[str]:
         return python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
@@ -103,3 +107,28 @@ def test_a_command_takes_what_run_takes_and_its_own_options(site: Path, tmp_path
     assert done.stderr.startswith(
         "error: command 'serve' is not installed (run `pip install rlhf-serve`); available: run, "
     )
+
+
+def test_an_engine_writes_the_answers_that_evaluations_show(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = install(METHODS / "recorded", tmp_path)
+    monkeypatch.setenv("RECORDED_ANSWERS", "answers.json")
+
+    def train(*words: str) -> subprocess.CompletedProcess[str]:
+        words = ("-m", "rlhf", "run", "sft", "--train.samples", "2", "--train.steps", "1", *words)
+        return python(*words, sites=[site, own], folder=tmp_path)
+
+    done = train()
+    assert done.returncode == 0, done.stderr
+    shown = tmp_path / "runs" / "sft-1" / "samples.jsonl"
+    samples = [json.loads(line) for line in shown.read_text().splitlines()[:2]]
+    answers = {sample["prompt"]: f"Answer {place}." for place, sample in enumerate(samples)}
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    done = train("--rollouts", "recorded")
+    assert done.returncode == 0, done.stderr
+    shown = tmp_path / "runs" / "sft-2" / "samples.jsonl"
+    found = [json.loads(line) for line in shown.read_text().splitlines()]
+    assert [sample["answers"] for sample in found[:2]] == [["Answer 0."], ["Answer 1."]]
+    checked = python("-m", "rlhf", "plugins", "check", sites=[site, own], folder=tmp_path)
+    assert "ok          rollouts 'recorded' of rlhf-recorded 1.0\n" in checked.stdout

@@ -11,7 +11,7 @@ import attrs
 from attrs import field, frozen
 
 from rlhf.config.field_docs import documented
-from rlhf.config.sections import Config, Extensions, Observers, OptimConfig
+from rlhf.config.sections import Config, Extensions, Observers, OptimConfig, RolloutsConfig
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
 from rlhf.plugin import BackendPlugin, TrainerPlugin
@@ -110,9 +110,12 @@ def read_config(
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or section}
+    config = _checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs)
+    if config.rollouts != RolloutsConfig():  # The default is needed only where answers are written.
+        find("rollouts", config.rollouts.engine)
     return Request(
         name=trainer.name,
-        config=_checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs),
+        config=config,
         plugin=plugin,
         demo=demo,
         notes=notes,

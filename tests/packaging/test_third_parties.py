@@ -113,22 +113,11 @@ def test_an_engine_writes_the_answers_that_evaluations_show(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = install(METHODS / "recorded", tmp_path)
+    (tmp_path / "answers.json").write_text('["The answer is 7.", "8"]')
     monkeypatch.setenv("RECORDED_ANSWERS", "answers.json")
-
-    def train(*words: str) -> subprocess.CompletedProcess[str]:
-        words = ("-m", "rlhf", "run", "sft", "--train.samples", "2", "--train.steps", "1", *words)
-        return python(*words, sites=[site, own], folder=tmp_path)
-
-    done = train()
+    words = ["run", "sft", "--train.samples", "2", "--rollouts", "recorded", "--train.steps", "1"]
+    words += ["--train.eval_at_start", "false", "--nproc", "1"]
+    done = python("-m", "rlhf", *words, sites=[site, own], folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    shown = tmp_path / "runs" / "sft-1" / "samples.jsonl"
-    samples = [json.loads(line) for line in shown.read_text().splitlines()[:2]]
-    answers = {sample["prompt"]: f"Answer {place}." for place, sample in enumerate(samples)}
-    (tmp_path / "answers.json").write_text(json.dumps(answers))
-    done = train("--rollouts", "recorded")
-    assert done.returncode == 0, done.stderr
-    shown = tmp_path / "runs" / "sft-2" / "samples.jsonl"
-    found = [json.loads(line) for line in shown.read_text().splitlines()]
-    assert [sample["answers"] for sample in found[:2]] == [["Answer 0."], ["Answer 1."]]
-    checked = python("-m", "rlhf", "plugins", "check", sites=[site, own], folder=tmp_path)
-    assert "ok          rollouts 'recorded' of rlhf-recorded 1.0\n" in checked.stdout
+    lines = (tmp_path / "runs" / "sft-1" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answers"] for line in lines] == [["The answer is 7."], ["8"]]

@@ -1,4 +1,4 @@
-"""Answers that were recorded, by prompt."""
+"""Answers that were recorded."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from rlhf.plugin import Config
 from rlhf.trainer import Sample
 
 FILE = "RECORDED_ANSWERS"
-"""The variable that names a JSON file: for each prompt its answer, both as texts."""
+"""The variable that names a JSON file: a list with the text of an answer to each prompt."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -37,12 +37,11 @@ class Recorded:
         temperature: float,
     ) -> list[Sample]:
         answers = json.loads(Path(os.environ[FILE]).read_text())
+        if len(answers) != len(prompts):
+            raise RLHFError(f"{FILE} has {len(answers)} answers to {len(prompts)} prompts")
         samples = []
-        for prompt in prompts:
-            text = self.tokenizer.decode(list(prompt), skip_special_tokens=True)
-            if text not in answers:
-                raise RLHFError(f"{os.environ[FILE]} has no answer to {text!r}")
-            tokens = self.tokenizer(answers[text], add_special_tokens=False)["input_ids"]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
             tokens = [*tokens, ends[-1]][: min(max_new_tokens, max_tokens - len(prompt))]
             samples.append(Sample(tokens, [0.0] * len(tokens), finished=tokens[-1] == ends[-1]))
         return samples

@@ -45,6 +45,16 @@ def family(name: str) -> Family:
     return Family(module, choose_path(BareEngine(module), Mesh()))  # type: ignore[arg-type]
 
 
+def on_cuda(name: str, dtype: torch.dtype) -> PackedModel:
+    config_class, options = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**options)
+    causal = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in causal.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return PackedModel(causal.eval().to("cuda", dtype))
+
+
 def chatml_tokenizer(template: str | None = CHATML) -> Any:
     """A tokenizer of five words whose turns end with `<|im_end|>`."""
     words = {"a": 0, "<eos>": 1, "<|im_end|>": 2, "<|im_start|>": 3, "<pad>": 4}

@@ -4,27 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from engines import BareEngine
-from families import TREES
+from families import TREES, on_cuda
 
 from rlhf.engine import Mesh
 from rlhf.model.packed import PackedModel
 from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
-from rlhf_devkit.families import FAMILIES, gradients, tree_batch
+from rlhf_devkit.families import gradients, tree_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def module_of(name: str, dtype: torch.dtype) -> PackedModel:
-    config_class, options = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**options)
-    causal = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in causal.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return PackedModel(causal.eval().to("cuda", dtype))
 
 
 class CudaEngine(BareEngine):
@@ -44,7 +33,7 @@ def run(module: PackedModel, path: Any) -> tuple[torch.Tensor, dict[str, torch.T
 
 @pytest.mark.parametrize("name", TREES)
 def test_the_probe_chooses_the_tree_and_its_gradients_are_right(name: str) -> None:
-    module = module_of(name, torch.float32)
+    module = on_cuda(name, torch.float32)
     choice = choose_path(CudaEngine(module, "fp32"), Mesh(device=torch.device("cuda")))
     assert choice.path == "tree", str(choice)
     logprobs, expected = run(module, "separate")
@@ -59,6 +48,6 @@ def test_the_probe_chooses_the_tree_and_its_gradients_are_right(name: str) -> No
 
 @pytest.mark.parametrize("name", TREES)
 def test_the_probe_chooses_the_tree_in_bf16(name: str) -> None:
-    module = module_of(name, torch.bfloat16)
+    module = on_cuda(name, torch.bfloat16)
     choice = choose_path(CudaEngine(module, "bf16"), Mesh(device=torch.device("cuda")))
     assert choice.path == "tree", str(choice)

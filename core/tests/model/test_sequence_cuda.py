@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_cuda import module_of
+from families import on_cuda
 from torch import Tensor, distributed
 
 from rlhf.data.batch import PackedBatch
@@ -39,8 +39,8 @@ def logprobs_and_gradients(module: PackedModel, batch: PackedBatch) -> list[Tens
 def error(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> float:
     """The error of a divided row on this rank, as a share of the largest number of each tensor."""
     batch: Any = row(*lengths) if lengths else tree_batch()
-    expected = logprobs_and_gradients(module_of(name, dtype), batch)
-    module, own = module_of(name, dtype), sequence._exchanged
+    expected = logprobs_and_gradients(on_cuda(name, dtype), batch)
+    module, own = on_cuda(name, dtype), sequence._exchanged
     module.sequence = Axis(rank=distributed.get_rank(), size=2)
     sequence._exchanged = through_the_host
     try:

@@ -17,10 +17,13 @@ from rlhf.model.probe import AttentionPath, choose_path
 from rlhf.model.tokenizer import CHATML
 from rlhf_devkit.families import FAMILIES
 
-NAMES = tuple(FAMILIES)
+NAMES = tuple(name for name, (config, _) in FAMILIES.items() if hasattr(transformers, config))
 # GPT-J can run another attention since transformers 5.24.
 OWN_ATTENTION = () if Version(transformers.__version__) >= Version("5.24") else ("GPT-J",)
-PADDED = ("Mamba 2", "Qwen3-Next", "LFM2", *OWN_ATTENTION)
+PADDED = (
+    "Mamba 2", "Qwen3-Next", "LFM2", "Granite 4", "GLM 5", "RecurrentGemma", "Inkling",
+    *OWN_ATTENTION,
+)  # fmt: skip
 TREES = tuple(name for name in NAMES if name not in PADDED)
 
 

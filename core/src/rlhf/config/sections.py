@@ -74,6 +74,9 @@ class ModelConfig:
     """Folder or hub name of a model in the transformers layout."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+    part: Literal["whole", "text"] = "whole"
+    """Of a model that also reads images. whole: its towers are frozen and exported with it. text:
+    only its language model is loaded and exported, as a model of text."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer, if it is not in the model's folder."""
     trust_remote_code: bool = False
@@ -297,7 +300,8 @@ class LoraConfig:
     dropout: float = field(default=0.0, validator=fraction)
     """Dropout of the adapter's input."""
     targets: str | tuple[str, ...] = "all-linear"
-    """Names of the modules with an adapter, or all-linear (all but the head)."""
+    """Names of the modules with an adapter. all-linear: the linear layers that text reaches, except
+    the head and routers."""
     parameters: tuple[str, ...] = ()
     """Ends of the names of stacked weights with an adapter for each matrix, such as
     experts.gate_up_proj and experts.down_proj of a mixture of experts, which are not modules."""

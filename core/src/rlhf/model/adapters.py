@@ -1,6 +1,7 @@
 """LoRA adapters: new ones from `train.seed`, and the adapter folders of peft."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from rlhf.config.sections import Config, ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.accelerated import compiles, setting
+from rlhf.model.parts import beyond_text
+from rlhf.model.router import routers_of
 from rlhf.model.stored import ADAPTER_FILES, damaged_file
 from rlhf.model.task import FORMS, Task, label_head
 from rlhf.model.tying import differ, untie
@@ -51,9 +54,12 @@ def with_adapter(causal: Any, config: Config, task: Task) -> nn.Module:
         was_tied = tied_head(causal) is not None
         try:
             model = get_peft_model(causal, settings, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise no_such_target(causal, sorted(as_names(settings.target_modules))) from error
-        except Exception as error:  # The settings of an adapter folder may raise anything.
+        except Exception as error:  # peft refuses some targets of some families.
+            if adapter is None:
+                raise RLHFError(
+                    f"peft refuses the adapter of {type(causal).__name__} ({first_line(error)}); "
+                    "change lora"
+                ) from error
             raise RLHFError(
                 f"cannot put the adapter {adapter} on {type(causal).__name__} "
                 f"({first_line(error)}); merge it into its base first, or choose another adapter"
@@ -192,7 +198,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     """Return peft's settings for the section `lora`."""
     lora = config.lora
     assert lora is not None
-    targets = target_modules(causal, lora.targets, task)
+    targets = target_modules(causal, lora.targets)
     check_saved(causal, lora.modules_to_save)
     check_stacked(causal, lora.parameters)
     return LoraConfig(
@@ -202,6 +208,7 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
         use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        exclude_modules=excluded_modules(causal, targets) if lora.targets == "all-linear" else None,
         target_parameters=list(lora.parameters) or None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=tied_head(causal) is not None
@@ -211,12 +218,11 @@ def lora_settings(causal: Any, config: Config, task: Task = "causal") -> LoraCon
     )
 
 
-def target_modules(causal: Any, chosen: str | Sequence[str], task: Task) -> str | list[str]:
-    """Return what `lora.targets` is for peft. Raises RLHFError for the head and for names that no
+def target_modules(causal: Any, chosen: str | Sequence[str]) -> list[str]:
+    """Return the names of `lora.targets`. Raises RLHFError for the head and for names that no
     module has."""
     if chosen == "all-linear":
-        # peft would add a token classifier's head to the targets.
-        return chosen if task == "causal" else linear_names(causal)
+        return sorted({name.split(".")[-1] for name in linear_modules(causal)})
     targets, head = as_names(chosen), head_name(causal)
     if head in targets:
         raise RLHFError(
@@ -228,6 +234,48 @@ def target_modules(causal: Any, chosen: str | Sequence[str], task: Task) -> str 
     if unknown or not targets:
         raise no_such_target(causal, unknown)
     return targets
+
+
+def excluded_modules(causal: Any, targets: Sequence[str]) -> str | None:
+    """Return, for the targets of "all-linear", a pattern of the modules with such a name that are
+    not among `linear_modules`; None if there are none."""
+    linear = linear_modules(causal)
+    others = {
+        re.sub(r"\d+", r"\\d+", re.escape(name))
+        for name, _ in causal.named_modules()
+        if name.split(".")[-1] in targets and name not in linear
+    }
+    return "|".join(sorted(others)) or None
+
+
+def linear_modules(causal: Any) -> dict[str, nn.Module]:
+    """Return the modules that "all-linear" adapts, by name: the linear layers that text reaches,
+    except the head and the routers.
+
+    A family's own kind of linear layer may return something else (the routers of Llama 4, a tuple).
+    The fused kernel of a Mamba layer reads the weight of its output projection, past an adapter.
+    """
+    head = head_name(causal)
+    left_out = {*beyond_text(causal)}
+    for router, _ in routers_of(causal):
+        left_out.update(router.modules())
+    for part in causal.modules():
+        if {"A_log", "D"} <= {name for name, _ in part.named_parameters(recurse=False)}:
+            left_out.add(getattr(part, "out_proj", part))
+    return {
+        name: module
+        for name, module in causal.named_modules()
+        if is_linear(module) and module not in left_out and name.split(".")[-1] != head
+    }
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes what a linear layer does."""
+    kind = type(module)
+    if isinstance(module, nn.Linear):
+        quantized = kind.__module__.startswith("bitsandbytes.")
+        return quantized or kind.forward is nn.Linear.forward
+    return kind.__name__ == "Conv1D"
 
 
 def check_saved(causal: Any, names: Sequence[str]) -> None:
@@ -264,7 +312,7 @@ def no_such_target(causal: Any, targets: list[str]) -> RLHFError:
     """Return the error for names in `lora.targets` that are not modules of the model."""
     return RLHFError(
         f"lora.targets {', '.join(targets) or '[]'} names no module of {type(causal).__name__}; "
-        f"its linear modules: {', '.join(linear_names(causal))}"
+        f"its linear modules: {', '.join(target_modules(causal, 'all-linear'))}"
     )
 
 
@@ -279,16 +327,6 @@ def head_name(causal: Any) -> str:
         return labels[0]
     head = causal.get_output_embeddings()
     return next(name for name, module in causal.named_modules() if module is head).split(".")[-1]
-
-
-def linear_names(causal: Any) -> list[str]:
-    """Return the last parts of the names of all linear modules except the head."""
-    kinds = [
-        name.split(".")[-1]
-        for name, module in causal.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    ]
-    return sorted(set(kinds) - {head_name(causal)})
 
 
 def read_adapter(folder: str, task: Task = "causal") -> PeftConfig:

@@ -19,8 +19,17 @@ from rlhf.config.source_names import (
     local_path,
 )
 from rlhf.errors import RLHFError, first_line, listed
+from rlhf.model.parts import decoder
 from rlhf.model.stored import damaged_file, model_files, stored_weights
-from rlhf.model.task import FORMS, Task, prepare_architecture, written_class
+from rlhf.model.task import (
+    FORMS,
+    Task,
+    auto_class,
+    label_head,
+    prepare_architecture,
+    reads_images,
+    written_class,
+)
 from rlhf.model.tying import is_tied, separate, untie
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,8 +52,10 @@ def read_architecture(
     model, path = config.model, resolved(config.model.path)
     check_model_folder(path)
     architecture = saved_config(model)
-    written = written_class(architecture)
-    if not FORMS["causal"].supports(architecture) or written.endswith("ForMaskedLM"):
+    written, whole = written_class(architecture), reads_images(architecture)
+    check_part(config, whole and FORMS["causal"].supports(architecture), path)
+    known = whole or FORMS["causal"].supports(architecture)
+    if not known or written.endswith("ForMaskedLM"):
         raise RLHFError(
             f"model.path {path} is {written or architecture.model_type}, not a causal language "
             "model; choose one that transformers opens with AutoModelForCausalLM"
@@ -54,6 +65,22 @@ def read_architecture(
     if model.init != "random":
         settle_tying(architecture, model, task, weights)
     return architecture
+
+
+def check_part(config: Config, has_text_class: bool, path: str) -> None:
+    """Raise RLHFError if `model.part` text cannot be had, or would have no effect."""
+    if config.model.part == "whole":
+        return
+    if not has_text_class:
+        raise RLHFError(
+            f"model.part text: transformers has no class for only the text part of {path}; remove "
+            "model.part"
+        )
+    if config.lora is not None or config.model.adapter is not None:
+        raise RLHFError(
+            "model.part text cannot be combined with an adapter, whose base is the whole model; "
+            "remove model.part"
+        )
 
 
 def saved_config(model: ModelConfig) -> Any:
@@ -189,15 +216,35 @@ def _unfilled(architecture: Any, model: ModelConfig, task: Task, dtype: torch.dt
     """Return a model of this architecture without loaded weights. Raises RLHFError for a config
     that transformers reads but cannot follow."""
     try:
-        causal = FORMS[task].auto.from_config(
+        causal = auto_class(architecture, task, model.part).from_config(
             architecture, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # A damaged config may raise anything.
         raise unreadable_config(resolved(model.path), error) from error
+    check_writes_text(causal, model)
     causal.tie_weights()  # transformers 5.0 does not tie on the meta device.
     return causal
+
+
+def check_writes_text(causal: Any, model: ModelConfig) -> None:
+    """Raise RLHFError for a model that also reads images in which no decoder with a head of its own
+    writes the text."""
+    if not reads_images(causal.config):
+        return
+    try:
+        classifies = label_head(causal) is not None
+        found = decoder(causal) is not None and (
+            classifies or causal.get_output_embeddings() is not None
+        )
+    except (AttributeError, NotImplementedError, StopIteration, RecursionError):
+        found = False  # The class is not built as transformers' language models are.
+    if not found or causal.config.is_encoder_decoder:
+        raise RLHFError(
+            f"model.path {model.path} is {type(causal).__name__}, which has no decoder and head "
+            "for text alone; choose a model with a causal language model in it"
+        )
 
 
 def resolved(path: str, setting: str = "model.path") -> str:

@@ -1,6 +1,9 @@
-"""A model's dropout: its size, and its removal. Preference losses compare two passes, between which
-dropout would be noise."""
+"""A model's noise: its dropout, and that of its routers. Preference losses compare two passes,
+between which it would differ."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -10,18 +13,43 @@ ENDINGS = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate", "lay
 """Suffixes of module attributes and config fields that hold a dropout probability."""
 
 
-def without_dropout(module: Any) -> None:
-    """Set every dropout of a PackedModel to 0, in its modules and in its config, which is exported.
-    An adapter's own dropout stays, since the configuration sets it (`lora.dropout`)."""
+def without_noise(module: Any) -> None:
+    """Set every dropout of a PackedModel to 0, in its modules and in its config, and have routers
+    choose experts as in evaluation. An adapter's own dropout stays, since the configuration sets it
+    (`lora.dropout`)."""
     for name, part in module.model.named_modules():
         if "lora_dropout" in name.split("."):
             continue
         if isinstance(part, _DropoutNd):
             part.p = 0.0
         _clear(part)
+        if any("jitter" in field and value for field, value in vars(part).items()):
+            part.train = MethodType(_train_only_parts, part)
+            part.training = False
     config = module.causal.config
-    for settings in {id(each): each for each in (config, config.get_text_config())}.values():
+    settings = {id(each): each for each in (config, config.get_text_config())}.values()
+    module.causal.published = [(each, dict(_shares(each))) for each in settings]
+    for each in settings:
+        _clear(each)
+
+
+@contextmanager
+def published_config(causal: Any) -> Iterator[None]:
+    """In this block, let the config of a transformers model have the dropout that it was published
+    with."""
+    published = getattr(causal, "published", ())
+    for settings, shares in published:
+        vars(settings).update(shares)
+    yield
+    for settings, _ in published:
         _clear(settings)
+
+
+def _train_only_parts(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`Module.train` of a module that keeps computing as in evaluation."""
+    for part in module.children():
+        part.train(mode)
+    return module
 
 
 def largest_dropout(module: nn.Module) -> float:

@@ -9,7 +9,7 @@ from rlhf.config.sections import ModelConfig
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.model.architecture import DTYPES, config_in, needs_code, settle_tying
 from rlhf.model.stored import TEMPLATES, TOKENIZER, WEIGHTS, damaged_file
-from rlhf.model.task import FORMS, Task, head_weights
+from rlhf.model.task import FORMS, Task, auto_class, head_weights
 from rlhf.model.tying import check_tied
 from rlhf.model.weights import quiet_transformers, warn_of_unused
 
@@ -44,7 +44,7 @@ def exported_model(folder: Path | str, task: Task, *, dtype: Any = "auto") -> An
         with quiet_transformers():
             architecture = config_in(folder) if described else config_in(base, revision=revision)
             settle_tying(architecture, ModelConfig(path=base, revision=revision), task)
-            model, report = FORMS[task].auto.from_pretrained(
+            model, report = auto_class(architecture, task).from_pretrained(
                 base,
                 config=architecture,
                 revision=revision,

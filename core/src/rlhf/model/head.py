@@ -11,16 +11,6 @@ from rlhf.config.field_docs import documented
 from rlhf.engine import Axis
 from rlhf.model.task import label_head
 
-MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-"""Config fields by which logits are multiplied: Cohere, Falcon-H1, and models with
-mu-parametrisation."""
-
-DIVISOR = "logits_scaling"
-"""Config field by which logits are divided (Granite), except in the families below."""
-
-MULTIPLY_BY_DIVISOR = ("hyperclovax",)
-"""`model_type`s that multiply by `logits_scaling`."""
-
 
 @documented
 @frozen(kw_only=True)
@@ -68,29 +58,61 @@ def soft_capped(values: Tensor, softcap: float | None) -> Tensor:
     return values if softcap is None else softcap * torch.tanh(values / softcap)
 
 
+@frozen(kw_only=True)
+class LogitForm:
+    """What a model does with the products of its head, `hidden @ weight.T + bias`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+PLAIN = LogitForm()
+"""The form of logits that are the products themselves."""
+
+KNOWN = (2.0**-10, 2.0**20)
+"""Products for which `logit_form` reads a model's logits: one that no cap changes, and one that
+every cap does. As powers of two they leave the digits of a scale as they are."""
+
+
+def logit_form(causal: Any, tokens: Tensor, hidden: Tensor) -> LogitForm:
+    """Return what a causal LM does between its last hidden state and its logits.
+
+    It is read from the logits of `tokens` [L], for which the decoder returns `hidden` [L, H] and
+    the head returns KNOWN here. So it does not depend on how a family names its multipliers,
+    divisors and caps. Whether the form describes the model at all, other logits have to show.
+    """
+    before = 1.0
+
+    def replace(_: nn.Module, inputs: tuple[Tensor, ...], products: Tensor) -> Tensor:
+        nonlocal before
+        own, given = hidden.flatten().float(), inputs[0].flatten().float()
+        # Rounded, since it comes from hidden states of the model's precision.
+        before = round_one(float(f"{float((given @ own) / (own @ own)):.6g}"))
+        known = torch.zeros_like(products, dtype=torch.float32)
+        known[..., : len(KNOWN)] = known.new_tensor(KNOWN)
+        return known
+
+    hook = causal.get_output_embeddings().register_forward_hook(replace)
+    try:
+        logits = causal(input_ids=tokens[None], use_cache=False).logits
+    finally:
+        hook.remove()
+    small, large = (float(value) for value in logits.flatten()[: len(KNOWN)])
+    scale = round_one(small / KNOWN[0])
+    capped = abs(large) < abs(0.5 * scale * KNOWN[1])
+    return LogitForm(scale=before * scale, softcap=abs(large) if capped else None)
+
+
+def round_one(factor: float) -> float:
+    """Return 1 for a factor that is 1 but for rounding in 16 bits."""
+    return 1.0 if abs(factor - 1) < 1e-2 else factor
+
+
 def read_head(causal: nn.Module) -> Head:
-    """Return the head of a transformers causal LM, or of a classifier (weight [labels, H]). At
-    ZeRO-3 only inside a forward, where the weight is gathered."""
+    """Return weight and bias of the head of a transformers causal LM, or of a classifier (weight
+    [labels, H]). At ZeRO-3 only inside a forward, where the weight is gathered."""
     if labels := label_head(causal):
         linear: Any = labels[1]
         return Head(weight=linear.weight, bias=linear.bias)
-    output = causal.get_output_embeddings()  # type: ignore[operator]
-    config = causal.config.get_text_config()  # type: ignore[union-attr, operator]
-    return Head(
-        weight=output.weight,
-        bias=getattr(output, "bias", None),
-        scale=logit_scale(config),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
-
-
-def logit_scale(config: Any) -> float:
-    """Return the factor between the head's product and the model's logits."""
-    scale = 1.0
-    for name in MULTIPLIERS:
-        value = getattr(config, name, None)
-        scale *= 1.0 if value is None else float(value)
-    divisor = getattr(config, DIVISOR, None)
-    if divisor is None:
-        return scale
-    return scale * divisor if config.model_type in MULTIPLY_BY_DIVISOR else scale / divisor
+    output: Any = causal.get_output_embeddings()  # type: ignore[operator]
+    return Head(weight=output.weight, bias=getattr(output, "bias", None))

@@ -12,7 +12,7 @@ from rlhf.engine import Axis, Mesh, Plan
 from rlhf.errors import RLHFError, listed
 from rlhf.model.accelerated import change_layers, check_layers, fuse_adapters
 from rlhf.model.architecture import DTYPES, from_config, read_architecture
-from rlhf.model.dropout import without_dropout
+from rlhf.model.dropout import without_noise
 from rlhf.model.packed import PackedModel
 from rlhf.model.parts import decoder
 from rlhf.model.role import ModelSpec
@@ -60,7 +60,7 @@ def packed_model(
         router_loss=router_loss_of(causal, spec.config.model.router_loss),
     )
     if not spec.dropout:
-        without_dropout(module)
+        without_noise(module)
     return module
 
 

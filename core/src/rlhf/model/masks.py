@@ -126,6 +126,18 @@ class TreeMask:
             self.bounds = bounds(tree, lowest)
         self.dense = () if kind == "meta" or row is not None else dense_masks(self)
 
+    def __getitem__(self, index: Any) -> "TreeMask":
+        """Return the mask itself for full slices, as of `mask[:, :, slice(-T, None), :]`, which
+        Gemma 4 takes of its row of T tokens. Raises TypeError for anything else."""
+        sizes = (1, 1, len(self.tree.owner), len(self.tree.owner))
+        kept = index if isinstance(index, tuple) else (index,)
+        if any(
+            not isinstance(part, slice) or range(size)[part] != range(size)
+            for part, size in zip(kept, sizes, strict=False)
+        ):
+            raise TypeError("a TreeMask has no parts")
+        return self
+
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which pairs of tokens, given by their indices in the row, see each other."""
         prompt_from, prompt_to, own_from, _, _ = self.bounds

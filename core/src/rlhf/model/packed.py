@@ -16,7 +16,7 @@ from rlhf.errors import RLHFError
 from rlhf.model import attention
 from rlhf.model.accelerated import kernels_on
 from rlhf.model.extra import EXTRA_PREFIX, save_extra
-from rlhf.model.head import read_head
+from rlhf.model.head import PLAIN, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
 from rlhf.model.router import balance_loss, recorded, routers_of
@@ -33,8 +33,18 @@ the prompt; padded: rows padded to the longest, the model's own attention; separ
 time.
 """
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types in transformers configs that are attention; others carry a state along the row."""
+OUR_LAYERS = {
+    "full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "dense",
+    "sparse",
+}  # fmt: skip
+"""Layer types in transformers configs that our attention can compute, or that have none."""
+
+SPARSE_LAYERS = {
+    "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}  # fmt: skip
+"""Layer types that choose the tokens which they attend to. All others carry a state along the
+row."""
 
 PREFIX = "model."
 """Prefix of the wrapped model's names in the state dict of a PackedModel."""
@@ -74,6 +84,8 @@ class PackedModel(nn.Module):
         self.tokens: int | None = None
         """Number of tokens that readouts see and answers are sampled from, the first of the head;
         None for all. A run with a teacher whose head has another size sets it."""
+        self.form = PLAIN
+        """What the model does with the products of its head; the start-up probe sets it."""
         self.default_attention = default_attention(self.causal)
         self.path = path
 
@@ -110,8 +122,12 @@ class PackedModel(nn.Module):
         hidden = self.balanced(batch) if is_balanced else self.hidden(batch)
         head = read_head(self.causal)
         head = head if self.tokens is None else head.first(self.tokens)
-        head = attrs.evolve(head, extra=dict(self.extra.items()), sequence=self.sequence)
-        return dict(readout(hidden, head, batch))
+        head = attrs.evolve(
+            head, scale=self.form.scale, softcap=self.form.softcap,
+            extra=dict(self.extra.items()), sequence=self.sequence,
+        )  # fmt: skip
+        # Some families keep the residual in float32.
+        return dict(readout(hidden.to(head.weight.dtype), head, batch))
 
     def balanced(self, batch: PackedBatch) -> Tensor:
         """Return `hidden(batch)` and keep the sum of its router loss over the examples."""
@@ -242,9 +258,13 @@ def default_attention(causal: Any) -> str:
 def takes_our_attention(causal: Any) -> str | None:
     """Return why a model cannot run under our attention; None if it can."""
     config = causal.config.get_text_config()
-    recurrent = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
-    if recurrent or getattr(causal, "_is_stateful", False):
-        return f"it has recurrent layers ({', '.join(recurrent) or config.model_type})"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if recurrent := sorted(kinds - OUR_LAYERS - SPARSE_LAYERS):
+        return f"it has recurrent layers ({', '.join(recurrent)})"
+    if sparse := sorted(kinds & SPARSE_LAYERS):
+        return f"it has sparse attention ({', '.join(sparse)})"
+    if not kinds and getattr(causal, "_is_stateful", False):
+        return f"it has recurrent layers ({config.model_type})"
     if not causal._can_set_attn_implementation():
         return "its attention cannot be replaced"
     if "position_ids" not in inspect.signature(decoder(causal).forward).parameters:

@@ -6,6 +6,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf.model.task import label_head, reads_images
+
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the transformers model without peft's wrapper; adapters are inside its layers."""
@@ -21,10 +23,38 @@ def has_adapter(model: nn.Module) -> bool:
 
 def decoder(causal: Any) -> Any:
     """Return the part of a causal language model or classifier that ends in hidden states."""
+    if reads_images(causal.config):
+        # A classifier has no `get_decoder` of its own.
+        text = (causal if label_head(causal) is None else causal.base_model).get_decoder()
+        return text if text.get_output_embeddings() is None else decoder(text)
     if causal.base_model is not causal:
         return causal.base_model
     # Llama 4's `base_model_prefix` names no attribute of its causal LM.
     return next(child for child in causal.children() if isinstance(child, PreTrainedModel))
+
+
+def language_model(causal: Any) -> Any:
+    """Return what computes the logits of text: the model itself, or a language model inside of one
+    that also reads images (Llama 4, which fails on text alone up to transformers 5.24)."""
+    if label_head(causal) is not None or not reads_images(causal.config):
+        return causal
+    text = causal.get_decoder()
+    return causal if text.get_output_embeddings() is None else text
+
+
+def beyond_text(causal: Any) -> list[nn.Module]:
+    """Return the parts of a model with parameters of their own that text does not reach: towers for
+    images and sounds, with their projectors. Empty for a model of text."""
+    base = causal.base_model
+    text = (causal if label_head(causal) is None else base).get_decoder()
+    if text is None or text is base:
+        return []
+    reached = {*text.modules(), causal.get_input_embeddings()}
+    return [
+        part
+        for part in base.modules()
+        if part not in reached and any(True for _ in part.parameters(recurse=False))
+    ]
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -16,9 +16,10 @@ from rlhf.engine import Engine, Mesh
 from rlhf.errors import RLHFError, first_line
 from rlhf.model.accelerated import kernels_on
 from rlhf.model.finite import check_finite
-from rlhf.model.head import Head
+from rlhf.model.head import PLAIN, Head, LogitForm, logit_form, soft_capped
 from rlhf.model.masks import BLOCK
 from rlhf.model.packed import PackedModel, PathName, takes_our_attention
+from rlhf.model.parts import language_model
 from rlhf.model.task import label_head
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
@@ -27,6 +28,9 @@ more; rounding over some dozens of layers gives about 1e-6, 2e-3 and 2e-2."""
 
 SMALL = 1e-9
 """Smallest norm to divide by."""
+
+FEW = 16
+"""Tokens that show what a model does with the products of its head."""
 
 MOST_TOKENS = 8192
 """Length of the probe's longest path; windows wider than this are not tested."""
@@ -45,6 +49,8 @@ class AttentionPath:
     path: PathName
     reason: str
     """Why the better paths were not chosen; empty for `tree`."""
+    form: LogitForm = PLAIN
+    """What the model does with the products of its head."""
 
     def __str__(self) -> str:
         """Return one line for the start of the run."""
@@ -65,7 +71,7 @@ def choose_path(
     known: AttentionPath | None = None,
 ) -> AttentionPath:
     """Set `engine.module.path` to the best path that gives the model's own hidden states, and
-    return it. Collective; all ranks choose the same.
+    `engine.module.form` to that of its logits. Return both. Collective; all ranks choose the same.
 
     Compares a small batch of trees with one path at a time, without gradient. The trees are longer
     than the attention window, if `longest` (the longest path in training) is. Raises RLHFError if
@@ -77,7 +83,7 @@ def choose_path(
     engine.eval()
     if known is not None:
         check_finite(module, mesh)
-        module.path = known.path
+        module.path, module.form = known.path, known.form
         return known
     batch = probe_batch(engine, min(longest, MOST_TOKENS))
     module.path = "separate"
@@ -99,7 +105,7 @@ def choose_path(
             )
         choice = first_correct(engine, mesh, batch, truth["hidden"], longest)
     module.path = choice.path
-    return choice
+    return evolve(choice, form=module.form)
 
 
 @contextmanager
@@ -170,7 +176,8 @@ def candidates_of(
 def hidden_and_head_error(
     module: PackedModel, hidden: Tensor, head: Head, batch: PackedBatch
 ) -> dict[str, Tensor]:
-    """Read the hidden states, and the error of the head's logits at the first prompt.
+    """Read the hidden states and the model's `form`, and the error of the head's logits at the
+    first prompt.
 
     The error is a share of the norm of the model's own logits; for a classifier, whose few scores
     may be near zero, of the largest norm that they could have.
@@ -178,15 +185,18 @@ def hidden_and_head_error(
     prompt = slice(0, batch.spans[0][0])
     tokens = batch.tokens[None, prompt]
     # The head comes first: at ZeRO-3 the model's own forward releases its weight when it ends.
-    logits = head.logits(hidden[prompt])
+    products = head.logits(hidden[prompt])
     most = head.weight.float().norm() * hidden[prompt].float().norm(dim=-1)
-    expected = module.causal(input_ids=tokens, use_cache=False).logits.float()
-    if label_head(module.causal) is None:
+    causal = language_model(module.causal)
+    expected = causal(input_ids=tokens, use_cache=False).logits.float()
+    if label_head(causal) is None:
+        module.form = logit_form(causal, tokens[0, :FEW], hidden[:FEW])
+        logits = soft_capped(module.form.scale * products, module.form.softcap)
         error = (logits - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1).clamp_min(SMALL)
     else:
         # A sequence classifier returns only the scores [1, 1] of the last token but padding.
         place = last_token(module.causal, tokens[0]) if expected.dim() == 2 else slice(None)
-        error = (logits[place] - expected[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
+        error = (products[place] - expected[0]).norm(dim=-1) / most[place].clamp_min(SMALL)
     used = sum(length for prompt, answers in batch.spans for length in (prompt, *answers))
     is_finite = hidden[:used].isfinite().all()
     return {"hidden": hidden, "head_error": error.max().where(is_finite, torch.inf)}
@@ -234,4 +244,16 @@ def probe_batch(engine: Engine, longest: int) -> PackedBatch:
     # A compiler takes one block for a size of its own.
     total = max(-(-total // BLOCK), 2) * BLOCK
     tokens = torch.randint(0, config.vocab_size, (total,), generator=generator)
+    for placeholder in placeholders(module.causal.config):
+        tokens[tokens == placeholder] = 0
     return blank_batch(tokens, spans).to(engine.device)
+
+
+def placeholders(config: Any) -> list[int]:
+    """Return the tokens that stand for images and sounds in a model that reads these."""
+    kinds = ("image", "video", "audio", "vision")
+    return [
+        value
+        for name, value in vars(config).items()
+        if isinstance(value, int) and name.startswith(kinds) and name.endswith(("_id", "_index"))
+    ]

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import cached_file
 
 from rlhf.data.clock import without_day
 from rlhf.errors import RLHFError, first_line, listed
 from rlhf.folder.run_folder import EXTRA_FILE
+from rlhf.model.dropout import published_config
 from rlhf.model.parts import has_adapter, unwrapped
-from rlhf.model.task import label_head
+from rlhf.model.task import label_head, reads_images
 from rlhf.model.tokenizer import end_tokens, with_padding
 from rlhf.sharding import whole_shape
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+"""Files of a model that reads images which say how they are prepared."""
 
 SCORED_BY = "rlhf_trainer"
 """Key of an exported config.json: the trainer whose scorer opens the model."""
@@ -38,7 +46,7 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     assert not unknown, f"{unknown[0]} is not a weight of {type(unwrapped(model)).__name__}"
     state = {name: value.to(own[name].dtype) for name, value in weights.items()}
     causal: Any = model
-    with _quiet_deepspeed():
+    with _quiet_deepspeed(), published_config(unwrapped(model)):
         if has_adapter(model):
             # The base is frozen, also where the adapter is on an embedding.
             causal.save_pretrained(str(directory), state_dict=state, save_embedding_layers=False)
@@ -86,6 +94,8 @@ def save_tokenizer_and_config(
         text = causal.config.get_text_config()
         tokenizer = with_padding(tokenizer, text.vocab_size)
         text.pad_token_id = tokenizer.pad_token_id
+    if reads_images(causal.config):
+        copy_processor(causal.config, directory)
     written = copy.copy(tokenizer)
     written.chat_template = without_day(tokenizer.chat_template)
     written.save_pretrained(directory)
@@ -93,7 +103,8 @@ def save_tokenizer_and_config(
         setattr(causal.config, name, value)
     if classifies or more:
         causal.config.architectures = [type(causal).__name__]
-        causal.config.save_pretrained(directory)
+        with published_config(causal):
+            causal.config.save_pretrained(directory)
     if classifies:
         return
     generation = GenerationConfig.from_dict(causal.generation_config.to_dict())
@@ -103,6 +114,18 @@ def save_tokenizer_and_config(
         generation.pad_token_id = tokenizer.pad_token_id
     # `save_pretrained` would refuse sampling values without `do_sample`, which models publish.
     generation.to_json_file(directory / "generation_config.json")
+
+
+def copy_processor(architecture: Any, directory: Path) -> None:
+    """Copy the files of a base that say how its images are prepared."""
+    for name in PROCESSOR_FILES:
+        found = cached_file(
+            architecture._name_or_path, name, revision=getattr(architecture, "_commit_hash", None),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if found is not None:
+            shutil.copyfile(found, directory / name)
 
 
 def verify_export(
@@ -211,4 +234,13 @@ def check_exportable(model: nn.Module) -> None:
         raise RLHFError(
             f"the adapter of {kind} cannot be exported, because peft does not write "
             f"{listed(wrong)}; change lora, or choose another model.adapter"
+        )
+    from peft.utils import set_peft_model_state_dict  # late: start-up time
+
+    # A family's own conversion may rename what peft reads.
+    missing = set_peft_model_state_dict(model, dict(written)).missing_keys
+    if wrong := sorted(adapter.keys() & set(missing)):
+        raise RLHFError(
+            f"the adapter of {kind} could not be opened again, because peft does not read "
+            f"{listed(wrong)} from its file; leave these out of lora.targets"
         )

@@ -55,7 +55,7 @@ def shape_of(module: nn.Module) -> ModelShape:
     causal = module.causal
     text = causal.config.get_text_config()
     most, reason = tensor_ranks(causal.config)
-    layers = layers_of(causal)
+    layers = layers_of(decoder(causal))
     embedding = causal.get_input_embeddings().weight
     head = read_head(causal).weight
     return ModelShape(

@@ -8,9 +8,11 @@ from attrs import frozen
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rlhf.errors import RLHFError
 
@@ -51,6 +53,22 @@ FORMS: dict[Task, Form] = {
         auto=AutoModelForTokenClassification, labels=("wrong", "right"), peft="TOKEN_CLS"
     ),
 }
+
+
+def auto_class(architecture: Any, task: Task, part: str = "whole") -> Any:
+    """Return the auto class that opens a model: that of the class which its config names, if this
+    also reads images, unless only its `part` text is asked for; else that of `task`."""
+    whole = task == "causal" and part == "whole" and reads_images(architecture)
+    return AutoModelForImageTextToText if whole else FORMS[task].auto
+
+
+def reads_images(architecture: Any) -> bool:
+    """Return whether a config names a model that also reads images: a language model, or a
+    classifier that was made from one."""
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(architecture.model_type)
+    written = written_class(architecture)
+    classifiers = tuple(form.suffix for form in FORMS.values() if form.labels)
+    return whole is not None and (written == whole or written.endswith(classifiers))
 
 
 def names_of_labels(task: Task, labels: int | None) -> tuple[str, ...]:

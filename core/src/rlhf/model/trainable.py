@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from rlhf.config.sections import Config
 from rlhf.errors import RLHFError
+from rlhf.model.parts import beyond_text
 from rlhf.model.task import Task
 from rlhf.sharding import whole_shape
 
@@ -23,6 +24,8 @@ def prepare_trainable(causal: Any, config: Config, task: Task) -> nn.Module:
     adapter it is wrapped by peft."""
     if config.model.quantize is not None and causal.device.type != "meta":
         causal.requires_grad_(False)  # Only adapters, which are added later, are trained.
+    for part in beyond_text(causal):
+        part.requires_grad_(False)
     model = causal
     if config.lora is not None or config.model.adapter is not None:
         from rlhf.model.adapters import with_adapter  # late: start-up time

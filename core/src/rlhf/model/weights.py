@@ -3,7 +3,8 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -17,9 +18,17 @@ from rlhf.config.sections import Config
 from rlhf.devices import through_pinned_memory
 from rlhf.errors import RLHFError, counted, first_line, listed
 from rlhf.model.architecture import from_config, resolved
-from rlhf.model.stored import WEIGHTS, damaged_file, model_folder
-from rlhf.model.task import FORMS, Task, draw_head, head_weights, label_head, written_class
-from rlhf.model.tying import check_tied
+from rlhf.model.stored import WEIGHTS, damaged_file, model_folder, stored_weights
+from rlhf.model.task import (
+    FORMS,
+    Task,
+    auto_class,
+    draw_head,
+    head_weights,
+    label_head,
+    written_class,
+)
+from rlhf.model.tying import check_tied, stored_names
 
 OWN_CHECKS = (
     ".*is_gradient_checkpointing", ".*tie_word_embeddings", "Found missing adapter keys.*\\.lora_",
@@ -55,7 +64,8 @@ def pretrained_model(
         # transformers draws a missing head from the global generators, which a run must not move.
         generators = torch.random.fork_rng(devices, device_type=kind)
         with generators, quiet_transformers(), pinned_copies():
-            causal, report = FORMS[task].auto.from_pretrained(
+            auto = auto_class(architecture, task, config.model.part)
+            causal, report = auto.from_pretrained(
                 path,
                 config=architecture,
                 dtype=dtype,
@@ -75,7 +85,8 @@ def pretrained_model(
             f"model.init to random for new weights"
         ) from error
     check_tied(causal, path)
-    if check_loading_report(path, architecture, causal, report, task):
+    unread = unread_weights(causal, stored_weights(path, config.model.revision))
+    if check_loading_report(path, architecture, causal, report, task, unread):
         draw_head(causal, config.train.seed)
     return causal
 
@@ -105,9 +116,11 @@ def pinned_copies() -> Iterator[None]:
 
 
 def check_loading_report(
-    path: str, architecture: Any, causal: Any, report: Mapping[str, Any], task: Task
-) -> bool:
-    """Return whether only a classifier's new head is missing from the folder.
+    path: str, architecture: Any, causal: Any, report: Mapping[str, Any], task: Task,
+    unread: Iterable[str],
+) -> bool:  # fmt: skip
+    """Return whether only a classifier's new head is missing from the folder. `unread` are the
+    names in it that transformers leaves out without saying so.
 
     Raises RLHFError for a weight of another shape and for any other missing weight; warns of
     weights that the model does not use.
@@ -117,7 +130,7 @@ def check_loading_report(
             f"{path} has {name} of shape {list(actual)} where its config.json specifies "
             f"{list(expected)}: weights and config must belong to one model"
         )
-    warn_of_unused(path, causal, report["unexpected_keys"])
+    warn_of_unused(path, causal, [*report["unexpected_keys"], *unread])
     missing = sorted(report["missing_keys"])
     # A language model becomes a classifier with a new head.
     is_classifier = written_class(architecture).endswith(FORMS[task].suffix)
@@ -129,11 +142,30 @@ def check_loading_report(
     return bool(missing)
 
 
+def unread_weights(causal: Any, names: Iterable[str]) -> list[str]:
+    """Return which of the stored `names` belong to parts that the model does not have, such as a
+    vision tower or layers that predict further tokens: families have transformers ignore these. A
+    part with a single tensor is a buffer that older versions stored."""
+    state, parts = causal.state_dict(), {name for name, _ in causal.named_modules()}
+    lacked = defaultdict(list)
+    for name, stored in stored_names(causal, names).items():
+        if name not in state and (part := first_lacked(name, parts)):
+            lacked[part].append(stored)
+    return [name for group in lacked.values() if len(group) > 1 for name in group]
+
+
+def first_lacked(name: str, parts: Collection[str]) -> str | None:
+    """Return the outermost module in the name of a weight that is not among `parts`."""
+    path = name.split(".")[:-1]
+    prefixes = (".".join(path[: size + 1]) for size in range(len(path)))
+    return next((prefix for prefix in prefixes if prefix not in parts), None)
+
+
 def warn_of_unused(path: str, causal: Any, unexpected: Iterable[str]) -> None:
     """Print a warning on rank 0 if a folder has weights that the model does not use."""
     # A classifier does not use the vocabulary's head.
     is_causal = label_head(causal) is None
-    names = sorted(name for name in unexpected if is_causal or "lm_head." not in name)
+    names = sorted(name for name in {*unexpected} if is_causal or "lm_head." not in name)
     if names and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: {path} has {counted(len(names), 'weight')} that {type(causal).__name__} "

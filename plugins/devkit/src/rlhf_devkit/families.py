@@ -43,6 +43,19 @@ OLD_SIZES = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MAMBA = (
+    SIZES
+    | EXPERTS
+    | {"shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    | {"mamba_n_groups": 1, "mamba_chunk_size": 16}
+)
+LATENT = (
+    SIZES
+    | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 4}
+    | {"qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16}
+    | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    | {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", SIZES),
@@ -98,7 +111,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["linear_attention", "full_attention"]},
     ),
     "LFM2": ("Lfm2Config", SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "Gemma 4": (
+        "Gemma4TextConfig",
+        SIZES
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"head_dim": 8, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCABULARY}
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    ),
+    "Granite 4": ("GraniteMoeHybridConfig", MAMBA | {"layer_types": ["mamba", "attention"]}),
+    "Granite 4, dense": (
+        "GraniteMoeHybridConfig",
+        MAMBA | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "logits_scaling": 4.0},
+    ),
+    "DeepSeek V3": ("DeepseekV3Config", LATENT),
+    "GLM 5": (
+        "GlmMoeDsaConfig",
+        LATENT | {"index_topk": 512, "index_head_dim": 8, "index_n_heads": 2},
+    ),
+    "Phi-3.5-MoE": ("PhimoeConfig", SIZES | EXPERTS),
+    "MiniCPM 3": (
+        "MiniCPM3Config",
+        SIZES
+        | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 4}
+        | {"qk_rope_head_dim": 4, "v_head_dim": 8, "dim_model_base": 128},
+    ),
+    "RecurrentGemma": (
+        "RecurrentGemmaConfig",
+        SIZES | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW},
+    ),
+    "Inkling": (
+        "InklingTextConfig",
+        SIZES
+        | {"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+        | {"swa_head_dim": 8, "sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 16}
+        | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 1, "unpadded_vocab_size": VOCABULARY},
+    ),
 }
+"""Configs of transformers by family; an older transformers may lack some of the classes."""
 
 
 def tree_batch() -> PackedBatch:

@@ -1,0 +1,238 @@
+"""Models that also read images: opened as the class that the checkpoint names, trained on text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engines import BareEngine, WholeWeights
+from families import chatml_tokenizer
+from safetensors.torch import load_file, save_file
+from small_models import config_of, empty, load
+from transformers import AutoModelForImageTextToText
+
+from rlhf.config.sections import LoraConfig
+from rlhf.engine import Mesh, Plan
+from rlhf.errors import RLHFError, listed
+from rlhf.model.load import load_model
+from rlhf.model.packed import PackedModel
+from rlhf.model.parts import decoder, language_model
+from rlhf.model.probe import choose_path
+from rlhf.model.role import ModelSpec
+from rlhf.model.save import save_tokenizer_and_config, verify_export
+from rlhf.model.shape import empty_model
+from rlhf.model.trainable import parameter_groups
+from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import FAMILIES, SIZES, tree_batch
+
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 8, "patch_size": 4,
+}  # fmt: skip
+QWEN_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4,
+    "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Gemma 3": (
+        "Gemma3Config",
+        {"text_config": FAMILIES["Gemma 3"][1], "vision_config": VISION}
+        | {"mm_tokens_per_image": 4, "image_token_index": 90},
+        "tree",
+    ),
+    "Mistral 3": (
+        "Mistral3Config",
+        {"text_config": SIZES | {"head_dim": 8, "model_type": "mistral"}, "image_token_index": 90}
+        | {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}},
+        "tree",
+    ),
+    "Qwen3-VL": (
+        "Qwen3VLConfig",
+        {"text_config": SIZES | {"head_dim": 8, "rope_parameters": ROPE}}
+        | {"vision_config": QWEN_VISION}
+        | TOKENS,
+        "tree",
+    ),
+    "Qwen3.5": (
+        "Qwen3_5Config",
+        {
+            "text_config": SIZES
+            | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+            | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+            | {"layer_types": ["linear_attention", "full_attention"]},
+            "vision_config": QWEN_VISION,
+        }
+        | TOKENS,
+        "padded",
+    ),
+    "Llama 4": (
+        "Llama4Config",
+        {"text_config": FAMILIES["Llama 4"][1], "image_token_index": 90}
+        | {
+            "vision_config": VISION
+            | {
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+                "intermediate_size": 64,
+            }
+        },
+        "tree",
+    ),
+}
+
+
+def written(folder: Path, name: str) -> Path:
+    kind, options, _ = WHOLE[name]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(getattr(transformers, kind)(**options))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 8}')
+    return folder
+
+
+def opened(folder: Path, **sections: Any) -> PackedModel:
+    return load(config_of(str(folder), **sections))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_text_is_packed_and_has_the_models_own_logprobs(tmp_path: Path, name: str) -> None:
+    module = opened(written(tmp_path, name))
+    choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
+    assert choice.path == WHOLE[name][2], str(choice)
+    batch = tree_batch()
+    batch.tokens[batch.tokens >= 90] = 5
+    found = module(batch, token_logprobs)["logprobs"]
+    module.path = "separate"
+    torch.testing.assert_close(found, module(batch, token_logprobs)["logprobs"])
+    own = language_model(AutoModelForImageTextToText.from_pretrained(tmp_path))
+    tokens = batch.tokens[None, :24]
+    logits = own(input_ids=tokens).logits
+    causal = language_model(module.causal)
+    torch.testing.assert_close(causal(input_ids=tokens).logits, logits)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_text_does_not_reach_is_frozen_and_exported(tmp_path: Path, name: str) -> None:
+    module = opened(written(tmp_path / "base", name))
+    trained = {p for group in parameter_groups(module, 0.1) for p in group["params"]}
+    frozen = [n for n, p in module.causal.named_parameters() if p not in trained]
+    assert frozen
+    assert all("vis" in name or "projector" in name for name in frozen)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter += 1.0
+    module.save_weights(module.state_dict(), tmp_path / "export")
+    verify_export(tmp_path / "export", module.model)
+    base, export = (load_file(tmp_path / part / "model.safetensors") for part in ("base", "export"))
+    assert base.keys() == export.keys()
+    moved = {name for name in base if not torch.equal(base[name], export[name])}
+    assert not [name for name in moved if "vis" in name or "projector" in name]
+    assert len(moved) == len(base) - len(frozen)
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "export", output_loading_info=True
+    )
+    assert type(model) is type(module.causal)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+def test_the_export_has_the_files_that_prepare_images(tmp_path: Path) -> None:
+    module = opened(written(tmp_path / "base", "Gemma 3"))
+    (tmp_path / "export").mkdir()
+    save_tokenizer_and_config(module.model, chatml_tokenizer(), tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "preprocessor_config.json").read_text()) == {"size": 8}
+
+
+def test_only_the_text_part_is_trained_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = opened(written(tmp_path, "Qwen3.5"), model={"part": "text"})
+    assert type(module.causal).__name__ == "Qwen3_5ForCausalLM"
+    vision = [name for name in load_file(tmp_path / "model.safetensors") if "visual" in name]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: {tmp_path} has {len(vision)} weights that Qwen3_5ForCausalLM does not use: "
+        f"{listed(sorted(vision))}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "message"),
+    [
+        (
+            "Mistral 3",
+            {},
+            "model.part text: transformers has no class for only the text part of {path}; remove "
+            "model.part",
+        ),
+        (
+            "Qwen3.5",
+            {"lora": LoraConfig()},
+            "model.part text cannot be combined with an adapter, whose base is the whole model; "
+            "remove model.part",
+        ),
+    ],
+)
+def test_a_part_that_cannot_be_had_is_refused(
+    tmp_path: Path, name: str, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RLHFError) as caught:
+        opened(written(tmp_path, name), model={"part": "text"}, **sections)
+    assert str(caught.value) == message.format(path=tmp_path)
+
+
+def test_weights_of_parts_that_the_class_lacks_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, "Qwen3.5")
+    weights = load_file(folder / "model.safetensors")
+    weights["mtp.layers.0.mlp.gate_proj.weight"] = torch.zeros(2, 2)
+    weights["mtp.norm.weight"] = torch.zeros(2)
+    weights["model.language_model.rotary_emb.inv_freq"] = torch.zeros(2)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    opened(folder)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"warning: {folder} has 2 weights that Qwen3_5ForConditionalGeneration does not use: "
+        "mtp.layers.0.mlp.gate_proj.weight and mtp.norm.weight"
+    )
+
+
+def test_a_model_without_a_decoder_for_text_alone_is_refused(tmp_path: Path) -> None:
+    config = transformers.Pix2StructConfig(
+        text_config={"num_layers": 1, "hidden_size": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16},
+        vision_config=VISION,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RLHFError) as caught:
+        empty(config_of(str(tmp_path)))
+    assert str(caught.value) == (
+        f"model.path {tmp_path} is Pix2StructForConditionalGeneration, which has no decoder and "
+        "head for text alone; choose a model with a causal language model in it"
+    )
+
+
+def test_a_classifier_on_a_model_that_reads_images_is_opened_again(tmp_path: Path) -> None:
+    path, texts = written(tmp_path / "base", "Gemma 3"), []
+    for number in range(2):
+        spec = ModelSpec(config=config_of(str(path)), task="sequence", labels=1)
+        empty_model(spec, Mesh())
+        module = load_model(spec, plan=Plan(precision="fp32"), mesh=Mesh(), hooks=WholeWeights())
+        choice = choose_path(BareEngine(module), Mesh())  # type: ignore[arg-type]
+        texts.append((type(decoder(module.causal)).__name__, choice.path))
+        path = tmp_path / f"export {number}"
+        module.save_weights(module.state_dict(), path)
+        save_tokenizer_and_config(module.model, chatml_tokenizer(), path)
+    assert texts == [("Gemma3TextModel", "tree")] * 2

@@ -15,6 +15,7 @@ RUN pip install --no-cache-dir \
     /src/core \
     /src/plugins/kernels \
     /src/plugins/distill \
+    /src/plugins/rollouts \
     /src/plugins/deepspeed \
     /src/plugins/sft \
     /src/plugins/dpo \

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROOMS = (
     *("cli", "commands", "api", "train", "memory", "reference", "contract"),
-    *("kernels", "scorer", "readouts", "model"),
+    *("kernels", "rollouts", "scorer", "readouts", "model"),
     *("trainer", "engine", "formats", "data", "demo", "folder", "request"),
     *("registry", "launch"),
     *("plugin", "hookspecs", "config", "errors"),
@@ -103,6 +103,12 @@ def test_only_the_gateway_loads_kernels() -> None:
     core = ROOT.glob("core/src/**/*.py")
     found = {path.name for path in core if "find_kernels" in path.read_text()}
     assert found == {"accelerated.py", "installed.py"}
+
+
+def test_only_the_gateways_load_generation_engines() -> None:
+    core = ROOT.glob("core/src/**/*.py")
+    found = {path.name for path in core if "load_engine" in path.read_text()}
+    assert found == {"context.py", "plugins.py", "rollouts.py"}
 
 
 def test_the_check_finds_an_import_upwards(tmp_path: Path) -> None:

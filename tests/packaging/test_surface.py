@@ -20,7 +20,7 @@ PUBLIC = tuple(
     f"rlhf.{name}"
     for name in (
         *("cli", "plugin", "hookspecs", "errors", "trainer", "formats", "scorer", "readouts"),
-        *("engine", "kernels"),
+        *("engine", "kernels", "rollouts"),
     )
 )
 FOR_US = ("rlhf.demo",)

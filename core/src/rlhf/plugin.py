@@ -35,6 +35,7 @@ __all__ = [
     "OptimConfig",
     "OptimizerKind",
     "RLHFError",
+    "RolloutPlugin",
     "TrainerPlugin",
     "check_model_folder",
     "check_reference",
@@ -170,6 +171,17 @@ class KernelsPlugin:
 
     kernels: str
     """Import string of the module that implements them, imported when a model is loaded."""
+
+
+@documented
+@frozen(kw_only=True)
+class RolloutPlugin:
+    """A generation engine, found under `rlhf.rollouts`. A configuration names it in
+    `rollouts.engine`."""
+
+    engine: str
+    """Import string `module:Class` of a `rlhf.rollouts.RolloutEngine`, imported when a run writes
+    its first answer."""
 
 
 def positive(kind: type[Any]) -> Callable[[str], Any]:

@@ -103,8 +103,8 @@ def test_all_problems_are_reported_at_once_with_path_and_near_match(toy: Path) -
     assert problems(*words) == [
         "optm: unknown setting; did you mean optim?",
         "'learning_rate' is optim.lr here",
-        "zzz: unknown setting; available: model, data, batch, optim, train, checkpoint, lora, "
-        "backend, extensions, observers, output, toy, plain",
+        "zzz: unknown setting; available: model, data, batch, optim, train, rollouts, checkpoint, "
+        "lora, backend, extensions, observers, output, toy, plain",
         "data.train.0.pth: unknown setting; did you mean data.train.0.path?",
         "data.train.0.path: is required",
         "data.train.1.path: expected text, got 3; quote it: '3' in YAML, \"'3'\" in a shell",

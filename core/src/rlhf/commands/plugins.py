@@ -84,6 +84,10 @@ def _check(plugin: Installed) -> None:
         from rlhf.model.accelerated import load_kernels  # late: start-up time
 
         load_kernels(plugin)
+    elif plugin.kind == "rollouts":
+        from rlhf.rollouts import load_engine  # late: start-up time
+
+        load_engine(plugin)
     elif plugin.kind == "command":
         _check_command(plugin)
 

@@ -253,6 +253,16 @@ class TrainConfig:
 
 @documented
 @frozen(kw_only=True)
+class RolloutsConfig:
+    """The answers that a trainer learns from and that evaluations show."""
+
+    engine: str = "embedded"
+    """What writes them. embedded: the model itself, in the processes of the run; needs
+    rlhf-rollouts."""
+
+
+@documented
+@frozen(kw_only=True)
 class CheckpointConfig:
     """Checkpoints, from which a run can be resumed."""
 
@@ -343,6 +353,7 @@ class Config:
     batch: BatchConfig = field(factory=BatchConfig)
     optim: OptimConfig = field(factory=OptimConfig)
     train: TrainConfig = field(factory=TrainConfig)
+    rollouts: RolloutsConfig = field(factory=RolloutsConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     lora: LoraConfig | None = None
     backend: str | None = None

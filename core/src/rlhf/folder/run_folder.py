@@ -63,8 +63,8 @@ FILES = ("config.yaml", "plan.json", "versions.json", "summary.json", METRICS, S
 """Files that a run writes, besides its lock."""
 
 RECORDED = (
-    "rlhf-core", "rlhf-kernels", "torch", "transformers", "deepspeed", "peft", "datasets",
-    "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
+    "rlhf-core", "rlhf-kernels", "rlhf-rollouts", "torch", "transformers", "deepspeed", "peft",
+    "datasets", "torchdata", "pluggy", "numpy", "triton", "liger-kernel",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ GROUPS = {
     "rlhf.commands": "command",
     "rlhf.formats": "format",
     "rlhf.kernels": "kernels",
+    "rlhf.rollouts": "rollouts",
 }
 WITH_SECTION = ("trainer", "backend")
 """Kinds of plugins whose name is also a configuration section."""

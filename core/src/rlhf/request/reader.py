@@ -19,6 +19,7 @@ from rlhf.config.sections import (
     Observers,
     OptimConfig,
     OptimizerKind,
+    RolloutsConfig,
 )
 from rlhf.config.structure import structure
 from rlhf.errors import RLHFError
@@ -122,9 +123,12 @@ def read_config(
     defaults = trainer_defaults(cls, trainer, plugin)
     notes = _scale_rate_for_lora(defaults, tree, trainer.name)
     tree = merge(cls, defaults, tree) | {"backend": chosen or section}
+    config = _checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs)
+    if config.rollouts != RolloutsConfig():  # The default is needed only where answers are written.
+        find("rollouts", config.rollouts.engine)
     return Request(
         name=trainer.name,
-        config=_checked(cls, tree, (record.check, plugin.check if inputs else None), inputs=inputs),
+        config=config,
         plugin=plugin,
         demo=demo,
         notes=notes,

@@ -1,8 +1,9 @@
 """The run as a trainer's `setup` sees it: models as engines, references and answers."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,19 +30,20 @@ from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
 from rlhf.model.save import check_exportable
 from rlhf.model.setting_names import naming_model
-from rlhf.model.shape import check_positions, shape_of
+from rlhf.model.shape import check_positions, position_table, shape_of
 from rlhf.model.task import FORMS, written_class
+from rlhf.model.tokenizer import end_tokens
 from rlhf.model.trainable import parameter_groups
 from rlhf.readouts import token_logprobs
 from rlhf.reference.compute import attach_values, read_examples
 from rlhf.reference.digest import cache_folder, quick_digests
 from rlhf.reference.live import REFERENCE, evaluating
 from rlhf.reference.run_models import RunModels
+from rlhf.rollouts import RolloutEngine, find_engine, load_engine
 from rlhf.sharding import free
 from rlhf.train.agreement import check_architecture, check_weights
 from rlhf.train.checkpointing import check_frozen
 from rlhf.train.fragments import check_model
-from rlhf.train.generate import sample
 from rlhf.train.offloading import Phases
 from rlhf.trainer import Sample
 
@@ -179,12 +181,29 @@ class RunContext(RunModels):
             # A backend may hold the module for good, so its weights are released one by one.
             free(parameter)
 
+    @cached_property
+    def _writer(self) -> RolloutEngine:
+        """What writes answers."""
+        return load_engine(find_engine(self.config))(
+            config=self.config, tokenizer=self.tokenizer, mesh=self.mesh, hooks=self.hooks
+        )
+
     def sample(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], **options: Any
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
     ) -> list[Sample]:
         """See `rlhf.trainer.Run`."""
+        most = min(self.config.data.max_tokens, position_table(engine.module.causal) or sys.maxsize)
         with self.phases("generation", running=engine):
-            return sample(self, engine, prompts, **options)
+            return self._writer.sample(
+                engine, prompts, seeds=seeds, max_new_tokens=max_new_tokens, max_tokens=most,
+                ends=end_tokens(self.tokenizer), temperature=temperature,
+            )  # fmt: skip
 
     def read(
         self,

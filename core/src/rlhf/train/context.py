@@ -290,14 +290,11 @@ def probed_alike(role: Role, others: Iterable[Role]) -> AttentionPath | None:
 def router_note(module: PackedModel, model: ModelConfig) -> str:
     """Return what the first lines of a run say of the router loss, which is switched off where it
     cannot be computed. Raises RLHFError there for a coefficient that the user has set."""
-    problem = ""
-    if module.path != "tree":
-        problem = f"the model runs on the path '{module.path}'"
-    elif compiles(model):
-        problem = "the layers are compiled"
-    if not problem:
+    if not compiles(model):
         return f"router     load-balancing loss times {module.router_loss:g}, over each example"
     if model.router_loss:
-        raise RLHFError(f"model.router_loss cannot be computed: {problem}; set it to 0")
+        raise RLHFError(
+            "model.router_loss cannot be computed: the layers are compiled; set it to 0"
+        )
     module.router_loss = 0.0
-    return f"router     no load-balancing loss: {problem}"
+    return "router     no load-balancing loss: the layers are compiled"

@@ -20,10 +20,7 @@ from rlhf_devkit.families import FAMILIES
 NAMES = tuple(name for name, (config, _) in FAMILIES.items() if hasattr(transformers, config))
 # GPT-J can run another attention since transformers 5.24.
 OWN_ATTENTION = () if Version(transformers.__version__) >= Version("5.24") else ("GPT-J",)
-PADDED = (
-    "Mamba 2", "Qwen3-Next", "LFM2", "Granite 4", "GLM 5", "RecurrentGemma", "Inkling",
-    *OWN_ATTENTION,
-)  # fmt: skip
+PADDED = ("GLM 5", "RecurrentGemma", "Inkling", *OWN_ATTENTION)
 TREES = tuple(name for name in NAMES if name not in PADDED)
 
 
@@ -35,8 +32,8 @@ class Family:
     choice: AttentionPath
 
 
-@cache
-def family(name: str) -> Family:
+def random_model(name: str) -> Any:
+    """A tiny transformers model of a family, the same in every call."""
     config_class, options = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**options)
@@ -44,18 +41,17 @@ def family(name: str) -> Family:
     for parameter in causal.parameters():
         # Biases, norms and sinks start at 0 and 1, where a wrong use of them does not show.
         parameter.data += 0.1 * torch.randn_like(parameter)
-    module = PackedModel(causal.eval())
+    return causal.eval()
+
+
+@cache
+def family(name: str) -> Family:
+    module = PackedModel(random_model(name))
     return Family(module, choose_path(BareEngine(module), Mesh()))  # type: ignore[arg-type]
 
 
 def on_cuda(name: str, dtype: torch.dtype) -> PackedModel:
-    config_class, options = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**options)
-    causal = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in causal.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return PackedModel(causal.eval().to("cuda", dtype))
+    return PackedModel(random_model(name).to("cuda", dtype))
 
 
 def chatml_tokenizer(template: str | None = CHATML) -> Any:

@@ -48,6 +48,13 @@ PATCHES = (
         gain="0.63 -> 0.31 s to load 3.1 GB on one H200",
     ),
     Patch(
+        file="recurrent.py", target="functions[name]",
+        library="transformers, the modules of a family with recurrent layers",
+        reason="its convolutions and scans are functions of the module, and none of its arguments "
+        "sets the initial state of an answer",
+        gain="a prompt is computed once for all its answers, and no padding",
+    ),
+    Patch(
         file="liger.py", target="liger_kernel.utils.PEFT_AVAILABLE", library="liger-kernel",
         reason="its kernels are imported without peft, but a plugin may use its models, which read "
         "this",

@@ -1,7 +1,6 @@
 """Every family of docs/models.md: the probe's choice, hidden states, log-probabilities and
 gradients."""
 
-import copy
 import re
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import transformers
 from attrs import evolve
 from engines import BareEngine
-from families import NAMES, OWN_ATTENTION, TREES, family
+from families import NAMES, OWN_ATTENTION, TREES, family, random_model
 from torch import Tensor
 
 from rlhf.data.batch import PackedBatch
@@ -23,8 +22,9 @@ from rlhf.model.probe import choose_path
 from rlhf.readouts import token_logprobs
 from rlhf_devkit.families import FAMILIES, VOCABULARY, gradients, tree_batch
 
-ROUNDING = {"Gemma 4": 1e-4}
-"""Largest error of a gradient; 7e-7 in float64."""
+ROUNDING = {"Gemma 4": 1e-4, "Kimi Linear": 3e-5}
+"""Largest error of a gradient. Gemma 4 has 7e-7 in float64; the scan of Kimi Linear computes in
+float32 whatever the dtype."""
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 
 
@@ -94,11 +94,11 @@ def test_the_probe_chooses_tree_attention_if_it_is_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Mamba 2", "it has recurrent layers (linear_attention)"),
-        ("Qwen3-Next", "it has recurrent layers (linear_attention)"),
-        ("LFM2", "it has recurrent layers (conv)"),
-        ("Granite 4", "it has recurrent layers (linear_attention)"),
-        ("Inkling", "it has recurrent layers (hybrid_sliding)"),
+        (
+            "Inkling",
+            "it has recurrent layers (hybrid_sliding), and packed failed with ValueError: tree "
+            "attention has no position bias",
+        ),
         ("RecurrentGemma", "it has recurrent layers (linear_attention)"),
         ("GLM 5", "it has sparse attention (indexed_attention)"),
     ],
@@ -154,7 +154,7 @@ def test_the_form_of_the_logits_is_found_whatever_its_settings_are_called(
 ) -> None:
     module = family(name).module
     if precision == "bf16":
-        module = PackedModel(copy.deepcopy(module.causal).bfloat16())
+        module = PackedModel(random_model(name).bfloat16())
         choose_path(BareEngine(module, precision), Mesh())  # type: ignore[arg-type]
     assert module.form.scale == pytest.approx(scale, rel=1e-6 if precision == "fp32" else 1e-3)
     assert module.form.softcap == softcap

@@ -72,7 +72,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any], str]] = {
             "vision_config": QWEN_VISION,
         }
         | TOKENS,
-        "padded",
+        "tree",
     ),
     "Llama 4": (
         "Llama4Config",

@@ -188,10 +188,19 @@ def compile_ahead(kinds: Collection[Any], device: torch.device) -> None:
         kernels.compile_ahead(kinds, device)
 
 
-def check_packed(path: str, reason: str, model: ModelConfig, sequence: Axis) -> None:
+def check_packed(
+    path: str, reason: str, model: ModelConfig, sequence: Axis, recurrent: Sequence[str] = ()
+) -> None:
     """Raise RLHFError if layers are compiled or ranks divide rows, although `path` has no packed
-    row, for this `reason`."""
+    row, for this `reason`, or layers of these `recurrent` types carry a state along it."""
     if path in ("tree", "packed"):
+        layers = f"recurrent layers ({', '.join(recurrent)})"
+        if recurrent and compiles(model):
+            raise RLHFError(f"{setting(model)} cannot compile {layers}; remove {setting(model)}")
+        if recurrent and sequence.size > 1:
+            raise SameOnAllRanks(
+                f"sequence ranks cannot divide the state of {layers}; set sequence_parallel to 1"
+            )
         return
     runs = f"packed rows, but this model runs on the path '{path}' ({reason})"
     if compiles(model):

@@ -64,7 +64,8 @@ def tree_attention(
     [1, KV heads, T, D] -> [1, T, heads, D]."""
     scoring = Scoring(dropout, scaling, softcap, s_aux)
     if isinstance(attention_mask, TreeMask):
-        assert kwargs.get("position_bias") is None, "tree attention has no position bias"
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("tree attention has no position bias")
         attend = row_attention if attention_mask.tree.sequence.size == 1 else divided_attention
         output = attend(query, key, value, attention_mask, scoring)
     elif softcap is None and s_aux is None:

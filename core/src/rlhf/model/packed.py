@@ -19,6 +19,7 @@ from rlhf.model.extra import EXTRA_PREFIX, save_extra
 from rlhf.model.head import PLAIN, read_head
 from rlhf.model.masks import BLOCK, Tree, TreeTokens
 from rlhf.model.parts import decoder, unwrapped
+from rlhf.model.recurrent import Segments, computes_trees, run_trees
 from rlhf.model.router import balance_loss, recorded, routers_of
 from rlhf.model.save import save_weights
 from rlhf.model.sequence import all_rows, part_of_rank
@@ -107,6 +108,8 @@ class PackedModel(nn.Module):
         assert path in get_args(PathName), path
         self._path: PathName = path
         ours = path in ("tree", "packed") and takes_our_attention(self.causal) is None
+        if ours and recurrent_layers(self.causal):
+            run_trees(self.causal)
         implementation = attention.NAME if ours else self.default_attention
         if self.causal.config._attn_implementation != implementation:
             self.causal.set_attn_implementation(implementation)
@@ -197,10 +200,13 @@ class PackedModel(nn.Module):
         batch = rounded_up(batch, math.lcm(block, axis.size))
         size = len(batch.tokens)
         own = part_of_rank(size, axis)
+        tree = Tree(batch, axis)
+        states = {"seq_idx": Segments(tree)} if recurrent_layers(self.causal) else {}
         hidden = self.backbone(
             input_ids=batch.tokens[None, own],
             position_ids=batch.positions[None, own],
-            attention_mask=TreeTokens.of(Tree(batch, axis)),
+            attention_mask=TreeTokens.of(tree),
+            **states,
             **batch.inputs,
         )[0]
         return all_rows(hidden, size, axis)[:num_tokens]
@@ -271,18 +277,28 @@ def default_attention(causal: Any) -> str:
     return "eager" if capped and chosen == "sdpa" else chosen
 
 
-def takes_our_attention(causal: Any) -> str | None:
-    """Return why a model cannot run under our attention; None if it can."""
+def recurrent_layers(causal: Any) -> list[str]:
+    """Return the types of a model's layers that carry a state along the row; its model type if its
+    config does not list its layers."""
     config = causal.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    if recurrent := sorted(kinds - OUR_LAYERS - SPARSE_LAYERS):
+    if not kinds and getattr(causal, "_is_stateful", False):
+        return [config.model_type]
+    return sorted(kinds - OUR_LAYERS - SPARSE_LAYERS)
+
+
+def takes_our_attention(causal: Any) -> str | None:
+    """Return why a model cannot run packed rows, under our attention; None if it can."""
+    kinds = set(getattr(causal.config.get_text_config(), "layer_types", None) or ())
+    recurrent = recurrent_layers(causal)
+    if recurrent and not computes_trees(causal):
         return f"it has recurrent layers ({', '.join(recurrent)})"
     if sparse := sorted(kinds & SPARSE_LAYERS):
         return f"it has sparse attention ({', '.join(sparse)})"
-    if not kinds and getattr(causal, "_is_stateful", False):
-        return f"it has recurrent layers ({config.model_type})"
     if not causal._can_set_attn_implementation():
         return "its attention cannot be replaced"
-    if "position_ids" not in inspect.signature(decoder(causal).forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(decoder(causal).forward).parameters
+    # Convolutions and scans read no positions.
+    if not takes_positions and (kinds & OUR_LAYERS or not recurrent):
         return "it takes no positions"
     return None

@@ -18,7 +18,7 @@ from rlhf.model.accelerated import kernels_on
 from rlhf.model.finite import check_finite
 from rlhf.model.head import PLAIN, Head, LogitForm, logit_form, soft_capped
 from rlhf.model.masks import BLOCK
-from rlhf.model.packed import PackedModel, PathName, takes_our_attention
+from rlhf.model.packed import PackedModel, PathName, recurrent_layers, takes_our_attention
 from rlhf.model.parts import language_model
 from rlhf.model.task import label_head
 
@@ -138,6 +138,8 @@ def first_correct(
     Collective."""
     module: Any = engine.module
     candidates, reason = candidates_of(module.causal, longest, engine.device)
+    recurrent = ", ".join(recurrent_layers(module.causal))
+    cause = f"it has recurrent layers ({recurrent}), and " if recurrent else ""
     for path in candidates:
         module.path = path
         # Ranks may differ by rounding or by a compiler. One that tried another path by itself would
@@ -145,7 +147,7 @@ def first_correct(
         problems = [problem for problem in mesh.gather(problem_of(engine, batch, truth)) if problem]
         if not problems:
             return AttentionPath(path=path, reason=reason)
-        reason = f"{path} {problems[0]}"
+        reason = f"{cause}{path} {problems[0]}"
     return AttentionPath(path="separate", reason=reason)
 
 

@@ -24,7 +24,7 @@ from rlhf.launch.garbage import without_collections
 from rlhf.memory.fit import StepFit
 from rlhf.model.accelerated import check_packed, compile_layers, compiles
 from rlhf.model.load import load_model
-from rlhf.model.packed import PackedModel
+from rlhf.model.packed import PackedModel, recurrent_layers
 from rlhf.model.parts import decoder
 from rlhf.model.probe import AttentionPath, candidates_of, choose_path
 from rlhf.model.role import POLICY, ModelSpec, Role, memory_of, plan_model, trained_share
@@ -79,7 +79,8 @@ class RunContext(RunModels):
         self.notes += check_positions(empty.causal, self.longest, f"{role} {config.model.path}")
         paths, reason = candidates_of(empty.causal, self.longest, self.device)
         best = paths[0] if paths else "separate"
-        check_packed(best, reason, config.model, self.mesh.sequence)
+        recurrent = recurrent_layers(empty.causal)
+        check_packed(best, reason, config.model, self.mesh.sequence, recurrent)
         engine = self._add(spec, empty, partial(self._read, spec))
         if not spec.trained or config.lora is not None or config.model.adapter is not None:
             # Checkpoints have the weights of a trained adapter.

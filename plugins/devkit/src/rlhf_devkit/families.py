@@ -49,6 +49,12 @@ MAMBA = (
     | {"shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
     | {"mamba_n_groups": 1, "mamba_chunk_size": 16}
 )
+DELTA = (
+    SIZES
+    | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    | {"layer_types": ["linear_attention", "full_attention"]}
+)
 LATENT = (
     SIZES
     | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_nope_head_dim": 4}
@@ -103,12 +109,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3-Next": (
         "Qwen3NextConfig",
-        SIZES
-        | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"shared_expert_intermediate_size": 16}
+        DELTA
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16},
+    ),
+    "Qwen3.5": ("Qwen3_5TextConfig", DELTA | {"head_dim": 16}),
+    "OLMo Hybrid": (
+        "OlmoHybridConfig",
+        DELTA | {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    ),
+    "Kimi Linear": (
+        "KimiLinearConfig",
+        LATENT
+        | {"num_experts": 4, "num_shared_experts": 1, "num_expert_group": 1}
         | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "Bamba": ("BambaConfig", MAMBA | {"attn_layer_indices": [1]}),
+    "Nemotron-H": (
+        "NemotronHConfig",
+        SIZES
+        | {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"]}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+        | {"chunk_size": 16, "head_dim": 8},
+    ),
+    "Falcon-H1": ("FalconH1Config", MAMBA | {"mamba_d_ssm": 64, "head_dim": 8}),
+    "Zamba2": (
+        "Zamba2Config",
+        SIZES
+        | {"layers_block_type": ["mamba", "hybrid"], "num_key_value_heads": 4}
+        | {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_d_state": 8, "mamba_ngroups": 1}
+        | {"chunk_size": 16, "attention_hidden_size": 64, "attention_head_dim": 16}
+        | {"num_query_groups": 4, "kv_channels": 8, "adapter_rank": 4},
     ),
     "LFM2": ("Lfm2Config", SIZES | {"layer_types": ["conv", "full_attention"]}),
     "Gemma 4": (

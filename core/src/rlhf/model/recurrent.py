@@ -1,0 +1,204 @@
+"""Recurrent layers over packed rows: the final state of a prompt is the initial state of each of
+its answers, and a convolution reads the tokens before on the path.
+
+transformers calls convolutions and scans as functions of a family's module, with the decoder's
+keyword `seq_idx`. `run_trees` replaces these functions. Where `seq_idx` is a `Segments` they
+compute trees by the original functions, else they are the original functions.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf.model.masks import Tree
+
+CONVOLUTION = "causal_conv1d_fn"
+SCANS = {
+    "torch_chunk_gated_delta_rule": ("initial_state", "output_final_state"),
+    "chunk_kimi_delta_attention": ("initial_state", "output_final_state"),
+    "mamba2_chunk_scan": ("initial_states", "return_final_states"),
+}
+"""The scans, with their arguments for the initial states and for whether to return final ones."""
+FUSED = "mamba2_split_conv1d_scan_combined"
+"""Convolution and scan of Mamba 2 in one kernel; None in place of its result runs the two."""
+CHUNK = 64
+"""Tokens that a scan computes at a time, unless it has the argument `chunk_size`."""
+
+
+class Segment(NamedTuple):
+    """Tokens of a row that follow one another on a path: a prompt, an answer, or both of a chain.
+
+    `parent` is the index of the answer's prompt among the segments; None if it starts a path.
+    """
+
+    tokens: range
+    parent: int | None
+
+
+class Group(NamedTuple):
+    """Segments of similar lengths as rows [S, L] of indices in a packed row of T tokens, T for
+    padding. `parents` [S] are the indices of their prompts in the states of the groups before."""
+
+    places: Tensor
+    parents: Tensor | None
+
+
+class Segments:
+    """The segments of a packed row's trees, in the order of the row; the decoder's `seq_idx`."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.segments = list(segments_of(tree))
+        self.num_tokens = len(tree.owner)
+        self.device = tree.owner.device
+        # All layers of a model have the same few widths and chunks.
+        self._paths: dict[int, tuple[Tensor, Tensor]] = {}
+        self._groups: dict[int, tuple[list[Group], Tensor]] = {}
+
+    def paths(self, width: int) -> tuple[Tensor, Tensor]:
+        """Return the indices in the row of every segment with the `width` tokens before it on its
+        path, T where there are none, and of each token in that list [T]."""
+        if width not in self._paths:
+            places: list[int] = []
+            back: list[int] = []
+            for tokens, parent in self.segments:
+                before = () if parent is None else self.segments[parent].tokens[-width:]
+                places += [self.num_tokens] * (width - len(before)) + [*before, *tokens]
+                back += range(len(places) - len(tokens), len(places))
+            self._paths[width] = self._tensor(places), self._tensor(back)
+        return self._paths[width]
+
+    def groups(self, chunk: int) -> tuple[list[Group], Tensor]:
+        """Return the groups of the segments, those that start a path first, and the index of each
+        token in the groups laid end to end [T].
+
+        The length of a group is a power of two of chunks, whatever else is in the row, so that a
+        segment's chunks do not depend on its micro-batch.
+        """
+        if chunk not in self._groups:
+            keys: dict[tuple[bool, int], list[int]] = {}
+            for number, (tokens, parent) in enumerate(self.segments):
+                chunks = -(-len(tokens) // chunk)
+                length = chunk << (chunks - 1).bit_length()
+                keys.setdefault((parent is not None, length), []).append(number)
+            groups, back, start = [], [0] * self.num_tokens, 0
+            rows: dict[int, int] = {}  # The row of a segment in the states of all groups.
+            for (follows, length), numbers in sorted(keys.items()):
+                places = []
+                for number in numbers:
+                    tokens, _ = self.segments[number]
+                    padding = [self.num_tokens] * (length - len(tokens))
+                    # Zeros leave the state of zeros before a path as it is, but not a later one.
+                    places.append([*tokens, *padding] if follows else [*padding, *tokens])
+                    first = start + (0 if follows else len(padding))
+                    back[tokens.start : tokens.stop] = range(first, first + len(tokens))
+                    rows[number] = len(rows)
+                    start += length
+                parents = [rows[parent] for number in numbers
+                           if (parent := self.segments[number].parent) is not None]  # fmt: skip
+                groups.append(
+                    Group(self._tensor(places), self._tensor(parents) if follows else None)
+                )
+            self._groups[chunk] = groups, self._tensor(back)
+        return self._groups[chunk]
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+
+def segments_of(tree: Tree) -> Iterator[Segment]:
+    """Yield the segments of a row; the tokens that only round it up are one more."""
+    start = number = 0
+    for prompt, answers in tree.spans:
+        if len(answers) == 1:
+            prompt, answers = prompt + answers[0], ()
+        parent = number if prompt else None
+        for length, before in [(prompt, None), *((answer, parent) for answer in answers)]:
+            if length:
+                yield Segment(range(start, start + length), before)
+                start, number = start + length, number + 1
+    if start < len(tree.owner):
+        yield Segment(range(start, len(tree.owner)), None)
+
+
+def computes_trees(model: Any) -> bool:
+    """Return whether a transformers model has convolutions or scans that `run_trees` replaces."""
+    names = {CONVOLUTION, *SCANS}
+    return any(names & vars(module).keys() for module in code_of(model))
+
+
+def run_trees(model: Any) -> None:
+    """Have the convolutions and scans of a transformers model compute trees; may be repeated. It
+    changes the modules of its family."""
+    for module in code_of(model):
+        functions = vars(sys.modules[module.__name__])
+        for name in {CONVOLUTION, FUSED, *SCANS} & functions.keys():
+            if functions[name].__module__ != __name__:
+                functions[name] = tree_function(name, functions[name])
+
+
+def code_of(model: Any) -> list[Any]:
+    """Return the modules of Python that have the code of a model's layers."""
+    return [sys.modules[name] for name in {type(part).__module__ for part in model.modules()}]
+
+
+def tree_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in the place of `own`."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        segments = kwargs.get("seq_idx")
+        if not isinstance(segments, Segments):
+            return own(*args, **kwargs)
+        del kwargs["seq_idx"]
+        if name == FUSED:
+            return None
+        if name == CONVOLUTION:
+            return tree_convolution(own, segments, *args, **kwargs)
+        return tree_scan(own, segments, *SCANS[name], args, kwargs)
+
+    return function
+
+
+def tree_convolution(
+    own: Callable[..., Tensor], segments: Segments, states: Tensor, weight: Tensor, *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Return `own` of `states` [1, C, T] with `weight` [C, width] along the paths of the tree."""
+    places, back = segments.paths(weight.shape[-1] - 1)
+    row = pad(states, (0, 1)).index_select(2, places)
+    return own(row, weight, *args, **kwargs).index_select(2, back)
+
+
+def tree_scan(
+    own: Callable[..., Any],
+    segments: Segments,
+    initial: str,
+    final: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return what the scan `own` returns, whose arguments of shape [1, T, ...] are of the row."""
+    groups, back = segments.groups(kwargs.get("chunk_size", CHUNK))
+    row = (1, segments.num_tokens)
+
+    def rows(value: Any, places: Tensor) -> Any:
+        """Return [S, L, ...] of an argument of the row, others as they are."""
+        if not isinstance(value, Tensor) or value.dim() < 3 or value.shape[:2] != row:
+            return value
+        padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
+        return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+    outputs, states = [], []
+    for places, parents in groups:
+        positional = [rows(value, places) for value in args]
+        named = {name: rows(value, places) for name, value in kwargs.items()}
+        named[initial] = None if parents is None else torch.cat(states).index_select(0, parents)
+        output, state = own(*positional, **named | {final: True})
+        outputs.append(output.flatten(0, 1))
+        if parents is None:
+            states.append(state)
+    output = torch.cat(outputs).index_select(0, back)[None]
+    return (output, None) if final == "output_final_state" else output

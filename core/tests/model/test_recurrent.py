@@ -1,0 +1,99 @@
+"""Recurrent layers over packed rows: the parts of a row are independent of one another."""
+
+import copy
+
+import pytest
+import torch
+from engines import BareEngine
+from families import family
+
+from rlhf.config.sections import ModelConfig
+from rlhf.data.batch import PackedBatch
+from rlhf.data.packing import blank_batch, filler
+from rlhf.engine import Axis, Mesh
+from rlhf.errors import RLHFError
+from rlhf.model.accelerated import check_packed
+from rlhf.model.masks import Tree
+from rlhf.model.packed import PackedModel
+from rlhf.model.probe import choose_path
+from rlhf.model.recurrent import Segment, Segments
+from rlhf.readouts import token_logprobs
+from rlhf_devkit.families import VOCABULARY, gradients, tree_batch
+
+HYBRIDS = ("Qwen3.5", "Bamba", "LFM2")
+"""A family for each kind of recurrent layer."""
+
+
+def test_a_prompt_is_computed_once_and_a_chain_in_one_part() -> None:
+    batch = blank_batch(torch.zeros(24, dtype=torch.long), ((3, (2, 4)), (2, (5,)), (0, (1, 2))))
+    assert Segments(Tree(batch)).segments == [
+        Segment(range(3), None), Segment(range(3, 5), 0), Segment(range(5, 9), 0),
+        Segment(range(9, 16), None), Segment(range(16, 17), None), Segment(range(17, 19), None),
+        Segment(range(19, 24), None),
+    ]  # fmt: skip
+
+
+def test_a_convolution_reads_the_tokens_before_on_the_path() -> None:
+    batch = blank_batch(torch.zeros(6, dtype=torch.long), ((1, (2, 3)),))
+    places, back = Segments(Tree(batch)).paths(2)
+    # 6 is the place of zeros before a path.
+    assert places.tolist() == [6, 6, 0, 6, 0, 1, 2, 6, 0, 3, 4, 5]
+    assert places[back].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_tree_does_not_depend_on_the_others_of_its_row(name: str) -> None:
+    module = family(name).module
+    tokens = torch.randint(3, VOCABULARY, (120,), generator=torch.Generator().manual_seed(1))
+    spans = ((13, (11, 9)), (70, (6, 3)))
+    with torch.no_grad():
+        both = module.hidden(blank_batch(tokens, spans))[:33]
+        alone = module.hidden(blank_batch(tokens[:33], spans[:1]))
+    torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
+    found = []
+    for recompute in (False, True):
+        module = copy.deepcopy(family(name).module).train()
+        if recompute:
+            module.causal.gradient_checkpointing_enable({"use_reentrant": False})
+        module(tree_batch(), token_logprobs)["logprobs"].sum().backward()
+        found.append(gradients(module.causal))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_filler_batch_gives_every_weight_a_gradient(name: str) -> None:
+    module = copy.deepcopy(family(name).module)
+    assert gradients_of(module, filler()) == gradients_of(module, tree_batch())
+
+
+def gradients_of(module: PackedModel, batch: PackedBatch) -> set[str]:
+    """Return the names of the weights that get a gradient."""
+    module(batch, lambda hidden, *_: {"sum": hidden.sum()})["sum"].backward()
+    return set(gradients(module.causal))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_rehearsal_needs_no_values(name: str) -> None:
+    module = copy.deepcopy(family(name).module).to("meta")
+    assert module.hidden(tree_batch().to("meta")).is_meta
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_probe_chooses_the_tree_in_bf16(name: str) -> None:
+    module = PackedModel(copy.deepcopy(family(name).module.causal).bfloat16())
+    choice = choose_path(BareEngine(module, "bf16"), Mesh())  # type: ignore[arg-type]
+    assert (choice.path, choice.reason) == ("tree", "")
+
+
+def test_a_state_cannot_be_divided() -> None:
+    check_packed("tree", "", ModelConfig(), Axis(), ["conv"])
+    with pytest.raises(RLHFError) as error:
+        check_packed("tree", "", ModelConfig(), Axis(size=2), ["conv"])
+    assert str(error.value) == (
+        "sequence ranks cannot divide the state of recurrent layers (conv); set sequence_parallel "
+        "to 1"
+    )

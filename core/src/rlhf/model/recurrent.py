@@ -191,7 +191,8 @@ def tree_scan(
         padded = torch.cat((value[0], value.new_zeros(1, *value.shape[2:])))
         return padded.index_select(0, places.flatten()).unflatten(0, places.shape)
 
-    outputs, states = [], []
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
     for places, parents in groups:
         positional = [rows(value, places) for value in args]
         named = {name: rows(value, places) for name, value in kwargs.items()}
